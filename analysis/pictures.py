@@ -29,7 +29,7 @@ from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.memory.command import draw as draw_memory
 from megatron_longctx.schedules import MODES, ModeOptions, Target, Workload, build_plan
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
-from megatron_longctx.schedules.draw_timeline import draw_modes, draw_timeline
+from megatron_longctx.schedules.draw import draw_modes, draw_timeline
 from megatron_longctx.schedules.mask import causal
 from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.schedules.simulate import Simulation, simulate
@@ -150,7 +150,7 @@ def _draw_placement(axes: Any) -> None:
     for colour, new in zip(TURN_COLOURS, TURNS, strict=True):
         (chunk,) = manager.append({session: new})
         for rank in range(RANKS):
-            for span in chunk.new_spans(rank):
+            for span in chunk.new_spans[rank]:
                 axes.barh(rank, len(span), left=start + span.start, height=0.7, color=colour, edgecolor="white")
         start += new
     for rank in range(RANKS):

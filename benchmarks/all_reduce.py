@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.calibrate.measure import mean_seconds, step_seconds
-from megatron_longctx.comm import from_all
-from megatron_longctx.comm.hosts import find_hosts
-from megatron_longctx.comm.peer_memory import MOST_BLOCKS, peer_memory
-from megatron_longctx.comm.symmetric import symmetric_memory
+from megatron_longctx.comm import gather_objects
+from megatron_longctx.comm.peer_memory import MAX_BLOCKS, allocate_peer_memory
+from megatron_longctx.comm.symmetric import find_hosts, symmetric_memory
 from megatron_longctx.errors import refuse
 from megatron_longctx.lowbit.crossover import Crossover
-from megatron_longctx.lowbit.peer_reduce import ROOM, PeerReduction, peer_reduction
+from megatron_longctx.lowbit.peer_reduce import HALF_BYTES, PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantized import all_reduce
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
@@ -59,8 +58,8 @@ def run(arguments: argparse.Namespace) -> None:
     if not 0 < smallest <= largest:
         raise refuse("--smallest-kib", arguments.smallest_kib, "1 or more, and not above the largest", "Correct it.")
     blocks = numbers("--blocks", arguments.blocks, 1) if arguments.blocks else ()
-    if max(blocks, default=1) > MOST_BLOCKS:
-        raise refuse("--blocks", max(blocks), f"1 to {MOST_BLOCKS}", "A kernel has no more.")
+    if max(blocks, default=1) > MAX_BLOCKS:
+        raise refuse("--blocks", max(blocks), f"1 to {MAX_BLOCKS}", "A kernel has no more.")
     sizes = tuple(takewhile(lambda size: size <= largest, (smallest << i for i in range(64))))
     what, about = "seconds of the slowest rank, by bytes of a rank's tensor", f"all-reduce of {arguments.dtype}"
     unit = f"{ranks.count} ranks; µs, of the slowest rank; calls {_ISSUED[ranks.device]}"
@@ -155,7 +154,8 @@ def all_ways(
     peers = peer_reduction("auto", group, device) if reason is None else None
     if peers is not None:
         for name, bits_or_none in (("unquantized", None), ("int8", 8), ("int6", 6), ("int4", 4)):
-            ways[f"{name} over peers"] = partial(_ours, partial(peers.all_reduce, bits=bits_or_none))
+            reduce = partial(all_reduce, group=group, bits=bits_or_none, peers=peers)
+            ways[f"{name} over peers"] = partial(_ours, reduce)
     elif reason is None:
         left_out["over peers"] = "it could not be set up; the log gives the reason"
     return ways
@@ -168,14 +168,15 @@ def _with_blocks(
     if not blocks:
         return {}
     ways: dict[str, Way] = {}
-    memory = peer_memory(group, device, ROOM, "Leave --blocks out.")
+    memory = allocate_peer_memory(group, device, HALF_BYTES, "Leave --blocks out.")
     for count in blocks:
         if count > memory.blocks:
             left_out[f"{count} blocks"] = f"a GPU here runs {memory.blocks} at once"
             continue
         reduction = PeerReduction(replace(memory, blocks=count))
         for bits in (8, 4):
-            ways[f"int{bits} over peers, {count} blocks"] = partial(_ours, partial(reduction.all_reduce, bits=bits))
+            reduce = partial(all_reduce, group=group, bits=bits, peers=reduction)
+            ways[f"int{bits} over peers, {count} blocks"] = partial(_ours, reduce)
     return ways
 
 
@@ -227,7 +228,7 @@ def _values(numel: int, dtype: torch.dtype, device: torch.device, rank: int) -> 
 def _seconds(call: Call, group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the seconds of one call in a row; on GPUs, the row is replayed from a CUDA graph."""
     mean_seconds(call, device, 3)
-    estimate = max(from_all(group, mean_seconds(call, device, 3)))
+    estimate = max(gather_objects(group, mean_seconds(call, device, 3)))
     count = max(_FEWEST_CALLS, min(_MOST_CALLS, int(_ROW_S / estimate)))
     if device.type != "cuda":
         return sorted(step_seconds(call, group, device, count, _ROUNDS))[_ROUNDS // 2]
@@ -246,12 +247,10 @@ def crossovers(results: Results) -> dict[str, int | None]:
     """Return, by way, the bytes from which on it is faster than the library at every size; None if it never is."""
     by_way = results.by_way
     library = by_way.pop(results.library)
-    return {
-        way: Crossover.between(
-            [(size, library[size].seconds, m.seconds) for size, m in sorted(sizes.items())]
-        ).from_bytes
-        for way, sizes in by_way.items()
+    samples = {
+        way: [(n, library[n].seconds, m.seconds) for n, m in sorted(sizes.items())] for way, sizes in by_way.items()
     }
+    return {way: Crossover.from_samples(of_way).from_bytes for way, of_way in samples.items()}
 
 
 def tables(results: Results) -> str:

@@ -20,7 +20,6 @@ from megatron_longctx.errors import refuse
 from megatron_longctx.kernels import auto_order
 from megatron_longctx.kernels.interface import PROVIDERS
 from megatron_longctx.schedules import MODES, Mode
-from megatron_longctx.schedules.save_remote import KEEP_RECEIVED
 from megatron_longctx.topology import Cluster, Mesh
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
@@ -68,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default="all", help=f"all, or some of {','.join(MODES)}")
     parser.add_argument("--kernel", choices=("auto", *PROVIDERS), default="auto")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how blocks travel")
-    parser.add_argument("--keep-received", choices=KEEP_RECEIVED, default="auto", help="as attention.keep_received")
+    settings = ("auto", "true", "false")
+    parser.add_argument("--keep-received", choices=settings, default="auto", help="as attention.keep_received")
     parser.add_argument("--deterministic", action="store_true", help="as attention.deterministic, for the modes")
     parser.add_argument(
         "--no-overlap", dest="overlap", action="store_false", help="as attention.overlap=false, for the modes"

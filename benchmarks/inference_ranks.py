@@ -14,17 +14,16 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import from_all
-from megatron_longctx.comm.symmetric import finish
-from megatron_longctx.config import Config
+from megatron_longctx.comm import gather_objects
+from megatron_longctx.comm.device import synchronize
+from megatron_longctx.config import Config, InferenceConfig
 from megatron_longctx.errors import refuse
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChunk
-from megatron_longctx.inference.choice import Chooser, Decision
-from megatron_longctx.inference.engine import EngineSettings, LongContextEngine, Session
-from megatron_longctx.inference.figures import agreed_figures
+from megatron_longctx.inference.choice import Chooser, Decision, rule_inputs_of_rank_0
+from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.inference.session import NextToken
+from megatron_longctx.inference.session import NextToken, Session
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, pages_per_rank
 from megatron_longctx.schedules import Target
@@ -162,10 +161,10 @@ class _Benchmark:
         self._chunk = config.inference.prefill_chunk
         self._device = engine.model.attention.device
         rule = config.inference.rule if self._n > 1 else "bytes"
-        self._chooser = _RecordingChooser(agreed_figures(config, self._device), config.inference.mode, rule)
+        self._chooser = _RecordingChooser(rule_inputs_of_rank_0(config, self._device), config.inference.mode, rule)
         self._modes = sweep.modes if self._n > 1 else sweep.modes[:1]
         self._cache_manager = _RewindableCacheManager(self._n, pages_per_rank(config), config.inference.page_tokens)
-        settings = EngineSettings(decode=engine.settings.decode, cuda_graphs=engine.settings.cuda_graphs)
+        settings = InferenceConfig(decode=engine.settings.decode, cuda_graphs=engine.settings.cuda_graphs)
         self.engine = LongContextEngine(engine.model, self._cache_manager, self._chooser, settings)
         self._random = random.Random(0)  # the same tokens on every rank
 
@@ -211,7 +210,7 @@ class _Benchmark:
         self._cache_manager.keep()
         for _ in range(1 + self._sweep.iterations):
             for way in ways:  # alternating, so that a slow moment of the machine affects all of them
-                with nullcontext() if way == REPLICATED else self._chooser.taking(way):
+                with nullcontext() if way == REPLICATED else self._chooser.forcing(way):
                     times[way].append(seconds_to_first(self.engine, session, prompt))
                 self._cache_manager.rewind([session])
         result.seconds = {mode: self._slowest(seconds[1:] or seconds) for mode, seconds in times.items()}
@@ -247,7 +246,7 @@ class _Benchmark:
         return Decoded(self._n, length, len(sessions), mode, seconds)
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        return [max(of_ranks) for of_ranks in zip(*from_all(world_group(), seconds), strict=True)]
+        return [max(of_ranks) for of_ranks in zip(*gather_objects(world_group(), seconds), strict=True)]
 
     def _print(self, words: str) -> None:
         if dist.get_rank() == 0:
@@ -268,7 +267,7 @@ def seconds_to_first(engine: LongContextEngine, session: Session, prompt: list[i
 
 def _synchronize(device: torch.device) -> None:
     """Wait until all ranks have finished all their work."""
-    finish(device)
+    synchronize(device)
     dist.barrier()
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.calibrate.measure import step_seconds, training_step
-from megatron_longctx.comm import from_all
+from megatron_longctx.comm import gather_objects
 from megatron_longctx.testing.references import dense_attention, visible
 
 from .cases import Case
@@ -144,7 +144,7 @@ class Bench:
         before = torch.cuda.memory_allocated(self.device) if cuda else 0
         result.rounds = step_seconds(step, self.group, self.device, self.iterations, _ROUNDS)
         if cuda:
-            result.peak_bytes = max(from_all(self.group, torch.cuda.max_memory_allocated(self.device) - before))
+            result.peak_bytes = max(gather_objects(self.group, torch.cuda.max_memory_allocated(self.device) - before))
 
     def _errors(self, contender: Contender, case: Case) -> dict[str, float]:
         """Return the errors over all ranks, which call this together."""

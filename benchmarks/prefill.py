@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from megatron_longctx.comm import from_all
+from megatron_longctx.comm import gather_objects
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import REDUCTIONS, Config
 from megatron_longctx.errors import refuse
@@ -123,15 +123,15 @@ def measure(rank: int, config: Config, options: Options, save: Callable[[Results
             seconds: dict[str, list[float]] = {name: [] for name in policies}
             for _ in range(1 + options.iterations):
                 for name in shared.sample(options.reductions, len(options.reductions)):
-                    model.follow(policies[name])
+                    model.set_reduction_policy(policies[name])
                     session = engine.open()
-                    seconds[name].append(max(from_all(world_group(), seconds_to_first(engine, session, prompt))))
+                    seconds[name].append(max(gather_objects(world_group(), seconds_to_first(engine, session, prompt))))
                     session.close()
             results.measured += [Prefill(tokens, name, values[1:]) for name, values in seconds.items()]
             if rank == 0:
                 save(results)
         if "auto" in policies:
-            model.follow(policies["auto"])
+            model.set_reduction_policy(policies["auto"])
             for (operation, dtype), crossover in model.crossovers().items():
                 results.auto_from_bytes[f"{operation} of {str(dtype).split('.')[-1]}"] = crossover.from_bytes
         return results

@@ -1,6 +1,4 @@
-"""Files: where the project's own files are, YAML from untrusted sources, and small files written completely or not at
-all.
-"""
+"""Folders that ship with the package, YAML from untrusted sources, and atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -12,14 +10,14 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-_MOST_YAML_BYTES, _MOST_YAML_DEPTH = 2**18, 20  # the largest of ours have 5 KB and 3 levels
+_MAX_YAML_BYTES, _MAX_YAML_DEPTH = 2**18, 20  # the largest files of this project have 5 KB and 3 levels
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` in UTF-8. After a crash, or on a full disk, `path` holds all of it or what it held before.
+    """Write `text` in UTF-8, atomically: after a crash or on a full disk, `path` is either complete or unchanged.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -34,16 +32,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def bundled(name: str) -> Path:
-    """A folder that stands beside the package in a checkout and inside it when installed: recipes, launch, analysis.
+    """Return a folder that is beside the package in a checkout and inside it when installed: recipes, launch, analysis.
 
-    A checkout's own folder counts even where an editable installation has left copies.
+    The checkout's folder takes precedence over copies that an editable installation has left in the package.
 
     Raises:
-        ValueError: it is in neither place.
+        ValueError: the folder is in neither place.
     """
     package = Path(__file__).resolve().parent
     places = [package / name]
-    if (package.parent / "pyproject.toml").is_file():  # beside an installed package stand those of other projects
+    if (package.parent / "pyproject.toml").is_file():  # folders beside an installed package belong to other projects
         places.insert(0, package.parent / name)
     for folder in places:
         if folder.is_dir():
@@ -52,30 +50,30 @@ def bundled(name: str) -> Path:
 
 
 def read_yaml(path: Path) -> Any:
-    """The mappings, lists, text and numbers of a YAML file that somebody may have got from anywhere.
+    """Return the mappings, lists, text and numbers of a YAML file from an untrusted source.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is large, deep, not UTF-8 or not YAML, or what it says of itself has to be worked out: anchors,
-            whose aliases multiply, and `${…}`, which reads the environment.
+        OSError: the file cannot be read.
+        ValueError: it is large, deep, not UTF-8 or not YAML, or it contains expressions: anchors, whose aliases
+            multiply, or `${…}`, which reads the environment.
     """
-    if path.stat().st_size > _MOST_YAML_BYTES:
-        raise ValueError(f"more than {_MOST_YAML_BYTES:,} bytes")
+    if path.stat().st_size > _MAX_YAML_BYTES:
+        raise ValueError(f"more than {_MAX_YAML_BYTES:,} bytes")
     content = path.read_text(encoding="utf-8")
     if "${" in content:
         raise ValueError("${…} where values are expected")
     depth = 0
     try:
-        for event in yaml.parse(content, Loader=yaml.SafeLoader):  # keeps its own stack: no depth is too much for it
+        for event in yaml.parse(content, Loader=yaml.SafeLoader):  # does not recurse, so no depth overflows its stack
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
                 raise ValueError(f"line {event.start_mark.line + 1}: an anchor or alias where values are expected")
             if depth == 0 and isinstance(event, yaml.ScalarEvent):
                 raise ValueError("neither keys with values nor a list")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MOST_YAML_DEPTH:
-                raise ValueError(f"line {event.start_mark.line + 1}: more than {_MOST_YAML_DEPTH} levels")
+            if depth > _MAX_YAML_DEPTH:
+                raise ValueError(f"line {event.start_mark.line + 1}: more than {_MAX_YAML_DEPTH} levels")
         return OmegaConf.to_container(OmegaConf.load(StringIO(content)))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or "not YAML"  # without what the file says
-        raise ValueError(f"line {mark.line + 1}: {what}" if mark else what) from None
+        problem = getattr(error, "problem", None) or "not YAML"  # the full message would quote the file
+        raise ValueError(f"line {mark.line + 1}: {problem}" if mark else problem) from None

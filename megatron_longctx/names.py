@@ -1,15 +1,15 @@
-"""The words every room uses: shape letters, axis names and metric keys.
+"""Names that every room uses: shape letters, axis names and metric keys.
 
-Shape letters (suffix tensors with them where it helps, e.g. `q_sbhd`):
+Shape letters, which may be suffixes of tensors (e.g. `q_sbhd`):
 
 | letter | meaning | | letter | meaning |
 |---|---|---|---|---|
 | `s` | local tokens of one rank | | `h` | query heads |
 | `S` | global tokens of a sequence | | `g` | key/value heads |
 | `b` | batch (sequences) | | `d` | head dimension |
-| `n` | ranks of the context-parallel group | | `t` | local key/value tokens, where they differ from `s` |
+| `n` | ranks of the context-parallel group | | `t` | local key/value tokens, if they differ from `s` |
 
-`rank` and `world` mean position in and size of the context-parallel group unless said otherwise; `axis` names a
+`rank` and `world` are the position in and the size of the context-parallel group unless stated otherwise; `axis` is a
 process-group axis, `dim` a tensor dimension.
 """
 

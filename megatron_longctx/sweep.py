@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from .compose import compose_config, explain, for_hydra, hydra_ready, plain_words, search_path
+from .compose import checked_overrides, compose_config, explain, hydra_initialized, quoted_for_hydra, search_path
 from .errors import refuse
 
 
@@ -24,63 +24,63 @@ def show_info(what: str, overrides: Sequence[str]) -> None:
         ValueError: as `compose_config`.
     """
     compose_config(overrides)
-    words = [*search_path(), *map(for_hydra, plain_words(overrides))]
-    with hydra_ready() as hydra:
+    words = [*search_path(), *map(quoted_for_hydra, checked_overrides(overrides))]
+    with hydra_initialized() as hydra:
         hydra.show_info(what, "config", words)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """name: its own `run.name`. jobs: the words of each, which end with the job's `run.name`."""
+    """A sweep's `run.name`, and the overrides of each job, of which the last is the job's `run.name`."""
 
     name: str
     jobs: list[list[str]]
 
 
 def sweep(overrides: Sequence[str]) -> Sweep:
-    """The jobs of a multirun, by Hydra's grammar (`key=a,b`, `key=range(1,4)`, `group=glob(*)`).
+    """Return the jobs of a multirun in Hydra's grammar (`key=a,b`, `key=range(1,4)`, `group=glob(*)`).
 
-    A recipe may say what is swept (`hydra.sweeper.params`); words win over it. A job's `run.name` is the sweep's, with
-    the job's own values behind it; its W&B group is the sweep's, too, where nothing else is said.
+    A recipe may declare what is swept (`hydra.sweeper.params`); overrides win over it. A job's `run.name` is the
+    sweep's, followed by the job's values. Its W&B group is the sweep's name unless a recipe or an override sets one.
 
     Raises:
-        ValueError: as `compose_config`, of any job; two jobs of one name.
+        ValueError: as `compose_config`, for any job; two jobs have the same name.
     """
     try:
-        with hydra_ready() as hydra:
+        with hydra_initialized() as hydra:
             parser = OverridesParser.create(config_loader=hydra.config_loader)
-            fixed = plain_words([word for word in overrides if not _parsed(parser, word).is_sweep_override()])
-            composed = compose("config", [*search_path(), *map(for_hydra, fixed)], return_hydra_config=True)
+            fixed = checked_overrides([each for each in overrides if not _parsed(parser, each).is_sweep_override()])
+            composed = compose("config", [*search_path(), *map(quoted_for_hydra, fixed)], return_hydra_config=True)
             params = [f"{key}={value}" for key, value in (composed.hydra.sweeper.params or {}).items()]
-            said = {word.lstrip("+").split("=", 1)[0]: word.lstrip("+") for word in (*params, *overrides)}
-            options = {key: _values(_parsed(parser, word), word) for key, word in said.items()}
+            given = {each.lstrip("+").split("=", 1)[0]: each.lstrip("+") for each in (*params, *overrides)}
+            options = {key: _values(_parsed(parser, each), each) for key, each in given.items()}
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(explain(error, overrides)) from None
-    varied = [key for key, words in options.items() if len(words) > 1 and key != "run.name"]
-    grouped = "logging.wandb_group" in said or composed.logging.wandb_group is not None
+    varied = [key for key, values in options.items() if len(values) > 1 and key != "run.name"]
+    grouped = "logging.wandb_group" in given or composed.logging.wandb_group is not None
     jobs: dict[str, list[str]] = {}
-    for words in product(*options.values()):
-        values = {word.split("=", 1)[0]: word.split("=", 1)[1] for word in words}
-        base = values.get("run.name", composed.run.name)
-        group = [] if grouped else [f"logging.wandb_group={base}"]
-        parts = [re.sub(r"[^\w.+-]+", "_", values[key]).strip("_") for key in varied]
-        name = "-".join([base, *parts])
+    for combination in product(*options.values()):
+        values = dict(override.split("=", 1) for override in combination)
+        base = values.pop("run.name", composed.run.name)
+        name = "-".join([base, *(re.sub(r"[^\w.+-]+", "_", values[key]).strip("_") for key in varied)])
         if name in jobs:
-            raise refuse("run.name", name, "a name of its own for every job", "Vary keys whose values differ.")
-        jobs[name] = [*group, *(word for word in words if not word.startswith("run.name=")), f"run.name={name}"]
+            raise refuse("run.name", name, "a different name for every job", "Vary keys whose values differ.")
+        group = [] if grouped else [f"logging.wandb_group={base}"]
+        jobs[name] = [*group, *(f"{key}={value}" for key, value in values.items()), f"run.name={name}"]
         compose_config(jobs[name])
     return Sweep(composed.run.name, list(jobs.values()))
 
 
-def _parsed(parser: OverridesParser, word: str) -> Override:
-    """A word as Hydra reads it; text that its grammar does not take, in quotes."""
+def _parsed(parser: OverridesParser, override: str) -> Override:
+    """Parse an override; text that Hydra's grammar rejects is parsed in quotes."""
     try:
-        return parser.parse_override(word)
+        return parser.parse_override(override)
     except HydraException:
-        return parser.parse_override(for_hydra(word))
+        return parser.parse_override(quoted_for_hydra(override))
 
 
-def _values(override: Override, word: str) -> list[str]:
-    if not override.is_sweep_override():
-        return [word]
-    return [f"{override.key_or_group}={value}" for value in override.sweep_string_iterator()]
+def _values(parsed: Override, override: str) -> list[str]:
+    """Return an override for every value of a sweep, or the override itself."""
+    if not parsed.is_sweep_override():
+        return [override]
+    return [f"{parsed.key_or_group}={value}" for value in parsed.sweep_string_iterator()]

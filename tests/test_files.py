@@ -1,4 +1,4 @@
-"""Small files survive a full disk: they are there whole, or as they were."""
+"""Small files survive a full disk: they are written completely or remain unchanged."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_longctx import files
 from tests.shared.jobs import PATIENCE_S, clean_environment
 
 
-def test_what_is_written_is_there(tmp_path: Path) -> None:
+def test_text_is_written(tmp_path: Path) -> None:
     files.write_text(tmp_path / "note", "first\n")
     files.write_text(tmp_path / "note", "secönd\n")
     assert (tmp_path / "note").read_text(encoding="utf-8") == "secönd\n"
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
 
 
-# Python ignores the signal that comes with the limit, which cannot be raised again: hence a process of its own.
+# A separate process, because the limit cannot be raised again. Python ignores its signal.
 WRITE_TOO_MUCH = """
 import resource, sys
 from pathlib import Path
@@ -34,8 +34,8 @@ except OSError as error:
 """
 
 
-@pytest.mark.parametrize("before", [None, "as it was\n"])
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, before: str | None) -> None:
+@pytest.mark.parametrize("before", [None, "unchanged\n"])
+def test_a_failed_write_changes_nothing(tmp_path: Path, before: str | None) -> None:
     path = tmp_path / "note"
     if before is not None:
         path.write_text(before)

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from benchmarks.fit import Coefficients, Prompt, fit, prompts, score, slower
-from megatron_longctx.inference.choice import Figures, algorithm_1, algorithm_5
+from megatron_longctx.inference.choice import RuleInputs, algorithm_1, algorithm_5
 from megatron_longctx.schedules.cost import GIB
 from megatron_longctx.schedules.plan import ALL_HEADS
 
@@ -101,12 +101,12 @@ def long_contexts() -> Table:
 
 
 def rules() -> Table:
-    figures = Figures(HEADS, cluster(4, RDMA), costs())
+    inputs = RuleInputs(HEADS, cluster(4, RDMA), costs())
     ours = fit([Prompt(new, cached, kv, q) for cached, new, kv, q in TABLE_4])
     rows: list[list[Cell]] = []
     for cached, new, kv, q in TABLE_4:
         prompt = Prompt(new, cached, kv, q)
-        first, fifth = (rule(new, cached, 4, figures)[0] for rule in (algorithm_1, algorithm_5))
+        first, fifth = (rule(new, cached, 4, inputs)[0] for rule in (algorithm_1, algorithm_5))
         simulated = first_token(4, new, cached) < first_token(4, new, cached, "pass_q")
         taken = (first, fifth, score(prompt, PRINTED) > 0, score(prompt, ours) > 0, simulated)
         rows.append(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_longctx.lowbit.quantize import QuantFormat, Wire
+from megatron_longctx.lowbit.quantize import Format, RawFormat
 from megatron_longctx.lowbit.quantized import formats
 from megatron_longctx.metrics.flops import peak_tflops
 from megatron_longctx.schedules.plan import ALL_HEADS
@@ -66,8 +66,9 @@ def sent(values: int, n: int, bits: int | None = None) -> float:
 
     Low bits include the ends of the ranges of groups of 128.
     """
-    forms: tuple[QuantFormat | None, ...] = (None, None) if bits is None else formats(torch.bfloat16, bits)
-    return (n - 1) * sum(Wire(form, _VALUE_BYTES).message_bytes(values // n) for form in forms)
+    raw = RawFormat(_VALUE_BYTES)
+    forms: tuple[Format, Format] = (raw, raw) if bits is None else formats(torch.bfloat16, bits)
+    return (n - 1) * sum(form.message_bytes(values // n) for form in forms)
 
 
 def parts() -> Table:

@@ -20,7 +20,7 @@ from megatron_longctx.schedules import (
     Workload,
     backward_plan,
     build_plan,
-    summing_in_nodes,
+    sum_in_nodes,
 )
 from megatron_longctx.schedules.cost import Costs
 from megatron_longctx.schedules.mask import causal, full
@@ -178,7 +178,7 @@ def _summed(mode: str, cluster: Cluster, length: int) -> tuple[Cell, ...]:
         return sum(workload.block_bytes(b) for b, source, home in moves if source // node != home // node) / 2**20
 
     plan = build_plan(mode, cluster.n, length, ModeOptions(cluster=cluster))
-    plans = (backward_plan(plan), backward_plan(summing_in_nodes(plan, node)))
+    plans = (backward_plan(plan), backward_plan(sum_in_nodes(plan, node)))
     forward, plain, less = (simulate(each, cluster, target, costs).seconds for each in (plan, *plans))
     whole = (forward + plain) / (forward + less)
     return *(cell(crossing(each), "p", 0) for each in plans), cell(plain / less, "d"), cell(whole, "d")
@@ -241,7 +241,7 @@ def proved() -> Iterator[Proof]:
                 yield Proof(f"{mode}, {name}", f"{LENGTHS[-1]}K, {mask}", plan, backward_plan(plan))
     h100 = clusters()["H100-2"]
     for each in ("zigzag", "ring", "double_ring", "tasp"):
-        plan = summing_in_nodes(build_plan(each, h100.n, 512 * _K, ModeOptions(cluster=h100)), h100.ranks_per_node)
+        plan = sum_in_nodes(build_plan(each, h100.n, 512 * _K, ModeOptions(cluster=h100)), h100.ranks_per_node)
         yield Proof(f"{each}, H100-2, with sums", "512K, causal", plan, backward_plan(plan))
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron_longctx.comm import from_all
+from megatron_longctx.comm import gather_objects
 
 from ..cases import Case
 from ..measure import Contender
@@ -44,7 +44,7 @@ def peers(group: dist.ProcessGroup, kernel: str) -> Peers:
             contenders = peer.contenders(group, kernel)
         except Exception as error:  # packages with compiled parts raise anything
             reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-        reason = next((reason for reason in from_all(group, reason) if reason is not None), None)
+        reason = next((reason for reason in gather_objects(group, reason) if reason is not None), None)
         if reason is None:
             present.contenders.extend(contenders)
             present.notes.append(f"{distribution or name}{_version(distribution)}: {peer.NOTE}")

@@ -1,11 +1,11 @@
-"""A program with tensors: the rows of buffers and send memory found once, for all runs over the same shapes."""
+"""A program with its tensors: rows of buffers and send memory, found once for all runs over the same shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,21 +13,78 @@ from torch import Tensor
 from ..comm import BufferPool, Channel, StreamClock, Transport
 from ..kernels import AttentionKernel
 from ..kernels.batched_copy import BatchedCopy
-from ..schedules import Heads, Kind, Lowering
-from ..schedules.plan import NUM_FIELDS, Block
-from ..schedules.program import Program, Rows, Space
-from .kv_format import Like
-from .shapes import Shapes
+from ..kernels.interface import sum_dtype
+from ..schedules import Heads, Kind, Lowering, Workload
+from ..schedules.plan import FIELDS
+from ..schedules.program import Program, Rows
+from .kv_format import KVFormat, TensorSpec
 
 Fields = tuple[Tensor, ...]
-"""The tensors of one kind of rows, all with tokens first."""
+"""The tensors of one kind of rows, all token first."""
+
+
+class Shapes(NamedTuple):
+    """The shapes and dtypes of all rows in passes over one workload.
+
+    kv: the format in which keys and values are stored and sent. kv_grad: the format of their gradients.
+    """
+
+    workload: Workload
+    dtype: torch.dtype
+    device: torch.device
+    kv: KVFormat
+    kv_grad: KVFormat
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of accumulators and of log-sum-exps."""
+        return sum_dtype(self.dtype)
+
+    def heads(self, kind: Kind, part: Heads) -> range:
+        """Return the heads of a part among all heads of a kind."""
+        return self.workload.head_range(kind, part)
+
+    def specs(self, kind: Kind, tokens: int, heads: Heads) -> tuple[TensorSpec, ...]:
+        """Return the fields of `tokens` rows for a part of the heads, as they are sent."""
+        return _specs(self, kind, tokens, heads)
+
+    def result_specs(self, kind: Kind, tokens: int, heads: Heads, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        """Return the fields of results as they are computed: (out, lse), (dq) or (dk, dv)."""
+        if kind is Kind.DKV:
+            work, count = self.workload, len(self.heads(kind, heads))
+            shapes = [(tokens, work.batch, count, size) for size in (work.head_dim, work.value_dim)]
+            return tuple(TensorSpec(shape, dtype, self.device) for shape in shapes)
+        value, *lse = self.specs(kind, tokens, heads)
+        return value._replace(dtype=dtype), *lse
+
+    def cut(self, field: Tensor, rows: Rows) -> Tensor:
+        """Cut `rows` out of a field that has the rows' `held` heads."""
+        if rows.heads != rows.held:
+            wanted, first = self.heads(rows.kind, rows.heads), self.heads(rows.kind, rows.held).start
+            dim = 2 if field.ndim == 3 else field.ndim - 2  # an lse [t, b, h] has no dimension after its heads
+            field = field.narrow(dim, wanted.start - first, len(wanted))
+        return field if rows.tokens == field.shape[0] else field.narrow(0, rows.start, rows.tokens)
+
+
+@lru_cache(maxsize=1024)
+def _specs(shapes: Shapes, kind: Kind, tokens: int, heads: Heads) -> tuple[TensorSpec, ...]:
+    work, device = shapes.workload, shapes.device
+    rows = tokens, work.batch, len(shapes.heads(kind, heads))
+    if kind in (Kind.KV, Kind.DKV):
+        return ((shapes.kv if kind is Kind.KV else shapes.kv_grad).spec(*rows, device),)
+    fields = {
+        "q": TensorSpec((*rows, work.head_dim), shapes.dtype, device),
+        "out": TensorSpec((*rows, work.value_dim), shapes.dtype, device),
+        "lse": TensorSpec(rows, shapes.sum_dtype, device),
+    }
+    return tuple(fields[name] for name in FIELDS[kind])
 
 
 @dataclass
 class Engine:
-    """What programs run on.
+    """The kernel, transport and memory on which programs run.
 
-    transport: None for a group of one rank. waits, passes: measure the waiting for messages, and whole passes.
+    transport: None for a group of one rank. waits, passes: clocks for waiting on messages and for whole passes.
     overlap: False waits for each step's messages as soon as they have started, for ablations.
     """
 
@@ -41,10 +98,9 @@ class Engine:
 
 @dataclass
 class Bound:
-    """A program over given shapes on an engine: what all its runs share.
+    """A program bound to shapes and an engine: the state that all its runs share.
 
-    channel: None for a rank alone. copies: plans its batched copies. kept_at: by number, where what forward has kept
-    begins among the kept tensors.
+    channel: None for one rank alone. copies: plans of batched copies.
     """
 
     program: Program
@@ -52,106 +108,89 @@ class Bound:
     engine: Engine
     channel: Channel | None
     copies: BatchedCopy = field(default_factory=BatchedCopy)
-    kept_at: tuple[int, ...] = ()
     _buffers: list[Fields | None] = field(default_factory=list)
     _known: dict[Any, Any] = field(default_factory=dict)
     _generation: tuple[int, int] = (-1, -1)
 
     def begin(self) -> int:
-        """Start a pass on the caller's stream; returns which of the send memories it uses."""
+        """Start a pass on the current stream; return which of the send memories it uses."""
         parity = 0 if self.channel is None else self.channel.begin()
-        pool, found = self.engine.pool, self._generation
-        while found != (pool.generation, 0 if self.channel is None else self.channel.generation):
+        pool, bound_to = self.engine.pool, self._generation
+        while bound_to != (pool.generation, 0 if self.channel is None else self.channel.generation):
             self._known.clear()
-            self._buffers = [self._shared(number) for number in range(len(self.program.buffers))]
+            self._buffers = [self._shared_buffer(number) for number in range(len(self.program.buffers))]
             if self.channel is not None:
                 self.channel.memory()
-            found = self._generation = pool.generation, 0 if self.channel is None else self.channel.generation
+            bound_to = self._generation = pool.generation, 0 if self.channel is None else self.channel.generation
         return parity
 
     def new_buffers(self) -> list[Fields]:
-        """Every buffer; those that backward needs are this run's own."""
-        return [self._new(number) if fields is None else fields for number, fields in enumerate(self._buffers)]
+        """Return every buffer; those that backward needs are allocated for this run alone."""
+        return [
+            tuple(spec.empty() for spec in self._buffer_specs(number)) if fields is None else fields
+            for number, fields in enumerate(self._buffers)
+        ]
 
     def sent(self, rows: Rows, parity: int) -> Fields:
-        """Rows of the send memory."""
+        """Return rows of the send memory."""
         key = rows, parity
-        found = self._known.get(key)
-        if found is None:
+        fields = self._known.get(key)
+        if fields is None:
             assert self.channel is not None
             region, memory = self.program.sends.regions[rows.number], self.channel.memory()
-            likes = self.shapes.like(rows.kind, rows.tokens, rows.heads)
-            with torch.inference_mode(False):  # they outlive the call that asks first
-                found = self._known[key] = tuple(
-                    memory[offset : offset + size].view(like.dtype).view(like.shape)
-                    for (offset, size), like in zip(region.spans(rows.start, rows.tokens), likes, strict=True)
+            specs = self.shapes.specs(rows.kind, rows.tokens, rows.heads)
+            with torch.inference_mode(False):  # later runs use the views too
+                fields = self._known[key] = tuple(
+                    memory[offset : offset + size].view(spec.dtype).view(spec.shape)
+                    for (offset, size), spec in zip(region.spans(rows.start, rows.tokens), specs, strict=True)
                 )
-        return found
+        return fields
 
     def received(self, step: int, buffers: Sequence[Fields]) -> Sequence[Tensor]:
-        """What a step's messages are received into, or look like where they are read in the peers' memory."""
-        found = self._known.get(step)
-        if found is None:
+        """Return the targets of a step's messages, or their shapes if they are read in the peers' memory."""
+        fields = self._known.get(step)
+        if fields is None:
             receives = self.program.receives[step]
-            found = [x for each in receives for x in self._place(each.into, each.block, buffers)]
+            fields = []
+            for block, _, into, _ in receives:
+                if into is None:
+                    fields += self.shapes.specs(block.kind, block.tokens, block.heads)
+                else:
+                    fields += self.buffer_rows(into, buffers)
             if all(each.into is None or not self.program.buffers[each.into.number].kept for each in receives):
-                self._known[step] = found
-        return found
+                self._known[step] = fields
+        return fields
 
     def buffer_rows(self, rows: Rows, buffers: Sequence[Fields]) -> Fields:
-        """Rows of a buffer."""
-        found = self._known.get(rows)
-        if found is None:
+        """Return rows of a buffer."""
+        fields = self._known.get(rows)
+        if fields is None:
             with torch.inference_mode(False):
-                found = tuple(self.shapes.cut(each, rows) for each in buffers[rows.number])
+                fields = tuple(self.shapes.cut(each, rows) for each in buffers[rows.number])
             if not self.program.buffers[rows.number].kept:
-                self._known[rows] = found
-        return found
+                self._known[rows] = fields
+        return fields
 
-    def _place(self, into: Rows | None, block: Block, buffers: Sequence[Fields]) -> Sequence[Any]:
-        if into is None:
-            return self.shapes.like(block.kind, block.tokens, block.heads)
-        return self.buffer_rows(into, buffers)
-
-    def _likes(self, number: int) -> tuple[Like, ...]:
+    def _buffer_specs(self, number: int) -> tuple[TensorSpec, ...]:
         kind, tokens, parts, _ = self.program.buffers[number]
-        return self.shapes.like(kind, tokens, Heads(0, parts))
+        return self.shapes.specs(kind, tokens, Heads(0, parts))
 
-    def _shared(self, number: int) -> Fields | None:
+    def _shared_buffer(self, number: int) -> Fields | None:
         buffer, name = self.program.buffers[number], self.program.buffer_names[number]
         if buffer.kept:
             return None
         return tuple(
-            self.engine.pool.get((buffer.kind, buffer.parts, name, i), like.shape, like.dtype)
-            for i, like in enumerate(self._likes(number))
+            self.engine.pool.get((buffer.kind, buffer.parts, name, i), spec.shape, spec.dtype)
+            for i, spec in enumerate(self._buffer_specs(number))
         )
-
-    def _new(self, number: int) -> Fields:
-        return tuple(like.empty() for like in self._likes(number))
 
 
 def bind(lowering: Lowering, rank: int, shapes: Shapes, engine: Engine) -> Bound:
-    """The program of a rank, ready to run. Nothing is exchanged; safe on another thread than the one that runs it."""
+    """Bind a rank's program, ready to run. Exchanges nothing, and may be called from any thread."""
     program = lowering.program(rank)
     channel = None
     if engine.transport is not None:
-        pool = engine.pool
-
-        def memory(num_bytes: int) -> Tensor:
-            return pool.get("sent", (num_bytes,), torch.uint8)
-
-        channel = engine.transport.channel(program, lowering.send_bytes(), memory)
-    return Bound(program, shapes, engine, channel, kept_at=_kept_at(program))
-
-
-def first_field(program: Program, step: int) -> list[int]:
-    """By receive of a step, the number of its first field among all of the step's; at last, of them all."""
-    return list(accumulate((NUM_FIELDS[each.block.kind] for each in program.receives[step]), initial=0))
-
-
-def _kept_at(program: Program) -> tuple[int, ...]:
-    """By number of what forward has kept, its first tensor: of queries (q, out, lse), of keys one."""
-    read = (rows for call in program.calls for rows in (call.kept, call.keys) if rows and rows.space is Space.KEPT)
-    kinds = {rows.number: rows.kind for rows in read}
-    counts = (3 if kinds[number] is Kind.Q else 1 for number in sorted(kinds))
-    return tuple(accumulate(counts, initial=0))
+        channel = engine.transport.channel(
+            program, lowering.send_bytes(), lambda num_bytes: engine.pool.get("sent", (num_bytes,), torch.uint8)
+        )
+    return Bound(program, shapes, engine, channel)

@@ -6,15 +6,14 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import BufferPool, StreamClock, Times, Transport, choose_transport
-from ..comm.hosts import on_one_machine
+from ..comm import AttentionTimes, BufferPool, StreamClock, Transport, choose_transport
+from ..comm.symmetric import on_one_machine
 from ..config import check_value
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
@@ -28,26 +27,27 @@ from ..schedules import (
     Target,
     build_plan,
     find_mode,
-    keeping,
+    keep_received,
     keeps_received,
     ranks_to_sum,
-    summing_in_nodes,
+    sum_in_nodes,
 )
 from ..schedules import mask as masks
-from .bind import Engine
-from .function import AttentionFunction, AttentionResult, Passes, forward_pass, shapes_of
+from .bind import Engine, Shapes
+from .function import AttentionFunction, AttentionResult, Passes, compile_kinds, forward_pass, shapes_of
 from .kv_format import MakeFormat
-from .shapes import Shapes
-from .warm_up import compile_kinds
 
 logger = logging.getLogger(__name__)
 
-_MOST_BOUND = 64
-"""Kinds of calls that are kept ready; those used last stay. With packed documents every batch is a new one."""
+_MAX_BOUND = 64
+"""The number of kinds of calls that stay bound, least recently used first out. Each packed batch is a new kind."""
+
+_Kind = tuple[Shapes, bool]
+"""A kind of call, whatever its mask: its shapes, and whether it keeps received blocks."""
 
 
 class ContextParallelAttention:
-    """Exact softmax attention; each rank gives and gets the tokens that the schedule's layout assigns to it.
+    """Exact softmax attention; each rank passes and returns the tokens that the schedule's layout assigns to it.
 
     One object serves every layer: they share its buffers and its stream.
 
@@ -55,21 +55,21 @@ class ContextParallelAttention:
         group: the context-parallel process group, or None for one rank.
         schedule: a mode, or its name in `schedules.MODES`.
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
-        options: what a schedule that is given by its name may be told besides. unit, layout: see `build_plan`.
-        deterministic: ask for kernels whose results are bit-identical from run to run.
+        options: options of a schedule given by name. unit, layout: see `build_plan`.
+        deterministic: whether to use only kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
-        kv_format: from head dimensions of keys and of values and a dtype to the format in which keys and values travel,
-            and are attended, in calls with `inference` (`kv_format.int8_kv`; a class); None for as they are. One rank
-            alone sends nothing and stays exact.
-        keep_received: auto, true or false: whether calls that will be differentiated keep what they have received, so
-            that backward does not exchange it again (see `schedules.save_remote`).
+        kv_format: makes the format in which keys and values are sent and attended in calls with `inference`, from their
+            head dims and dtype (`kv_format.int8_kv`, or a class); None to leave them unconverted. One rank alone sends
+            nothing and stays exact.
+        keep_received: auto, true or false: whether calls that will be differentiated keep received blocks, so that
+            backward does not exchange them again (see `schedules.backward`).
         sum_in_node: auto, true or false: whether partial gradients are summed within a node of `options.cluster` before
-            they cross to another one (see `schedules.relay`).
-        overlap: False waits for each step's messages before anything is computed beside them, for ablations.
+            they are sent to another one (see `schedules.backward`).
+        overlap: False waits for each step's messages before it computes anything beside them, for ablations.
 
     Raises:
-        ValueError: an unknown schedule, keep_received or sum_in_node, or options or a layout that are refused (a kernel
-            that cannot serve is refused by the first call, which knows shapes).
+        ValueError: an unknown schedule, keep_received or sum_in_node, or options or a layout that the schedule refuses.
+            The first call, which knows shapes, refuses a kernel that does not support them.
     """
 
     def __init__(
@@ -101,48 +101,54 @@ class ContextParallelAttention:
         self._overlap = overlap
         self._sum_in_node, self._summed = sum_in_node, ranks_to_sum(sum_in_node, options.cluster, self.world)
         self._measures_times = False
-        self._links: dict[torch.device, _Links] = {}
+        self._devices: dict[torch.device, _DeviceState] = {}
         self._engines: dict[KernelRequest, Engine] = {}
-        self._bound: OrderedDict[tuple[Mask, KernelRequest, Shapes, bool], Passes] = OrderedDict()
-        self._kinds: set[tuple[KernelRequest, Shapes, bool]] = set()  # of calls so far, whatever their masks
+        self._bound: OrderedDict[tuple[Mask, _Kind], Passes] = OrderedDict()
+        self._kinds: set[_Kind] = set()  # of all calls so far
         self._expected: tuple[Sequence[Mask], bool] = (), False
-        self._warm: set[tuple[KernelRequest, Shapes, bool]] = set()
+        self._compiled: set[_Kind] = set()
         self._lock = threading.Lock()
         self.plan(0)
 
     def measure_times(self) -> None:
         """From now on, measure how long this rank waits for messages and computes."""
         self._measures_times = True
-        for links in self._links.values():
-            links.waits.running = links.passes.running = True
+        for state in self._devices.values():
+            state.waits.running = state.passes.running = True
 
-    def times(self) -> Times | None:
-        """What was measured since the last time this was asked; None before `measure_times`, and from attention that
-        cannot tell. Waits for what the device has not finished."""
+    def times(self) -> AttentionTimes | None:
+        """Return the times measured since the last call, after the device has finished its work.
+
+        None before `measure_times`, and from attention that cannot measure.
+        """
         if not self._measures_times:
             return None
-        waited = sum(links.waits.take() for links in self._links.values())
-        return Times(waited, sum(links.passes.take() for links in self._links.values()) - waited)
+        waited = sum(state.waits.take() for state in self._devices.values())
+        return AttentionTimes(waited, sum(state.passes.take() for state in self._devices.values()) - waited)
 
     def plan(self, mask: Mask | int) -> Plan:
-        """The forward plan of a mask, or of a causal sequence of so many tokens."""
+        """Return the forward plan of a mask, or of a causal sequence of `mask` tokens."""
         return build_plan(self.mode, self.world, mask, unit=self._unit, layout=self._layout)
 
     def prepare(self, mask: Mask) -> None:
-        """Plan and lower a mask ahead of its use, for all kinds of calls so far (heads, batch, dtype). From any thread;
-        nothing is exchanged."""
+        """Plan and lower a mask ahead of its use, for all kinds of calls so far (heads, batch, dtype).
+
+        May be called from any thread; nothing is exchanged.
+        """
         self.plan(mask)
-        for request, shapes, keep in tuple(self._kinds):
-            passes = self._bind(mask, request, shapes, keep)
-            _ = passes.forward, passes.backward  # made when they are first asked for
+        for kind in tuple(self._kinds):
+            passes = self._bind(mask, kind)
+            _ = passes.forward, passes.backward  # bound on first use
 
     def expect(self, masks: Sequence[Mask], varied: bool) -> None:
-        """Calls of these masks will come: kernels that are compiled for kinds of calls are compiled for all of these by
-        the first one, and none later. varied: also of masks like them, whose documents lie elsewhere."""
+        """Announce the masks of later calls, so that the first call compiles all their kernels.
+
+        varied: whether there will also be masks like these, with other documents.
+        """
         self._expected = masks, varied
 
     def layout(self, mask: Mask | int) -> Layout:
-        """Which rank holds which token."""
+        """Return which rank holds which token."""
         return self.plan(mask).queries
 
     def __call__(
@@ -162,30 +168,27 @@ class ContextParallelAttention:
         Args:
             q: this rank's queries `[s, b, h, d]`, `s = layout(mask).num_tokens(rank)`.
             k, v: this rank's keys `[s, b, g, d]` and values `[s, b, g, e]`; `g` divides `h`.
-            mask: what the tokens of the whole sequence see (`schedules.mask`); a number of tokens for a causal one.
+            mask: what the tokens of the whole sequence see (`schedules.mask`); a number of tokens for a causal mask.
             scale: factor of the scores; default `d ** -0.5`.
             sink: `[h]`, a logit per head that takes part in every softmax and has no value; None for none.
-            result: what `forward` gave for these very inputs; it is returned as it is, differentiably, and nothing is
+            result: the result of `forward` for these inputs; it is returned unchanged, differentiably, and nothing is
                 computed or sent before backward.
-            inference: nothing will be differentiated; only then `kv_format` has an effect.
+            inference: whether nothing will be differentiated; only then `kv_format` has an effect.
 
         Returns:
             `[s, b, h, e]` in q's dtype.
 
         Raises:
-            ValueError: shapes that do not fit each other or the layout, no kernel that can serve them, or gradients
-                asked of keys and values in a format.
+            ValueError: shapes that do not fit each other or the layout, no kernel that supports them, or a `kv_format`
+                in a call with gradients.
         """
-        wanted = (q, k, v) if sink is None else (q, k, v, sink)
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in wanted)
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sink) if x is not None)
         kv_format = self._kv_format if inference and self.world > 1 else None
         if kv_format is not None and differentiated:
             remedy = "Call under torch.no_grad(), or leave the format out (attention.kv_int8=false)."
             raise refuse("kv_format", "given", "none in a call with gradients", remedy)
-        # A result that is given was computed without a graph: nothing was kept with it.
-        keep = differentiated and result is None and self.keeps_received(_length(mask), q.shape[1])
-        passes = self._passes(q, k, v, mask, keep=keep, kv_format=kv_format)
-        _check_sink(sink, q)
+        # A given result was computed without a graph, and kept nothing.
+        passes = self._passes(q, k, v, mask, sink, may_keep=differentiated and result is None, kv_format=kv_format)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if kv_format is not None:
             return forward_pass(passes, q, k, v, scale, sink)[0]
@@ -203,25 +206,17 @@ class ContextParallelAttention:
         scale: float | None = None,
         sink: Tensor | None = None,
     ) -> AttentionResult:
-        """What a call computes, without a graph: for a later call that is given the result.
-
-        Args and errors as for a call.
-        """
-        passes = self._passes(q, k, v, mask)
-        _check_sink(sink, q)
+        """Compute a call without a graph, for a later call with its `result`. Arguments and errors as for a call."""
+        passes = self._passes(q, k, v, mask, sink)
         out, lse, *_ = forward_pass(passes, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, sink)
         return AttentionResult(out, lse)
 
     def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
-        """Refuse heads (of one tensor-parallel rank) that the schedule cannot share among the ranks.
-
-        Raises:
-            ValueError: names what would fit.
-        """
+        """Raise ValueError if the schedule cannot share the heads of one tensor-parallel rank among the ranks."""
         self.mode.check_heads(self.world, num_heads, num_kv_heads)
 
     def keeps_received(self, length: int, batch: int = 1) -> bool:
-        """Whether calls over `batch` sequences that will be differentiated keep what they receive."""
+        """Whether differentiated calls over `batch` sequences keep received blocks."""
         return keeps_received(self._keep_received, self.mode.name, self.world, length, batch)
 
     def _passes(
@@ -230,49 +225,41 @@ class ContextParallelAttention:
         k: Tensor,
         v: Tensor,
         mask: Mask | int,
+        sink: Tensor | None,
         *,
-        keep: bool = False,
+        may_keep: bool = False,
         kv_format: MakeFormat | None = None,
     ) -> Passes:
-        """The call's passes, ready to run."""
         mask = masks.causal(mask) if isinstance(mask, int) else mask
         self._check(q, k, v, mask)
-        request = KernelRequest(
-            device_type=q.device.type,
-            dtype=q.dtype,
-            head_dim=q.shape[3],
-            num_heads=q.shape[2],
-            num_kv_heads=k.shape[2],
-            deterministic=self.deterministic,
-            v_head_dim=v.shape[3],
-        )
+        _check_sink(sink, q)
+        keep = may_keep and self.keeps_received(mask.length, q.shape[1])
         shapes = shapes_of(q, k, v, kv_format and kv_format(q.shape[3], v.shape[3], q.dtype))
-        kind, (expected, varied) = (request, shapes, keep), self._expected
-        if expected and kind not in self._warm:
-            self._warm.add(kind)
-            compile_kinds((self._bind(each, *kind) for each in expected), varied)
-        return self._bind(mask, *kind)
+        kind, (expected, varied) = (shapes, keep), self._expected
+        if expected and kind not in self._compiled:
+            self._compiled.add(kind)
+            compile_kinds((self._bind(each, kind) for each in expected), varied)
+        return self._bind(mask, kind)
 
-    def _bind(self, mask: Mask, request: KernelRequest, shapes: Shapes, keep: bool) -> Passes:
-        """request: without what the mask says."""
-        key = mask, request, shapes, keep
+    def _bind(self, mask: Mask, kind: _Kind) -> Passes:
+        key = mask, kind
         with self._lock:
-            found = self._bound.get(key)
-            if found is not None:
+            known = self._bound.get(key)
+            if known is not None:
                 self._bound.move_to_end(key)
-                return found
-        wanted = replace(request, windows=mask.has_windows, packed=len(mask.slices) > 1)
-        engine = self._engine(wanted, shapes.device)
-        plan = summing_in_nodes(self.plan(mask), self._links[shapes.device].summed)
+                return known
+        shapes, keep = kind
+        engine = self._engine(mask, shapes)
+        plan = sum_in_nodes(self.plan(mask), self._devices[shapes.device].summed)
         hosts = None if engine.transport is None else engine.transport.hosts
         target = Target(shapes.workload, engine.kernel.takes, hosts)
-        made = Passes(keeping(plan) if keep else plan, target, self.rank, shapes, engine)
+        passes = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, engine)
         with self._lock:
-            self._kinds.add((request, shapes, keep))
-            found = self._bound.setdefault(key, made)
-            if len(self._bound) > _MOST_BOUND:
+            self._kinds.add(kind)
+            passes = self._bound.setdefault(key, passes)  # another thread may have been faster
+            if len(self._bound) > _MAX_BOUND:
                 self._bound.popitem(last=False)
-            return found
+            return passes
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
         layout = self.layout(mask)
@@ -287,39 +274,44 @@ class ContextParallelAttention:
         check_tensors(q, k, v)
         self.check_heads(q.shape[2], k.shape[2])
 
-    def _engine(self, request: KernelRequest, device: torch.device) -> Engine:
+    def _engine(self, mask: Mask, shapes: Shapes) -> Engine:
+        work, device = shapes.workload, shapes.device
+        request = KernelRequest(
+            device.type, shapes.dtype, work.head_dim, work.num_heads, work.num_kv_heads, self.deterministic,
+            work.v_head_dim, windows=mask.has_windows, packed=len(mask.slices) > 1,
+        )  # fmt: skip
         if request not in self._engines:
             kernel = choose(self._kernel, request)
-            if device not in self._links:
+            if device not in self._devices:
                 group = self._group if self.world > 1 else None
                 transport = None if group is None else choose_transport(self._transport, group, device)
                 waits, passes = StreamClock(device), StreamClock(device)
                 waits.running = passes.running = self._measures_times
-                self._links[device] = _Links(transport, BufferPool(device), waits, passes, self._ranks_to_sum())
-            links = self._links[device]
-            self._engines[request] = Engine(
-                kernel, links.transport, links.pool, links.waits, links.passes, self._overlap
-            )
+                self._devices[device] = _DeviceState(transport, BufferPool(device), waits, passes, self._ranks_to_sum())
+            transport, pool, waits, passes, _ = self._devices[device]
+            self._engines[request] = Engine(kernel, transport, pool, waits, passes, self._overlap)
         return self._engines[request]
 
     def _ranks_to_sum(self) -> int:
-        """Those of a node whose gradients are summed. All ranks call this together, and say it once; `auto` goes by the
-        cluster's description where that is true."""
+        """Return how many ranks of a node sum their gradients. All ranks call this together; the first one logs it.
+
+        `auto` uses the cluster's description if the ranks of a node really are on one machine.
+        """
         if not self._summed or self._group is None:
             return 0
-        right = self._sum_in_node == "true" or on_one_machine(self._group, self._summed)
+        sums = self._sum_in_node == "true" or on_one_machine(self._group, self._summed)
         if self.rank == 0:
             which = f"every {self._summed} neighbouring ranks (attention.sum_in_node={self._sum_in_node})"
-            if right:
+            if sums:
                 logger.info("partial gradients for other nodes are summed by %s", which)
             else:
                 reason = "some of these, of a node by parallelism.cluster, are on several machines"
                 logger.warning("partial gradients for other nodes are not summed by %s: %s", which, reason)
-        return self._summed if right else 0
+        return self._summed if sums else 0
 
 
-class _Links(NamedTuple):
-    """What all calls on a device share. summed: see `Plan.sum_in_node`."""
+class _DeviceState(NamedTuple):
+    """The state that all calls on a device share. summed: see `Plan.sum_in_node`."""
 
     transport: Transport | None
     pool: BufferPool
@@ -336,7 +328,3 @@ def _check_sink(sink: Tensor | None, q: Tensor) -> None:
             f"floating-point numbers, [{q.shape[2]}] on {q.device}, a logit for every query head",
             "Give this rank's share of the heads.",
         )
-
-
-def _length(mask: Mask | int) -> int:
-    return mask if isinstance(mask, int) else mask.length

@@ -1,25 +1,25 @@
-"""How keys and values are stored, moved and given to a kernel: one object for each way.
+"""The formats in which keys and values are stored, sent and given to a kernel.
 
-A format's rows are one tensor, tokens first and heads before the last dimension, so that they may be cut along both.
+The rows of a format are one tensor, token first and heads before the last dimension, so that both can be cut.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import refuse
+from ..kernels.batched_copy import Pair
 from ..kernels.quantize_kv import SCALE_BYTES, pack_kv, unpack_kv
 
-Pair = tuple[Tensor, Tensor]
-"""(into, source) of a copy."""
 
-
-class Like(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor's shape, dtype and device."""
 
     shape: tuple[int, ...]
@@ -27,43 +27,46 @@ class Like(NamedTuple):
     device: torch.device
 
     def empty(self) -> Tensor:
-        """A contiguous, uninitialized tensor like this."""
+        """Return a contiguous, uninitialized tensor of this shape."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
-class KVFormat(Protocol):
-    """A way to store and move keys `[t, b, g, d]` and values `[t, b, g, e]`.
-
-    row_bytes: of a token's head.
-    """
+class KVFormat(ABC):
+    """A way to store and send keys `[t, b, g, d]` and values `[t, b, g, e]`."""
 
     @property
-    def row_bytes(self) -> int: ...
+    def row_bytes(self) -> int:
+        """The bytes of one token and head."""
+        row = self.spec(1, 1, 1, torch.device("cpu"))
+        return math.prod(row.shape) * row.dtype.itemsize
 
-    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
-        """What so many rows look like."""
+    @abstractmethod
+    def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:
+        """Return shape and dtype of the rows of `tokens` tokens."""
 
+    @abstractmethod
     def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
-        """The copies that store keys and values in rows; computes what no copy can do."""
+        """Return the copies (into, source) that store keys and values in rows; do what copies cannot do."""
 
+    @abstractmethod
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of rows, for the kernel."""
+        """Return the keys and values of rows, for the kernel."""
 
 
 MakeFormat = Callable[[int, int, torch.dtype], KVFormat]
-"""From head dimensions of keys and of values and the dtype of both; a format's class may be one."""
+"""Makes a format from the head dims of keys and values and their dtype; may be the format's class."""
 
 
 def plain_kv(head_dim: int, value_dim: int, dtype: torch.dtype) -> KVFormat:
-    """Keys and values as they are."""
+    """Return the format of unconverted keys and values."""
     return StackedKV(head_dim, dtype) if head_dim == value_dim else JoinedKV(head_dim, value_dim, dtype)
 
 
 def int8_kv(head_dim: int, value_dim: int, dtype: torch.dtype) -> KVFormat:
-    """Keys and values as 8-bit integers.
+    """Return the format of 8-bit integers.
 
     Raises:
-        ValueError: the head dimensions differ.
+        ValueError: the head dims differ.
     """
     if head_dim != value_dim:
         raise refuse("head dimension of values", value_dim, f"{head_dim}, as of keys", "Leave attention.kv_int8 out.")
@@ -71,18 +74,14 @@ def int8_kv(head_dim: int, value_dim: int, dtype: torch.dtype) -> KVFormat:
 
 
 @dataclass(frozen=True)
-class StackedKV:
-    """Keys `[t, 0]` and values `[t, 1]` of `[t, 2, b, g, d]`: of one head size."""
+class StackedKV(KVFormat):
+    """Keys `[t, 0]` and values `[t, 1]` of `[t, 2, b, g, d]`, for equal head dims."""
 
     head_dim: int
     dtype: torch.dtype
 
-    @property
-    def row_bytes(self) -> int:
-        return 2 * self.head_dim * self.dtype.itemsize
-
-    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
-        return Like((tokens, 2, batch, heads, self.head_dim), self.dtype, device)
+    def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:
+        return TensorSpec((tokens, 2, batch, heads, self.head_dim), self.dtype, device)
 
     def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
         return [(into[:, 0], k), (into[:, 1], v)]
@@ -93,19 +92,15 @@ class StackedKV:
 
 
 @dataclass(frozen=True)
-class JoinedKV:
-    """A head's key and its value one behind the other: any two head sizes."""
+class JoinedKV(KVFormat):
+    """A head's key followed by its value, for any two head dims."""
 
     head_dim: int
     value_dim: int
     dtype: torch.dtype
 
-    @property
-    def row_bytes(self) -> int:
-        return (self.head_dim + self.value_dim) * self.dtype.itemsize
-
-    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
-        return Like((tokens, batch, heads, self.head_dim + self.value_dim), self.dtype, device)
+    def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:
+        return TensorSpec((tokens, batch, heads, self.head_dim + self.value_dim), self.dtype, device)
 
     def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
         keys, values = self.split(into)
@@ -116,44 +111,17 @@ class JoinedKV:
 
 
 @dataclass(frozen=True)
-class LatentKV:
-    """One latent vector a token: the key is all of it, the value its first elements (MLA, absorbed).
+class Int8KV(KVFormat):
+    """8-bit integers with a scale for every token and head (`kernels.quantize_kv`); forward only.
 
-    head_dim: of the latent. value_dim: of the value.
+    dtype: the dtype in which attention is computed.
     """
 
     head_dim: int
-    value_dim: int
     dtype: torch.dtype
 
-    @property
-    def row_bytes(self) -> int:
-        return self.head_dim * self.dtype.itemsize
-
-    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
-        return Like((tokens, batch, heads, self.head_dim), self.dtype, device)
-
-    def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
-        return [(into, k)]
-
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return rows, rows[..., : self.value_dim]
-
-
-@dataclass(frozen=True)
-class Int8KV:
-    """8-bit integers with a scale for every token and head (`kernels.quantize_kv`); forward only. What is computed with
-    them is in `dtype`."""
-
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        return 2 * (self.head_dim + SCALE_BYTES)
-
-    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
-        return Like((tokens, 2, batch, heads, self.head_dim + SCALE_BYTES), torch.uint8, device)
+    def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:
+        return TensorSpec((tokens, 2, batch, heads, self.head_dim + SCALE_BYTES), torch.uint8, device)
 
     def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
         pack_kv(k, v, into)

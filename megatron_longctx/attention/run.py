@@ -1,67 +1,68 @@
-"""Follows a bound program: issues its operations one after the other."""
+"""The execution of a bound program: its operations are issued one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..comm import Exchange, SymmetricExchange, measured
+from ..comm import Exchange, SymmetricExchange, timed
 from ..kernels import Partial, merge_partials, sum_partials
+from ..kernels.batched_copy import Pair
 from ..schedules import Kind
 from ..schedules.plan import NUM_FIELDS
 from ..schedules.program import Acquire, Compute, Copy, Mark, Merge, Part, Release, Rows, Send, Space, Wait
-from .bind import Bound, Fields, first_field
-from .kv_format import Pair
-from .shapes import new_lse
+from .bind import Bound, Fields
+from .kv_format import TensorSpec
 
 
 class Run:
-    """One pass. After it, `result` gives what it has computed, and `kept` is what backward needs besides.
+    """One pass. Afterwards, `result` returns what it computed, and `kept` what backward needs besides.
 
     Args:
-        own: this rank's own tensors: forward Q `(q,)` and KV `(k, v)`, or packed `(kv,)`; backward Q_GRAD `(q, out,
-            grad of out, lse)`, GRAD the third of it, and KV. What the program does not read may have no memory.
-        kept: what the forward pass has kept, one entry behind the other.
+        own: this rank's own tensors. Forward: Q `(q,)` and KV `(k, v)` or packed `(kv,)`. Backward: Q_GRAD `(q, out,
+            grad of out, lse)`, GRAD `(grad of out,)`, and KV. Tensors that the program does not read need no memory.
+        kept: the entries that the forward pass kept.
     """
 
-    def __init__(self, bound: Bound, own: dict[Kind, Fields], scale: float, kept: Sequence[Tensor] = ()) -> None:
+    def __init__(self, bound: Bound, own: dict[Kind, Fields], scale: float, kept: Sequence[Fields] = ()) -> None:
         self._bound, self._program, self._shapes = bound, bound.program, bound.shapes
-        self._own, self._scale, self._stored = own, scale, kept
+        self._own, self._scale, self._kept = own, scale, kept
         self._calls: list[Fields] = []
-        self._totals: list[Fields | None] = [None] * len(self._program.totals)
+        self._accumulators: list[Fields | None] = [None] * len(self._program.accumulators)
         self._results: list[Fields | None] = [None] * len(self._program.results)
         self._marks: dict[int, Any] = {}
         self._acquired: list[Tensor] = []
-        self._fields_of: list[int] = []
+        self._first_fields: list[int] = []
         self._exchange: Exchange | None = None
 
     def __call__(self) -> None:
-        """Issue everything.
+        """Issue all operations.
 
         Raises:
-            PeerMemoryError: an earlier pass over peer memory was broken off.
+            PeerMemoryError: an earlier pass over peer memory was aborted.
         """
         try:
             self._parity = self._bound.begin()
             self._buffers = self._bound.new_buffers()
-            with measured(self._bound.engine.passes):
+            with timed(self._bound.engine.passes):
                 for number, op in enumerate(self._program.ops):
-                    _DO[type(op)](self, op, number)
+                    _HANDLERS[type(op)](self, op, number)
         except BaseException as error:
             if self._bound.engine.transport is not None:
-                self._bound.engine.transport.break_off(error)
+                self._bound.engine.transport.abort(error)
             raise
 
     def result(self, kind: Kind) -> Fields:
-        """This rank's own: OUT `(out, lse)`, DQ `(dq,)`, DKV `(dk, dv)`."""
+        """Return this rank's own results: OUT `(out, lse)`, DQ `(dq,)`, DKV `(dk, dv)`."""
         return self._fields(self._program.own[kind])
 
     @property
     def kept(self) -> list[Fields]:
-        """What the program keeps for backward, entry by entry: (q, out, lse), or packed keys and values."""
+        """The entries that the program keeps for backward: (q, out, lse), or packed keys and values."""
         return [tuple(x for rows in entry for x in self._fields(rows)) for entry in self._program.kept]
 
     # Operations.
@@ -73,7 +74,7 @@ class Run:
 
     def _mark(self, op: Mark, _: int) -> None:
         assert self._bound.engine.transport is not None
-        self._marks[op.number] = self._bound.engine.transport.now()
+        self._marks[op.number] = self._bound.engine.transport.record_event()
 
     def _send(self, op: Send, _: int) -> None:
         assert self._bound.channel is not None
@@ -90,15 +91,16 @@ class Run:
 
     def _finish(self) -> None:
         assert self._bound.channel is not None and self._exchange is not None
-        with measured(self._bound.engine.waits):
+        with timed(self._bound.engine.waits):
             self._bound.channel.wait(self._exchange)
         self._exchange = None
 
     def _acquire(self, op: Acquire, _: int) -> None:
         channel = cast(SymmetricExchange, self._bound.channel)
-        with measured(self._bound.engine.waits):
+        with timed(self._bound.engine.waits):
             self._acquired = channel.acquire(op.step, self._bound.received(op.step, self._buffers))
-        self._fields_of = first_field(self._program, op.step)
+        sizes = (NUM_FIELDS[each.block.kind] for each in self._program.receives[op.step])
+        self._first_fields = list(accumulate(sizes, initial=0))
 
     def _release(self, op: Release, _: int) -> None:
         cast(SymmetricExchange, self._bound.channel).release(op.step)
@@ -118,7 +120,7 @@ class Run:
         self._calls.append(kernel.backward(grad_out, q, k, v, out, lse, op.call, scale=scale))
 
     def _merge(self, op: Merge, _: int) -> None:
-        into = self._halves(op.into)
+        into = self._separate(op.into)
         first = self._shapes.heads(op.into.kind, op.into.heads).start
         if op.into.kind is Kind.OUT:
             merge_partials([self._partial(part, first, 0) for part in op.parts], into[0], into[1])
@@ -136,40 +138,39 @@ class Run:
             case Space.SENT:
                 return bound.sent(rows, self._parity)
             case Space.PEER:
-                first = self._fields_of[rows.number]
+                first = self._first_fields[rows.number]
                 return tuple(self._acquired[first : first + NUM_FIELDS[rows.kind]])
-            case Space.TOTAL:
-                return self._new(self._totals, program.totals, rows, shapes.sum_dtype)
+            case Space.ACCUMULATOR:
+                return self._allocated(self._accumulators, program.accumulators, rows, shapes.sum_dtype)
             case Space.RESULT:
-                return self._new(self._results, program.results, rows, shapes.dtype)
+                return self._allocated(self._results, program.results, rows, shapes.dtype)
             case Space.OWN:
-                found: Sequence[Tensor] = self._own[rows.kind]
+                fields: Sequence[Tensor] = self._own[rows.kind]
             case Space.CALL:
-                found = self._calls[rows.number]
+                fields = self._calls[rows.number]
                 if rows.kind is not Kind.OUT:
-                    found = found[:1] if rows.kind is Kind.DQ else found[1:]
+                    fields = fields[:1] if rows.kind is Kind.DQ else fields[1:]
             case Space.KEPT:
-                at = bound.kept_at[rows.number]
-                found = self._stored[at : at + (3 if rows.kind is Kind.Q else 1)]
-        return tuple(shapes.cut(each, rows) for each in found)
+                fields = self._kept[rows.number]
+        return tuple(shapes.cut(each, rows) for each in fields)
 
-    def _new(self, known: list[Fields | None], specs: Sequence[Rows], rows: Rows, dtype: torch.dtype) -> Fields:
-        """Rows of a result or total, which is made when it is first asked for."""
-        found = known[rows.number]
-        if found is None:
-            whole = specs[rows.number]
-            likes = self._shapes.parts(whole.kind, whole.tokens, whole.heads, dtype)
-            found = known[rows.number] = tuple(new_lse(x) if len(x.shape) == 3 else x.empty() for x in likes)
-        return tuple(self._shapes.cut(each, rows) for each in found)
+    def _allocated(self, known: list[Fields | None], wholes: Sequence[Rows], rows: Rows, dtype: torch.dtype) -> Fields:
+        """Return rows of a result or total, which is allocated on first use."""
+        fields = known[rows.number]
+        if fields is None:
+            whole = wholes[rows.number]
+            specs = self._shapes.result_specs(whole.kind, whole.tokens, whole.heads, dtype)
+            fields = known[rows.number] = tuple(_empty_lse(x) if len(x.shape) == 3 else x.empty() for x in specs)
+        return tuple(self._shapes.cut(each, rows) for each in fields)
 
-    def _halves(self, rows: Rows) -> Fields:
-        """Rows as results are computed: gradients of keys and of values apart."""
+    def _separate(self, rows: Rows) -> Fields:
+        """Return rows with gradients of keys and of values as separate fields."""
         fields = self._fields(rows)
         return self._shapes.kv_grad.split(fields[0]) if rows.kind is Kind.DKV and len(fields) == 1 else fields
 
     def _keys(self, rows: Rows) -> tuple[Tensor, Tensor]:
         fields = self._fields(rows)
-        if len(fields) == 2:  # a rank's own may never have been packed
+        if len(fields) == 2:  # a rank's own keys and values may not be packed
             return fields[0], fields[1]
         return self._shapes.kv.split(fields[0])
 
@@ -183,14 +184,20 @@ class Run:
         return list(zip(targets, self._shapes.kv_grad.split(sources[0]), strict=True))
 
     def _partial(self, part: Part, first: int, number: int) -> Partial:
-        fields = self._halves(part.rows)
+        fields = self._separate(part.rows)
         head = self._shapes.heads(part.rows.kind, part.rows.heads).start - first
         if part.rows.kind is Kind.OUT:
             return Partial(part.start, head, fields[0], fields[1])
         return Partial(part.start, head, fields[number])
 
 
-_DO: dict[type, Any] = {
+def _empty_lse(spec: TensorSpec) -> Tensor:
+    """Return an lse `[s, b, h]` with heads before tokens in memory, the order that kernels want."""
+    s, b, h = spec.shape
+    return torch.empty((b, h, s), dtype=spec.dtype, device=spec.device).permute(2, 0, 1)
+
+
+_HANDLERS: dict[type, Any] = {
     Copy: Run._copy,
     Mark: Run._mark,
     Send: Run._send,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..comm import choose_transport, transport_name
+from ..comm import choose_transport
 from ..compose import compose_config
 from ..config import Config, workload_of
 from ..errors import refuse
@@ -90,7 +90,7 @@ def _measure(rank: int, ranks: Ranks, config: Config, max_tokens: int | None = N
     if cluster.nodes == 1:
         costs = replace(costs, modes=mode_samples(testbed, cluster, costs, effort.mode_lengths(device, cluster.n)))
     facts = environment()
-    return Calibration(str(facts["device"]), kernel.name, transport_name(transport), cluster, workload, costs, facts)
+    return Calibration(str(facts["device"]), kernel.name, transport.name, cluster, workload, costs, facts)
 
 
 def summary(result: Calibration) -> list[str]:

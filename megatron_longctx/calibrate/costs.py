@@ -32,8 +32,8 @@ from ..schedules import (
 )
 from ..schedules.cost import GIB
 from ..schedules.mask import full
-from ..topology import Cluster, Device, to_cluster
-from ..topology.measure import measure_links
+from ..topology import Cluster, Device
+from ..topology.measure import measure_links, to_cluster
 from .measure import Effort, Testbed, mean_seconds, median_over_ranks, sustained_seconds, warm_up
 
 _CUDA_MESSAGES = (2**16, 2**18, 2**20, 2**22, 2**23, 2**24, 2**25, 2**26, 2**27)
@@ -73,7 +73,7 @@ class MessageBenchmark:
     def run(self, beside: Callable[[], object] | None = None) -> None:
         """Exchange the messages once, as a step of a plan does: start them, call `beside`, wait for them."""
         self._channel.begin()
-        now = self._transport.now()
+        now = self._transport.record_event()
         exchange = self._channel.start(0, (), self._into, () if now is None else (now,))
         if beside is not None:
             beside()
@@ -111,7 +111,7 @@ def blocking_share(testbed: Testbed) -> float:
 
 def _slowest(transport: Transport | None) -> Transport | None:
     """Return the transport of the slowest links: point to point between hosts."""
-    return transport.messages if isinstance(transport, HybridTransport) else transport
+    return transport.p2p if isinstance(transport, HybridTransport) else transport
 
 
 def _mean_over_ranks(testbed: Testbed, work: Callable[[], object], load: Callable[[], object] | None) -> float:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import Transport, from_all
-from ..comm.symmetric import finish
+from ..comm import Transport, gather_objects
+from ..comm.device import synchronize
 from ..kernels import AttentionKernel, KernelRequest, choose
 from ..schedules import Workload
 
@@ -31,11 +31,11 @@ _ROW_S, _MOST_IN_ROW = 0.005, 100
 
 def mean_seconds(work: Callable[[], object], device: torch.device, count: int) -> float:
     """Return the mean seconds of `count` calls of `work` in a row."""
-    finish(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
         work()
-    finish(device)
+    synchronize(device)
     return (time.perf_counter() - start) / count
 
 
@@ -71,7 +71,7 @@ def step_seconds(
 
     def measure(count: int) -> float:
         dist.barrier(group)
-        return max(from_all(group, mean_seconds(step, device, count)))
+        return max(gather_objects(group, mean_seconds(step, device, count)))
 
     measure(2)  # builds plans and buffers, compiles kernels
     estimate = measure(1)
@@ -89,7 +89,7 @@ def training_step(call: Callable[..., Tensor], qkv: Sequence[Tensor], grad_out: 
 def median_over_ranks(group: dist.ProcessGroup, measure: Callable[[], Sequence[float]]) -> list[float]:
     """Return the medians, over ranks, of numbers that all ranks measure at the same time."""
     dist.barrier(group)
-    return [statistics.median(values) for values in zip(*from_all(group, measure()), strict=True)]
+    return [statistics.median(values) for values in zip(*gather_objects(group, measure()), strict=True)]
 
 
 @dataclass(frozen=True)

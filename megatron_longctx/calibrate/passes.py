@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ..attention import ContextParallelAttention
-from ..attention.bind import Engine, bind
+from ..attention.bind import Engine, Shapes, bind
 from ..attention.run import Run
-from ..attention.shapes import Shapes
-from ..comm import BufferPool, from_all, transport_name
+from ..comm import BufferPool, gather_objects
 from ..inference.batch import Batch
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CacheShape
@@ -22,7 +21,7 @@ from ..schedules import MODES, Costs, Kind, Lowering, Mode, Target, Workload
 from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.cost import ModeSample
 from ..schedules.mask import causal
-from ..schedules.modes import Choices
+from ..schedules.modes import SearchContext
 from ..schedules.modes.ulysses import Ulysses
 from ..schedules.select import Candidate, Problem, rank_modes
 from ..schedules.simulate import simulate
@@ -74,7 +73,7 @@ def _pass_seconds(testbed: Testbed, batch: Batch, lowering: Lowering, shape: Cac
     shapes = Shapes(shape.workload, shape.dtype, testbed.device, shape.kv, shape.kv)
     bound = bind(lowering, rank, shapes, engine)
     q = testbed.random(batch.num_rows(rank), shape.num_heads)
-    cache = shape.kv.like(batch.slots, 1, shape.num_kv_heads, testbed.device).empty().normal_()
+    cache = shape.kv.spec(batch.slots, 1, shape.num_kv_heads, testbed.device).empty().normal_()
 
     def run() -> None:
         Run(bound, {Kind.Q: (q,), Kind.KV: (cache,)}, shape.head_dim**-0.5)()
@@ -85,11 +84,11 @@ def _pass_seconds(testbed: Testbed, batch: Batch, lowering: Lowering, shape: Cac
 
 def candidate_modes(n: int, workload: Workload, cluster: Cluster, length: int = 0) -> list[Mode]:
     """Return all modes that `auto` considers for `n` ranks, and Ulysses in two chunks of the heads."""
-    choices = Choices(n, length, workload.num_kv_heads, cluster)
+    context = SearchContext(n, length, workload.num_kv_heads, cluster)
     modes: list[Mode] = []
     for mode in MODES.values():
         with suppress(ValueError):
-            modes += mode.candidates(choices)
+            modes += mode.candidates(context)
     return modes if Ulysses(2) in modes else [*modes, Ulysses(2)]
 
 
@@ -118,7 +117,7 @@ def mode_samples(testbed: Testbed, cluster: Cluster, costs: Costs, lengths: Sequ
         modes = candidate_modes(testbed.n, testbed.workload, cluster, length)
         ranking = [each for each in rank_modes(problem, cluster, costs, candidates=modes) if not each.reason]
         # Rank 0's choice, since costs may differ among ranks.
-        chosen = from_all(testbed.group, [each.name for each in modes_to_measure(ranking)])[0]
+        chosen = gather_objects(testbed.group, [each.name for each in modes_to_measure(ranking)])[0]
         for candidate in sorted((each for each in ranking if each.name in chosen), key=lambda each: each.name):
             ratio = _step_seconds(testbed, candidate, length) / candidate.seconds
             samples += [ModeSample(candidate.name, length, backward, ratio) for backward in (False, True)]
@@ -132,7 +131,7 @@ def _step_seconds(testbed: Testbed, candidate: Candidate, length: int) -> float:
         testbed.group,
         schedule=candidate.mode,
         kernel=testbed.kernel,
-        transport=transport_name(testbed.transport),
+        transport=testbed.transport.name,
     )
     tokens = attention.layout(length).num_tokens(dist.get_rank(testbed.group))
     q, k, v, grad_out = testbed.qkv(tokens, tokens)

@@ -1,146 +1,166 @@
-"""Peer memory within hosts and point-to-point messages between them, beside each other."""
+"""The choice of a transport, and the hybrid one: peer memory within hosts, point-to-point messages between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ..config import check_value
 from ..schedules.plan import NUM_FIELDS
 from ..schedules.program import Program
-from .channel import Channel
-from .p2p import DirectChannel, Exchange, P2PTransport
+from .collectives import PeerMemoryError
+from .p2p import Channel, DirectChannel, Exchange, Memory, P2PTransport, Transport
 from .peer import PeerTransport, SymmetricExchange
+from .symmetric import find_hosts
+
+logger = logging.getLogger(__name__)
 
 
-class HybridTransport:
-    """Both transports over the same ranks; a pass sends each message by the one that its link has.
+def choose_transport(
+    name: str, group: dist.ProcessGroup, device: torch.device, growth: float = 1.0, key: str = "attention.transport"
+) -> Transport:
+    """Return the transport of `group`, of the same kind on all ranks. Collective.
 
     Args:
-        peers: among those that can read each other's memory; all ranks of its group construct both together.
+        name: `peer` for peer memory, `p2p` for point-to-point messages, or `auto` for peer memory between all GPUs that
+            can read each other's memory and point-to-point messages otherwise, which may mix the two
+            (`HybridTransport`). If it does not use peer memory alone, rank 0 logs the reason.
+        growth: of peer memory, see `PeerTransport`.
+        key: the setting that `name` comes from, for messages.
+
+    Raises:
+        ValueError: an unknown name, or `peer` where peer memory is not available.
+    """
+    check_value(key, name)
+    if name == "p2p" or (name == "auto" and device.type != "cuda"):
+        return P2PTransport(group, device)
+    hosts = find_hosts(group, device)
+    reason = hosts.reason
+    try:
+        if reason is None:
+            return PeerTransport(group, device, growth=growth, key=key)
+        if name == "auto" and hosts.has_peers:
+            transport = HybridTransport(PeerTransport(group, device, hosts, growth, key))
+            if dist.get_rank(group) == 0:
+                logger.info(
+                    "attention's messages use peer memory within hosts (ranks %s), and go point to point between "
+                    "them: %s", hosts, reason,
+                )  # fmt: skip
+            return transport
+    except PeerMemoryError as error:  # raised by all ranks alike
+        reason = str(error).rstrip(".")
+    if name == "peer":
+        raise ValueError(
+            f"{key}=peer: expected GPUs that can read each other's memory, but {reason}. Choose auto or p2p."
+        )
+    if dist.get_rank(group) == 0:
+        logger.warning("attention's messages go point to point, not through peer memory: %s", reason)
+    return P2PTransport(group, device)
+
+
+class HybridTransport(Transport):
+    """Sends each message over the peer or the point-to-point transport, depending on its link.
+
+    Args:
+        peer: the transport among ranks that can read each other's memory. All ranks of its group construct both
+            together.
     """
 
-    def __init__(self, peers: PeerTransport) -> None:
-        self.peers, self.messages = peers, P2PTransport(peers.group, peers.device)
+    name = "hybrid"
 
-    @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """By rank, the ranks that read its memory."""
-        return self.peers.hosts
+    def __init__(self, peer: PeerTransport) -> None:
+        super().__init__(peer.group, peer.device)
+        self.peer, self.p2p, self.hosts = peer, P2PTransport(peer.group, peer.device), peer.hosts
 
-    def channel(self, program: Program, num_bytes: int, memory: Callable[[int], Tensor]) -> Channel:
-        """The messages of a program; see `channel.Transport`."""
-        near = self.peers.channel(program, num_bytes, memory)
-        alone = len(self.peers.peers) == 1  # on its host: there is no memory that peers read
-        sent = (lambda: memory(program.sends.num_bytes)) if alone else near.memory
-        far = DirectChannel(self.messages, program, sent, self.peers.peers)
-        return HybridChannel(near, far, program, self.peers.peers)
+    def channel(self, program: Program, num_bytes: int, memory: Memory) -> HybridChannel:
+        peers, peer = self.peer.peers, self.peer.channel(program, num_bytes, memory)
+        # A rank that is alone on its host has no memory that peers read.
+        send_memory = (lambda: memory(program.sends.num_bytes)) if len(peers) == 1 else peer.memory
+        return HybridChannel(peer, DirectChannel(self.p2p, program, send_memory, peers), program, peers)
 
-    def now(self) -> torch.cuda.Event | None:
-        """A mark after all work issued so far by the caller's stream."""
-        return self.messages.now()
-
-    def break_off(self, error: BaseException) -> None:
-        """As of `PeerTransport`."""
-        self.peers.break_off(error)
+    def abort(self, error: BaseException) -> None:
+        self.peer.abort(error)
 
 
-class Crossing(NamedTuple):
-    """Whether a step's messages of one kind have to wait for earlier ones of the other kind."""
+class CrossWaits(NamedTuple):
+    """Whether the peer messages of a step wait for earlier point-to-point ones, and vice versa."""
 
-    near: bool
-    far: bool
+    peer: bool
+    p2p: bool
 
 
-def crossings(program: Program, peers: Container[int]) -> tuple[Crossing, ...]:
-    """By step, what waits for what: each kind runs in order by itself, but a buffer that one kind has filled or sent
-    from may be sent from, or filled again, by the other."""
-    last: dict[int, set[bool]] = {}  # by buffer, who touched it in the last step that did: near, far (True, False)
-    found = []
+def cross_waits(program: Program, peers: Container[int]) -> tuple[CrossWaits, ...]:
+    """Return which messages of each step wait for those of the other kind.
+
+    Messages of one kind run in order. But a buffer that a message of one kind has filled or been sent from may next be
+    sent or filled by the other kind.
+    """
+    last: dict[int, set[bool]] = {}  # buffer: the kinds (is peer) that used it in the last step that used it
+    result = []
     for t, receives in enumerate(program.receives):
-        touched: dict[int, set[bool]] = {}
+        kinds: dict[int, set[bool]] = {}
         passed = [message for message in program.sends.messages[t] if message.passed]
         used = [(rows, message.peer) for message, rows in zip(passed, program.passed[t], strict=True)]
         used += [(each.into, each.peer) for each in receives if each.into is not None]
-        for rows, peer in used:
-            touched.setdefault(rows.number, set()).add(peer in peers)
-        found.append(
-            Crossing(
-                *(
-                    any(near in ways and (not near) in last.get(buffer, ()) for buffer, ways in touched.items())
-                    for near in (True, False)
-                )
-            )
-        )
-        last.update(touched)
-    return tuple(found)
-
-
-@dataclass
-class HybridExchange(Exchange):
-    """A step's messages within the host and between hosts."""
-
-    near: Exchange = field(default_factory=Exchange)
-    far: Exchange = field(default_factory=Exchange)
+        for rows, rank in used:
+            kinds.setdefault(rows.number, set()).add(rank in peers)
+        uses = [(now, last.get(buffer, set())) for buffer, now in kinds.items()]
+        peer = any(True in now and False in before for now, before in uses)
+        p2p = any(False in now and True in before for now, before in uses)
+        result.append(CrossWaits(peer, p2p))
+        last.update(kinds)
+    return tuple(result)
 
 
 class HybridChannel:
-    """Every message by the link that it has.
+    """Carries messages with `peers`, the ranks of this host, over one channel, and all others over another."""
 
-    Args:
-        near, far: carry the messages with `peers`, and with all others.
-        peers: the ranks of this host.
-    """
-
-    def __init__(self, near: SymmetricExchange, far: Channel, program: Program, peers: Container[int]) -> None:
-        self._near, self._far, self._crossings = near, far, crossings(program, peers)
+    def __init__(self, peer: SymmetricExchange, p2p: Channel, program: Program, peers: Container[int]) -> None:
+        self._peer, self._p2p, self._waits = peer, p2p, cross_waits(program, peers)
         self._passed = [
             [m.peer in peers for m in messages if m.passed for _ in range(NUM_FIELDS[m.block.kind])]
             for messages in program.sends.messages
         ]
         self._received = [
-            [each.peer in peers for each in some for _ in range(NUM_FIELDS[each.block.kind])]
-            for some in program.receives
+            [each.peer in peers for each in receives for _ in range(NUM_FIELDS[each.block.kind])]
+            for receives in program.receives
         ]
-        self._arrived = Exchange(), Exchange()  # the latest that have something to wait for
+        self._arrived: list[Any] = [None, None]  # the latest events of peer and of point-to-point messages
 
     @property
     def generation(self) -> int:
-        return self._near.generation
+        return self._peer.generation
 
     def begin(self) -> int:
-        self._arrived = Exchange(), Exchange()
-        return self._near.begin()
+        self._arrived = [None, None]
+        return self._peer.begin()
 
     def memory(self) -> Tensor:
-        return self._far.memory()
+        return self._p2p.memory()
 
-    def start(
-        self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]
-    ) -> HybridExchange:
-        near_passed, far_passed = _split(passed, self._passed[step])
-        near_receives, far_receives = _split(receives, self._received[step])
-        crossing = self._crossings[step]
-        before_near, before_far = (exchange.arrived for exchange in self._arrived)
-        near = self._near.start(
-            step, near_passed, near_receives, (*after, before_far) if crossing.near and before_far else after
-        )
-        far = self._far.start(
-            step, far_passed, far_receives, (*after, before_near) if crossing.far and before_near else after
-        )
-        self._arrived = near if near.arrived else self._arrived[0], far if far.arrived else self._arrived[1]
-        return HybridExchange(near=near, far=far)
+    def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]) -> Exchange:
+        peer_passed, p2p_passed = _split(passed, self._passed[step])
+        peer_receives, p2p_receives = _split(receives, self._received[step])
+        waits, (peer_arrived, p2p_arrived) = self._waits[step], self._arrived
+        after_p2p = (*after, p2p_arrived) if waits.peer and p2p_arrived else after
+        after_peer = (*after, peer_arrived) if waits.p2p and peer_arrived else after
+        peer = self._peer.start(step, peer_passed, peer_receives, after_p2p)
+        p2p = self._p2p.start(step, p2p_passed, p2p_receives, after_peer)
+        self._arrived = [peer.arrived or peer_arrived, p2p.arrived or p2p_arrived]
+        return Exchange(parts=(peer, p2p))
 
     def wait(self, exchange: Exchange) -> None:
-        assert isinstance(exchange, HybridExchange)
-        self._near.wait(exchange.near)
-        self._far.wait(exchange.far)
+        peer, p2p = exchange.parts
+        self._peer.wait(peer)
+        self._p2p.wait(p2p)
 
 
-def _split(tensors: Sequence[Tensor], near: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those of messages with peers and with others, each in their order, which is the same at the other end."""
-    pairs = list(zip(tensors, near, strict=True))
+def _split(tensors: Sequence[Tensor], is_peer: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
+    """Separate the tensors of messages with peers from the others; both keep the order that the other end uses."""
+    pairs = list(zip(tensors, is_peer, strict=True))
     return [tensor for tensor, yes in pairs if yes], [tensor for tensor, yes in pairs if not yes]

@@ -1,14 +1,14 @@
-"""Ranks on this host, for as long as one function takes: `run_ranks(fn, world_size, ...)` on gloo or NCCL."""
+"""Run a function on several ranks of this host, on gloo or NCCL, and explain why ranks failed."""
 
 from __future__ import annotations
 
-import datetime
 import gc
 import multiprocessing
 import os
 import pickle
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .rendezvous import Placement, host_store, join, join_store, listen
+from .rendezvous import RankInfo, connect_store, host_store, join_group, listen
 
 
 def run_ranks(
@@ -30,47 +30,45 @@ def run_ranks(
     threads: int | None = None,
     start_method: str = "spawn",
 ) -> list[Any]:
-    """Run `fn(rank, *args)` in `world_size` fresh processes joined in one process group.
+    """Run `fn(rank, *args)` in `world_size` new processes that form a process group, and return the results by rank.
 
     Args:
         fn: a picklable (module-level) function.
-        world_size: number of ranks.
-        timeout: seconds a collective, and the whole run, may take.
-        backend: `gloo`, or `nccl` with a CUDA device for each rank (or for several, see `gpus.RANKS_PER_GPU`).
-        threads: of each rank's CPU operators; None for its share of the cores.
-        start_method: `spawn`, or `forkserver` for ranks that begin with what the server has imported.
-
-    Returns:
-        what each rank returned, by rank.
+        timeout: in seconds, for each collective and for the whole run.
+        backend: `gloo`, or `nccl` with a CUDA device per rank (or shared, see `gpus.RANKS_PER_GPU`).
+        threads: the number of CPU threads per rank; None for an equal share of the cores.
+        start_method: `spawn`, or `forkserver` for ranks that start with the modules that the server has imported.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: the first failing rank's own traceback.
-        TimeoutError: the ranks did not end in time; they are killed.
+        torch.multiprocessing.ProcessRaisedException: the traceback of the first rank that failed.
+        TimeoutError: the ranks did not end in time and were killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = host_store(listen(), timeout)
-        # A server's ranks would begin with the environment that it once had itself.
+        # Passed on explicitly, because a fork server's processes have the environment of the server's start.
         environment = {**os.environ, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         job = (fn, args, store.port, backend, timeout, threads, environment, folder)
         context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
             _rank_main, args=job, nprocs=world_size, join=False, start_method=start_method
         )
-        deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout)
+        deadline = time.monotonic() + timeout
         try:
             while not context.join(timeout=1.0, grace_period=2.0):
-                if datetime.datetime.now() > deadline:
+                if time.monotonic() > deadline:
                     raise TimeoutError(f"{world_size} ranks of {fn.__name__} did not end within {timeout} s")
-        finally:  # interrupted, for one: this process would wait for ranks that wait for each other
+        finally:  # if interrupted, for example: this process would wait for ranks that wait for each other
             for process in context.processes:
                 process.kill()
         return [pickle.loads(Path(folder, f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
 
-def end_with_parent() -> None:
-    """See that this rank ends as soon as the process that has started it does, however that one ends: it might wait for
-    others for as long as a collective may take, or compute on beside the next job."""
+def exit_with_parent() -> None:
+    """Exit this process when its parent ends, in whatever way.
+
+    Otherwise it could wait for other ranks until a collective times out, or still compute while the next job runs.
+    """
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a rank is started by another process"
+    assert parent is not None, "ranks are child processes"
 
     def watch() -> None:
         parent.join()
@@ -80,7 +78,7 @@ def end_with_parent() -> None:
 
 
 def stopped_ranks(pids: Sequence[int]) -> list[int]:
-    """Which of these processes, by their place in the list, exist and are stopped: the others wait for them."""
+    """Return the positions in `pids` of processes that exist and are stopped (SIGSTOP), for which the others wait."""
 
     def stopped(pid: int) -> bool:
         try:
@@ -91,15 +89,19 @@ def stopped_ranks(pids: Sequence[int]) -> list[int]:
     return [rank for rank, pid in enumerate(pids) if stopped(pid)]
 
 
-def with_cause(
-    said: str, stopped: Sequence[int], timeout_s: float, doing: Mapping[int, object] = {}, suspects: str | None = None
+def explain_failure(
+    message: str,
+    stopped: Sequence[int],
+    timeout_s: float,
+    doing: Mapping[int, object] = {},
+    suspects: str | None = None,
 ) -> str:
-    """What a rank said as it failed, with what it may have waited for.
+    """Return the message of a failed rank, with the ranks that it may have waited for.
 
     Args:
-        stopped: ranks that were, then.
-        doing: what ranks did last, where that is known.
-        suspects: which ranks others may have waited for, in words.
+        stopped: the ranks that were stopped at that time.
+        doing: the last operations of ranks, if known.
+        suspects: describes ranks that others may have waited for.
     """
     wait = f"a rank waits at most parallelism.timeout_s={timeout_s:g} s for the others"
     if stopped:
@@ -107,11 +109,11 @@ def with_cause(
             f"rank {rank} had been stopped (SIGSTOP)" + (f", in {doing[rank]}" if rank in doing else "")
             for rank in stopped
         ]
-        return f"{'; '.join(each)}; {wait}\n{said}"
-    if any(word in said.lower() for word in ("timed out", "timeout", "sigabrt")):
+        return f"{'; '.join(each)}; {wait}\n{message}"
+    if any(word in message.lower() for word in ("timed out", "timeout", "sigabrt")):
         named = f"{suspects}\n" if suspects else ""
-        return f"{named}{said}\n{wait.capitalize()}: one of them hung, or took longer."
-    return said
+        return f"{named}{message}\n{wait.capitalize()}: one of them hung, or took longer."
+    return message
 
 
 def _rank_main(
@@ -125,12 +127,12 @@ def _rank_main(
     environment: dict[str, str],
     folder: str,
 ) -> None:
-    end_with_parent()
-    gc.freeze()  # what is imported stays: no collection need look at it
+    exit_with_parent()
+    gc.freeze()  # imported modules stay, so the collector need not visit them
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    place = Placement.local(rank, int(environment["WORLD_SIZE"]))
-    join(place, join_store(port, timeout), timeout, cuda=backend == "nccl")
+    place = RankInfo.local(rank, int(environment["WORLD_SIZE"]))
+    join_group(place, connect_store(port, timeout), timeout, cuda=backend == "nccl")
     if threads is not None:
         torch.set_num_threads(threads)
     result = fn(rank, *args)

@@ -1,31 +1,34 @@
-"""What reductions and merges over peer memory write into: two halves of memory and flags of every rank."""
+"""Memory that kernels of all ranks of a host write, and the merge of partial results over it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .symmetric import make_room, share
+from ..kernels.paged import PackedPartials
+from .symmetric import allocate, free_cached_memory
 
-MOST_BLOCKS = 128
+MAX_BLOCKS = 128
 _STEPS = 2
 
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """Memory that all ranks of a group can write, as one rank sees it.
+    """Double-buffered memory and flags that all ranks of a group can write, as one rank sees them.
 
     Attributes:
-        data: `[world]` int64 on the device: addresses of every rank's two halves, 16 bytes aligned.
-        flags: `[world]` int64: addresses of every rank's flags, `num_flags(world)` int64 that begin as 0.
-        state: `[2]` int64, zeros at first: calls that have ended; blocks of this call that have.
-        room: bytes of a half, a multiple of 16.
-        blocks: most blocks of a call, the same on all ranks.
-        owned: what has to live as long as these addresses.
+        data: `[world]` int64 on the device: the addresses of the ranks' memories, 16 bytes aligned. Each has two
+            halves.
+        flags: `[world]` int64: the addresses of the ranks' flags, `num_flags(world)` int64 each, initially 0.
+        state: `[2]` int64, initially 0: the calls that have ended, and the blocks of the current call that have ended.
+        half_bytes: the size of a half, a multiple of 16.
+        blocks: the most thread blocks of a call, the same on all ranks.
+        owners: objects that own the memory at these addresses.
     """
 
     rank: int
@@ -33,30 +36,30 @@ class PeerMemory:
     data: Tensor
     flags: Tensor
     state: Tensor
-    room: int
-    blocks: int = MOST_BLOCKS
-    owned: tuple[Any, ...] = ()
+    half_bytes: int
+    blocks: int = MAX_BLOCKS
+    owners: tuple[Any, ...] = ()
 
     @staticmethod
     def num_flags(world: int) -> int:
-        return _STEPS * MOST_BLOCKS * world
+        return _STEPS * MAX_BLOCKS * world
 
 
-def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int, remedy: str) -> PeerMemory:
-    """Memory that all ranks of `group` make together; see `find_hosts`.
+def allocate_peer_memory(group: dist.ProcessGroup, device: torch.device, half_bytes: int, remedy: str) -> PeerMemory:
+    """Allocate memory that all ranks of `group` can write. Collective. `find_hosts` says whether they can.
 
     Args:
-        room: bytes of a half, a multiple of 16; there are two, and some KiB of flags.
-        remedy: what helps where it cannot be had.
+        half_bytes: a multiple of 16. Each rank allocates two halves, and some KiB of flags.
+        remedy: one sentence for the error.
 
     Raises:
         PeerMemoryError: symmetric memory cannot be used; raised by all ranks alike.
     """
     world = dist.get_world_size(group)
-    sizes = (2 * room, 8 * PeerMemory.num_flags(world))
-    make_room(device, sum(sizes))
+    sizes = (2 * half_bytes, 8 * PeerMemory.num_flags(world))
+    free_cached_memory(device, sum(sizes))
     with torch.inference_mode(False):
-        handles = share(group, group, device, sizes, remedy=remedy)
+        handles = allocate(group, group, device, sizes, remedy)
         views = [
             [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(world)]
             for handle, size in zip(handles, sizes, strict=True)
@@ -66,6 +69,57 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int, remed
     processors = torch.tensor(torch.cuda.get_device_properties(device).multi_processor_count, device=device)
     dist.all_reduce(processors, op=dist.ReduceOp.MIN, group=group)
     torch.cuda.synchronize(device)
-    dist.barrier(group)  # every flag is 0
-    blocks = min(MOST_BLOCKS, int(processors))
-    return PeerMemory(dist.get_rank(group), world, data, flags, state, room, blocks, (handles, views))
+    dist.barrier(group)  # from here on, every rank's flags are 0
+    blocks = min(MAX_BLOCKS, int(processors))
+    return PeerMemory(dist.get_rank(group), world, data, flags, state, half_bytes, blocks, (handles, views))
+
+
+class PeerMerge:
+    """Merges the partial results of the ranks of one host over disjoint keys, in one kernel; all get the same bits.
+
+    It replaces an all-gather between two merges. All ranks make the same calls with the same shapes, in one order on
+    the device. Calls can be captured in a CUDA graph after the same call has been made once, which compiles the kernel.
+    """
+
+    def __init__(self, memory: PeerMemory) -> None:
+        from . import peer_kernels  # imports triton
+
+        self._memory, self._kernels = memory, peer_kernels
+
+    @staticmethod
+    def of(group: dist.ProcessGroup, device: torch.device, rows: int, heads: int, head_dim: int) -> PeerMerge:
+        """Allocate memory for the results of up to `rows` queries. Collective; see `allocate_peer_memory`.
+
+        Raises:
+            PeerMemoryError: symmetric memory cannot be used; raised by all ranks alike.
+        """
+        half_bytes = dist.get_world_size(group) * _message_bytes(rows, heads, head_dim)
+        return PeerMerge(allocate_peer_memory(group, device, half_bytes, "Leave more of the device's memory free."))
+
+    def compile(self, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile the kernel for decode: for few and many splits, and for counts that are multiples of 16 or not."""
+        for rows, splits in product((1, 16), (1 << i for i in range(8))):
+            out = torch.empty(rows, heads, head_dim, dtype=dtype, device=device)
+            partials = PackedPartials.empty(out, (splits,))
+            partials.flat.zero_()
+            self(partials, out)
+
+    def fits(self, rows: int, heads: int, head_dim: int) -> bool:
+        """Whether the memory has room for the results of `rows` queries."""
+        return self._memory.world * _message_bytes(rows, heads, head_dim) <= self._memory.half_bytes
+
+    def __call__(self, partials: PackedPartials, out: Tensor) -> Tensor:
+        """Merge this rank's partial results, then the merged results of all ranks in the order of ranks.
+
+        Args:
+            partials: this rank's `[splits, B, h, d]` and `[splits, B, h]` fp32; `splits` may differ between ranks.
+            out: `[B, h, d]` contiguous, any float dtype: is written and returned. 0 where no rank has keys.
+        """
+        rows, heads, head_dim = out.shape
+        with torch.no_grad(), torch.cuda.device(out.get_device()):  # a CPU tensor's index, -1, changes nothing
+            self._kernels.merge_over_peers(self._memory, partials, out, _message_bytes(rows, heads, head_dim))
+        return out
+
+
+def _message_bytes(rows: int, heads: int, head_dim: int) -> int:
+    return -(-rows * heads * (head_dim + 1) * 4 // 16) * 16

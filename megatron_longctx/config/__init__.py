@@ -1,33 +1,40 @@
-"""The typed configuration: every key is a field in `tree`, with its allowed values from `bounds`.
+"""The typed configuration: every key is a field in `tree`, `model` or `parallelism`, with allowed values from `bounds`.
 
 `checks.validate` is the only validation. It runs once, before any rank starts, and reports value, expectation and
-remedy. `planned` derives the mode, the mask and the workload from a configuration. `compose` composes configurations
-from recipes, and `sweep` makes the jobs of a sweep.
+remedy. `planned` derives the mode, the mask, the workload and the data-parallel size from a configuration. `compose`
+composes configurations from recipes, and `sweep` makes the jobs of a sweep.
 """
 
-from .bounds import keys_of
-from .checks import check_model, check_value, data_parallel_size, validate
-from .experts import layer_list
-from .latent import LatentKeys
-from .parallelism import ParallelismConfig
-from .planned import configured_mode, layout_of, mode_options, planned_mask, ranks_summed, token_unit, workload_of
-from .rope_scaling import RopeScaling
-from .tree import (
-    CACHE_RULES,
-    MOST_TOKENS,
+from .bounds import TYPE_NAMES, has_type, keys_of
+from .checks import check_inference, check_model, check_value, validate
+from .model import LATENT_KEYS, MAX_TOKENS, ModelConfig, RopeScaling, layer_list
+from .parallelism import (
     RECOMPUTES,
     REDUCTIONS,
-    TOKENIZERS,
     TRANSPORTS,
     AttentionConfig,
+    ParallelismConfig,
+    RecomputeConfig,
+    ReductionConfig,
+)
+from .planned import (
+    configured_mode,
+    data_parallel_size,
+    layout_of,
+    mode_options,
+    planned_mask,
+    ranks_summed,
+    token_unit,
+    workload_of,
+)
+from .tree import (
+    CACHE_RULES,
+    TOKENIZERS,
     Config,
     DataConfig,
     InferenceConfig,
     LoggingConfig,
-    ModelConfig,
     OptimConfig,
-    RecomputeConfig,
-    ReductionConfig,
     RunConfig,
     ServeConfig,
     TrainConfig,

@@ -1,52 +1,44 @@
-"""What the value of a key may be: declared once, beside the key in `tree`, and checked here for all keys alike."""
+"""The allowed values of configuration keys, declared beside each key and checked here for all of them."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from ..errors import is_line, refuse
 
 _BOUNDS = "bounds"
-# Names that users of other systems try; the message says what ours is called.
+# Names that users of other systems try. The error message suggests ours.
 _ALIASES = {"allgather": "all_gather", "all-gather": "all_gather", "p2p": "ring", "head_tail": "zigzag"}
-_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-
-
-class Bounds(Protocol):
-    """Which values of a key's type are right; expected: the same in words."""
-
-    @property
-    def expected(self) -> str: ...
-
-    def holds(self, value: Any) -> bool: ...
+TYPE_NAMES: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+TYPE_NAMES |= {dict: "an object", list: "a list"}  # in JSON
 
 
 @dataclass(frozen=True)
 class Number:
-    """From `least` to `most`; above, below: without these themselves. No number that is not finite is in any range."""
+    """A range of finite numbers. `above` excludes the minimum, `below` the maximum."""
 
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     above: bool = False
     below: bool = False
 
     @property
     def expected(self) -> str:
-        lower = f"{'more than' if self.above else 'at least'} {_figure(self.least)}"
-        return f"{lower} and {'less than' if self.below else 'at most'} {_figure(self.most)}"
+        lower = f"{'more than' if self.above else 'at least'} {_figure(self.minimum)}"
+        return f"{lower} and {'less than' if self.below else 'at most'} {_figure(self.maximum)}"
 
-    def holds(self, value: float) -> bool:
-        over = value > self.least if self.above else value >= self.least
-        return over and (value < self.most if self.below else value <= self.most)
+    def accepts(self, value: float) -> bool:
+        above_minimum = value > self.minimum if self.above else value >= self.minimum
+        return above_minimum and (value < self.maximum if self.below else value <= self.maximum)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """options: may grow after this is declared, as modes are added. also: what besides."""
+    """A set of values: `also`, and `options`, which may grow after the declaration (modes register themselves)."""
 
     options: Collection[Any]
     also: tuple[Any, ...] = ()
@@ -59,61 +51,60 @@ class Choice:
     def expected(self) -> str:
         return "one of " + ", ".join(map(str, self.all))
 
-    def holds(self, value: Any) -> bool:
+    def accepts(self, value: Any) -> bool:
         return value in self.all
 
 
 @dataclass(frozen=True)
 class Text:
-    """Text of one line, and of all of `pattern`. part: most bytes between two slashes, which file systems bound."""
+    """One line of text that fully matches `pattern`, of at most `max_bytes` bytes, `max_part_bytes` between slashes."""
 
     expected: str
-    most: int
+    max_bytes: int
     pattern: str = r".+"
-    part: int | None = None
+    max_part_bytes: int | None = None  # file systems bound the names of files
 
-    def holds(self, value: str) -> bool:
+    def accepts(self, value: str) -> bool:
         return (
             is_line(value)
-            and "${" not in value  # which would be worked out when the value is read back from a run's folder
-            and len(value.encode()) <= self.most
+            and "${" not in value  # an interpolation, which would be resolved when a run's folder is read
+            and len(value.encode()) <= self.max_bytes
             and re.fullmatch(self.pattern, value) is not None
-            and (self.part is None or all(len(part.encode()) <= self.part for part in value.split("/")))
+            and (
+                self.max_part_bytes is None
+                or all(len(part.encode()) <= self.max_part_bytes for part in value.split("/"))
+            )
         )
 
 
-def number(
-    default: float | None, least: float, most: float, *, above: bool = False, below: bool = False
-) -> Any:  # as dataclasses.field: of the type of the field
-    """A field whose value lies between `least` and `most`."""
-    return field(default=default, metadata={_BOUNDS: Number(least, most, above, below)})
+Bounds = Number | Choice | Text
+
+
+# These return `Any`, as `dataclasses.field` does, so that fields keep their own types.
+def number(default: float | None, minimum: float, maximum: float, *, above: bool = False, below: bool = False) -> Any:
+    """Declare a number between `minimum` and `maximum`; `above` and `below` exclude these themselves."""
+    return field(default=default, metadata={_BOUNDS: Number(minimum, maximum, above, below)})
 
 
 def choice(default: Any, options: Collection[Any], *also: Any) -> Any:
-    """A field whose value is one of `options`, or of `also`."""
+    """Declare a value among `options` or `also`."""
     return field(default=default, metadata={_BOUNDS: Choice(options, also)})
 
 
-def text(default: str | None, expected: str | None = None, pattern: str = r".+", most: int = 200) -> Any:
-    """A field that holds a line of text, of all of `pattern`, `most` bytes at most."""
-    bounds = Text(expected or f"a line of text, 1 to {most} bytes", most, pattern)
-    return field(default=default, metadata={_BOUNDS: bounds})
-
-
-def folder_name(default: str) -> Any:
-    """A field that names one folder inside another."""
-    bounds = Text("a plain folder name of at most 200 bytes", 200, r"(?!\.{1,2}$)[^/]+")
+def text(default: str | None, expected: str | None = None, pattern: str = r".+", max_bytes: int = 200) -> Any:
+    """Declare a line of text that fully matches `pattern`; `expected` describes it in error messages."""
+    bounds = Text(expected or f"a line of text, 1 to {max_bytes} bytes", max_bytes, pattern)
     return field(default=default, metadata={_BOUNDS: bounds})
 
 
 def path(default: str | None) -> Any:
-    """A field that names a file or folder, which need not be there."""
+    """Declare the path of a file or folder, which need not exist."""
     expected = "a path of at most 4000 bytes, and of 240 between slashes"
-    return field(default=default, metadata={_BOUNDS: Text(expected, 4000, part=240)})
+    return field(default=default, metadata={_BOUNDS: Text(expected, 4000, max_part_bytes=240)})
 
 
 class Key(NamedTuple):
-    """A key of the configuration. bounds: None for truth values, which have none."""
+    """A key of the configuration under its full name. Only truth values have no bounds."""
 
     name: str
     kind: type
@@ -122,73 +113,65 @@ class Key(NamedTuple):
     bounds: Bounds | None
 
     @property
-    def type_in_words(self) -> str:
-        return _KINDS[self.kind] + (" or null" if self.nullable else "")
+    def type_name(self) -> str:
+        return TYPE_NAMES[self.kind] + (" or null" if self.nullable else "")
 
     @property
     def example(self) -> object:
-        """As a user writes it."""
+        """An allowed value other than null, as a user writes it."""
         if self.default is None:
             if isinstance(self.bounds, Choice):
                 return self.bounds.all[0]
-            return max(1, self.bounds.least) if isinstance(self.bounds, Number) else "NAME"
+            return max(1, self.bounds.minimum) if isinstance(self.bounds, Number) else "NAME"
         return str(self.default).lower() if self.kind is bool else self.default
 
 
 @functools.cache
-def keys_of(cls: Any) -> dict[str, tuple[Key, ...]]:
-    """The keys of the configuration `cls`, by section.
+def keys_of(cls: Any, prefix: str = "") -> dict[str, Key]:
+    """Return the keys of a configuration dataclass and of the dataclasses inside it, by full name.
 
     Raises:
-        TypeError: one is declared without bounds.
+        TypeError: a key has no declared bounds.
     """
-    return {section: tuple(_keys(section, part)) for section, part in get_type_hints(cls).items()}
-
-
-def _keys(section: str, cls: Any) -> Iterator[Key]:
+    keys: dict[str, Key] = {}
     types = get_type_hints(cls)
     for item in fields(cls):
-        if is_dataclass(types[item.name]):
-            yield from _keys(f"{section}.{item.name}", types[item.name])
-            continue
-        options = get_args(types[item.name]) or (types[item.name],)
+        name, declared = prefix + item.name, types[item.name]
+        options = get_args(declared) or (declared,)
         kind = next(option for option in options if option is not type(None))
+        if is_dataclass(kind):
+            keys |= keys_of(declared, f"{name}.")
+            continue
         bounds = item.metadata.get(_BOUNDS)
         if bounds is None and kind is not bool:
-            raise TypeError(f"{section}.{item.name} has no bounds: declare it by number, choice, text or path")
-        yield Key(f"{section}.{item.name}", kind, type(None) in options, item.default, bounds)
+            raise TypeError(f"{name} has no bounds: declare it by number, choice, text or path")
+        keys[name] = Key(name, kind, type(None) in options, item.default, bounds)
+    return keys
+
+
+def has_type(value: Any, kind: type) -> bool:
+    """Whether `value` is of the type `kind`. Integers are numbers, but truth values are not."""
+    return isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) is (kind is bool)
 
 
 def check(key: Key, value: Any) -> None:
-    """Refuse what `key` cannot be.
+    """Refuse a value of another type than the key's, or outside its bounds.
 
     Raises:
         ValueError: names the key and value, what was expected and what to do.
     """
     if value is None and key.nullable:
         return
-    right = (int, float) if key.kind is float else key.kind
-    if not isinstance(value, right) or isinstance(value, bool) is not (key.kind is bool):
-        raise refuse(key.name, value, key.type_in_words, f"For example {key.name}={key.example}.")
-    if key.bounds is None or key.bounds.holds(value):
+    if not has_type(value, key.kind):
+        raise refuse(key.name, value, key.type_name, f"For example {key.name}={key.example}.")
+    if key.bounds is None or key.bounds.accepts(value):
         return
     remedy = f"{'null' if key.default is None else key.default} is the default."
     if isinstance(key.bounds, Choice):
-        hint = _ALIASES.get(str(value))
-        known = hint in key.bounds.all
-        remedy = f"Did you mean {key.name}={hint}?" if known else f"Set {key.name} to one of these."
+        alias = _ALIASES.get(str(value))
+        known = alias in key.bounds.all
+        remedy = f"Did you mean {key.name}={alias}?" if known else f"Set {key.name} to one of these."
     raise refuse(key.name, value, ("null or " if key.nullable else "") + key.bounds.expected, remedy)
-
-
-def check_is(name: str, value: object, served: object, beside: str, remedy: str) -> None:
-    """Refuse another value of the key `name` than the one that it can have `beside` others.
-
-    Raises:
-        ValueError: as `check`.
-    """
-    if value != served:
-        expected = "null" if served is None else str(served).lower()
-        raise refuse(name, value, f"{expected} {beside}", remedy)
 
 
 def _figure(value: float) -> str:

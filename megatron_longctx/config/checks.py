@@ -1,194 +1,127 @@
-"""What a configuration may say: `validate` refuses what cannot run, before any rank starts."""
+"""The validation of a configuration: `validate` refuses everything that cannot run, before any rank starts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
 
 from ..errors import refuse
+from ..schedules.backward import ranks_to_sum
 from ..schedules.mask import causal
-from ..schedules.relay import check_nodes_are_known
-from .bounds import check, check_is, keys_of
-from .experts import check_expert_parallelism, check_experts
-from .latent import check_latent, check_latent_parallelism
+from .bounds import check, keys_of
+from .model import LATENT_KEYS, ModelConfig
 from .planned import configured_mode
-from .rope_scaling import check_rope_scaling
-from .tree import LEAST_WEIGHT, Config, ModelConfig
+from .tree import Config, InferenceConfig
+
+# The least weight of a dataset as a part of all weights: less might not come up before a blend repeats.
+_MIN_WEIGHT = 1e-4
+
+
+def _is(*values: object) -> Callable[[object], bool]:
+    return lambda value: value in values
+
+
+def _is_not(*values: object) -> Callable[[object], bool]:
+    return lambda value: value not in values
+
+
+_Rule = tuple[str, Callable[[object], bool], tuple[str, ...], tuple[object, ...] | str | None, str]
+_NO_BASELINE = "Change it, or leave attention.baseline null."
+_BOTH_ON = "It needs both overlap_grad_reduce and optim.distributed."
+# Rules for keys beside another key: that key, the values of it to which the rule applies, the restricted keys, their
+# allowed values (None: their defaults; text: anything but null, in words), and the remedy.
+_RULES: tuple[_Rule, ...] = (
+    ("parallelism.schedule", _is_not("auto"), ("parallelism.max_attention_gib",), None,
+     "Only auto chooses by memory; leave it null."),
+    ("parallelism.schedule", _is_not("ulysses"), ("parallelism.head_chunks",), None,
+     "Only ulysses exchanges heads in chunks, and auto chooses their number; leave it or choose ulysses."),
+    ("parallelism.schedule", _is_not("double_ring", "usp"), ("parallelism.inner_size",), None,
+     "Only double_ring and usp divide the ranks; leave it null or choose one of them."),
+    ("parallelism.schedule", _is_not("usp"), ("parallelism.outer_schedule",), None,
+     "Only usp has a mode between groups; leave it or set parallelism.schedule=usp."),
+    ("parallelism.schedule", _is_not("all_gather"), ("parallelism.max_buffer_tokens",), None,
+     "Only all_gather groups its sources under a bound; leave it null or set parallelism.schedule=all_gather."),
+    ("parallelism.overlap_grad_reduce", _is(False), ("parallelism.overlap_param_gather",), ("auto", "false"), _BOTH_ON),
+    ("optim.distributed", _is(False), ("parallelism.overlap_param_gather",), ("auto", "false"), _BOTH_ON),
+    ("optim.distributed", _is(False), ("optim.states_on_host",), None,
+     "Set optim.distributed=true: its states go to the host."),
+
+    ("model.bias", _is(True), ("model.qkv_bias",), None, "Leave it false: model.bias includes it."),
+    ("model.window", _is(None), ("model.window_pattern", "model.window_rope_base"), None,
+     "Set model.window, or leave it null: without windows all layers see everything."),
+    ("model.position_embedding", _is_not("rope"), ("model.rope_scaling.kind", "model.window_rope_base"), None,
+     "Only RoPE rotates tokens."),
+    ("model.rope_scaling.kind", _is("none"), ("model.rope_scaling.factor",), None,
+     "Only linear, ntk, llama3 and yarn read it."),
+    ("model.rope_scaling.kind", _is_not("llama3", "yarn"), ("model.rope_scaling.original_length",), None,
+     "Only llama3 and yarn read it."),
+    ("model.rope_scaling.kind", _is("llama3", "yarn"), ("model.rope_scaling.original_length",), "a number",
+     "Set it to the tokens that the model was trained on before it was stretched."),
+    ("model.rope_scaling.kind", _is_not("llama3"),
+     ("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"), None, "Only llama3 reads it."),
+    ("model.rope_scaling.kind", _is_not("yarn"),
+     ("model.rope_scaling.beta_fast", "model.rope_scaling.beta_slow", "model.rope_scaling.attention_factor",
+      "model.rope_scaling.truncate"), None, "Only yarn reads it."),
+
+    ("model.kv_lora_rank", _is(None), tuple(f"model.{key}" for key in LATENT_KEYS[1:]), None,
+     "Set model.kv_lora_rank: without latents nothing reads it."),
+    ("model.kv_lora_rank", _is_not(None), ("model.qk_head_dim", "model.qk_pos_emb_head_dim", "model.v_head_dim"),
+     "a number", "DeepSeek has 128, 64 and 128."),
+    ("model.kv_lora_rank", _is_not(None), ("model.head_dim",), None,
+     "qk_head_dim, qk_pos_emb_head_dim and v_head_dim are the sizes of heads."),
+    ("model.kv_lora_rank", _is_not(None), ("model.position_embedding", "model.window_rope_base"), None,
+     "Megatron's MLA rotates queries and keys, equally in all layers."),
+    ("model.kv_lora_rank", _is_not(None), ("model.bias", "model.qkv_bias"), None,
+     "Megatron's MLA has no biases of queries, keys and values."),
+    ("model.kv_lora_rank", _is_not(None), ("attention.baseline",), None, "It is compared without latents."),
+    ("model.num_moe_experts", _is(None), tuple(key for key in keys_of(Config) if key.startswith("model.moe_")), None,
+     "Set model.num_moe_experts: without experts nothing reads it."),
+    ("model.num_moe_experts", _is(None),
+     ("parallelism.expert_model_parallel_size", "parallelism.expert_tensor_parallel_size"), None,
+     "Set model.num_moe_experts, or leave it."),
+    ("model.num_moe_experts", _is_not(None), ("recompute.mlp_tile_tokens", "reduction.down_projection"), None,
+     "Only dense MLPs support it."),
+    ("model.moe_router_topk", _is(1), ("model.moe_router_pre_softmax",), (True,),
+     "The softmax over one expert is 1, whatever its logit is."),
+
+    ("recompute.mode", _is("attention_output", "attention_output+offload"), ("attention.keep_received",),
+     ("auto", "false"),
+     "Its forward runs without a graph, so nothing is kept; set it to auto, or recompute=none or layer."),
+    ("data.packing", _is_not("none"), ("train.micro_batch_size",), None,
+     "A pack is one sequence of many documents; raise data.seq_length instead."),
+    ("data.tokenizer", _is_not("byte-level"), ("data.tokenizer_path",), "a path", "Set data.tokenizer_path."),
+    ("inference.exact_reuse", _is(True), ("inference.prefill_chunk",), "a number", "Set it to 2048."),
+
+    ("attention.baseline", _is_not(None), ("recompute.mode",), ("none", "layer"), _NO_BASELINE),
+    ("attention.baseline", _is_not(None), ("attention.deterministic",), (False,), _NO_BASELINE),
+    ("attention.baseline", _is_not(None), ("attention.overlap",), (True,), _NO_BASELINE),
+    ("attention.baseline", _is_not(None), ("model.sinks",), ("none",), _NO_BASELINE),
+    ("attention.baseline", _is("te_p2p"), ("model.window",), (None,), _NO_BASELINE),
+    ("attention.baseline", _is_not(None), ("train.device",), ("auto", "cuda"), _NO_BASELINE),
+)  # fmt: skip
 
 
 def check_value(name: str, value: object) -> None:
-    """Refuse what the key `name` cannot be, where it is given without a configuration.
+    """Refuse a value that the key `name` cannot have, without a configuration.
 
     Raises:
         ValueError: names the key and value, what was expected and what to do.
     """
-    check(next(key for key in keys_of(Config)[name.partition(".")[0]] if key.name == name), value)
-
-
-def _divides(key: str, value: int, of_key: str, of_value: int) -> None:
-    if of_value % value:
-        nearest = sorted(_divisors(of_value), key=lambda k: abs(k - value))[:3]
-        raise refuse(
-            key, value, f"a divisor of {of_key}={of_value}", f"Nearest that divide it: {', '.join(map(str, nearest))}."
-        )
-
-
-def _divisors(number: int) -> list[int]:
-    """In ascending order."""
-    small = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
-    return sorted({*small, *(number // k for k in small)})
-
-
-def _check_whole_model(model: ModelConfig) -> None:
-    check_latent(model)
-    if model.head_dim is None and not model.latent:
-        _divides("model.num_attention_heads", model.num_attention_heads, "model.hidden_size", model.hidden_size)
-    _divides("model.num_kv_heads", model.num_kv_heads, "model.num_attention_heads", model.num_attention_heads)
-    if model.position_embedding == "rope" and model.rope_channels % 2:
-        raise refuse("model.head_dim", model.kv_channels, "an even head dimension with rope", "Set model.head_dim.")
-    if model.bias:
-        beside = "with model.bias=true, which it is a part of"
-        check_is("model.qkv_bias", model.qkv_bias, False, beside, "Leave it false.")
-    if model.window is None:
-        for key in ("window_pattern", "window_rope_base"):
-            remedy = f"Set model.window, or leave {key} null: without windows all layers see everything."
-            check_is(f"model.{key}", getattr(model, key), None, "with model.window=null", remedy)
-    check_experts(model)
-    _validate_rope(model)
-
-
-def _validate_rope(model: ModelConfig) -> None:
-    if model.position_embedding != "rope":
-        beside, remedy = f"with model.position_embedding={model.position_embedding}", "Only RoPE turns tokens."
-        check_is("model.rope_scaling.kind", model.rope_scaling.kind, "none", beside, remedy)
-        check_is("model.window_rope_base", model.window_rope_base, None, beside, remedy)
-    check_rope_scaling(model.rope_scaling, model.rope_channels, model.rope_base)
-
-
-_OF_MODES = (
-    ("max_attention_gib", None, ("auto",), "Only auto chooses by memory; leave it null."),
-    (
-        *("head_chunks", 1, ("ulysses",)),
-        "Only ulysses exchanges heads in chunks, and auto chooses their number; leave it or choose ulysses.",
-    ),
-    (
-        *("inner_size", None, ("double_ring", "usp")),
-        "Only double_ring and usp divide the ranks; leave it null or choose one of them.",
-    ),
-    (
-        *("outer_schedule", "zigzag", ("usp",)),
-        "Only usp has a mode between groups; leave it or set parallelism.schedule=usp.",
-    ),
-    (
-        *("max_buffer_tokens", None, ("all_gather",)),
-        "Only all_gather groups its sources under a bound; leave it null or set parallelism.schedule=all_gather.",
-    ),
-)
-"""Keys of parallelism that some schedules alone take: what they are elsewhere, these schedules, and what to do."""
-
-
-def _validate_parallelism(config: Config) -> None:
-    par, model = config.parallelism, config.model
-    for key, unset, schedules, remedy in _OF_MODES:
-        if getattr(par, key) != unset and par.schedule not in schedules:
-            expected = "null" if unset is None else f"{unset}, its default,"
-            expected += f" with parallelism.schedule={par.schedule}"
-            raise refuse(f"parallelism.{key}", getattr(par, key), expected, remedy)
-    if par.inner_size is not None:
-        size = "parallelism.context_parallel_size"
-        _divides("parallelism.inner_size", par.inner_size, size, par.context_parallel_size)
-    if par.layout != "auto" and par.schedule != "auto":
-        configured_mode(par).layout_of(causal(0), par.layout)
-    tp, key = par.tensor_parallel_size, "parallelism.tensor_parallel_size"
-    _divides(key, tp, "model.num_kv_heads", model.num_kv_heads)
-    _divides(key, tp, "model.ffn_hidden_size", model.ffn_hidden_size)
-    if model.vocab_size is not None:
-        _divides(key, tp, "model.vocab_size", model.vocab_size)
-    else:
-        _divides(key, tp, "model.vocab_multiple", model.vocab_multiple)
-    if par.uses_sequence_parallel:
-        _divides(key, tp, "data.seq_length", config.data.seq_length)
-        _divides(key, tp, "model.hidden_size", model.hidden_size)
-    _divides("parallelism.pipeline_parallel_size", par.pipeline_parallel_size, "model.num_layers", model.num_layers)
-    if par.overlap_param_gather == "true" and config.no_param_gather is not None:
-        expected = f"auto or false with {config.no_param_gather}"
-        raise refuse(
-            "parallelism.overlap_param_gather",
-            "true",
-            expected,
-            "It needs both overlap_grad_reduce and optim.distributed.",
-        )
-
-
-def _validate_training(config: Config) -> None:
-    train, optim, data = config.train, config.optim, config.data
-    if optim.min_lr > optim.lr:
-        raise refuse("optim.min_lr", optim.min_lr, f"at most optim.lr={optim.lr}", "Lower min_lr or raise lr.")
-    if not optim.distributed:
-        remedy = "Set optim.distributed=true: its states go to the host."
-        check_is("optim.states_on_host", optim.states_on_host, False, "with optim.distributed=false", remedy)
-    decay = optim.decay_steps or train.steps
-    if optim.warmup_steps and optim.warmup_steps >= decay:
-        raise refuse(
-            "optim.warmup_steps",
-            optim.warmup_steps,
-            f"fewer steps than the decay ({decay}: optim.decay_steps, or train.steps where that is null)",
-            "Lower optim.warmup_steps or raise train.steps.",
-        )
-    if (optim.decay_style == "WSD") is (optim.wsd_decay_steps is None):
-        expected = "a number with optim.decay_style=WSD, null with any other"
-        remedy = f"Set it to {max(1, decay // 10)}, say." if optim.wsd_decay_steps is None else "Leave it null."
-        raise refuse("optim.wsd_decay_steps", optim.wsd_decay_steps, expected, remedy)
-    if (optim.wsd_decay_steps or 0) > decay - optim.warmup_steps:
-        expected = f"at most {decay - optim.warmup_steps}, the steps of the decay ({decay}) after those of the warm-up"
-        raise refuse("optim.wsd_decay_steps", optim.wsd_decay_steps, expected, "Lower it, or raise optim.decay_steps.")
-    if data.packing != "none":
-        remedy = "A pack is one sequence of many documents; raise data.seq_length instead."
-        check_is("train.micro_batch_size", train.micro_batch_size, 1, f"with data.packing={data.packing}", remedy)
-    if not data.has_held_out:
-        beside = f"with data.split={data.split}, which has no second part"
-        remedy = "Set data.split=95,5,0, say, or leave it null."
-        check_is("train.eval_interval", train.eval_interval, None, beside, remedy)
-    if train.eval_interval is not None and train.eval_samples % train.micro_batch_size:
-        expected = f"a multiple of train.micro_batch_size={train.micro_batch_size}"
-        raise refuse("train.eval_samples", train.eval_samples, expected, "Change one of them.")
-    total = sum(weight for weight, _ in data.datasets)
-    if least := [prefix for weight, prefix in data.datasets if weight < LEAST_WEIGHT * total or total == 0]:
-        expected = f"weights that are each at least 1/{round(1 / LEAST_WEIGHT)} of their sum; {least[0]} has less"
-        raise refuse("data.prefix", data.prefix, expected, "Give it more weight, or leave it out.")
-    if data.tokenizer != "byte-level" and data.tokenizer_path is None:
-        raise refuse(
-            "data.tokenizer_path", None, f"a path for data.tokenizer={data.tokenizer}", "Set data.tokenizer_path."
-        )
-
-
-def _validate_baseline(config: Config) -> None:
-    baseline, size = config.attention.baseline, config.parallelism.context_parallel_size
-    remedy = "Change it, or leave attention.baseline null."
-    unserved = (
-        ("recompute.mode", config.recompute.mode, config.recompute.mode in ("none", "layer"), "none or layer"),
-        ("attention.deterministic", True, not config.attention.deterministic, "false"),
-        ("attention.overlap", False, config.attention.overlap, "true"),
-        ("model.sinks", config.model.sinks, config.model.sinks == "none", "none"),
-        ("model.window", config.model.window, config.model.window is None or baseline != "te_p2p", "null"),
-        ("train.device", "cpu", config.train.device != "cpu", "auto or cuda"),
-    )
-    for key, value, served, expected in unserved:
-        if not served:
-            raise refuse(key, value, f"{expected} with attention.baseline={baseline}", remedy)
-    if size > 1:
-        _divides("2 x parallelism.context_parallel_size", 2 * size, "data.seq_length", config.data.seq_length)
+    check(keys_of(Config)[name], value)
 
 
 def check_model(model: ModelConfig) -> None:
-    """Check a model that is given without a configuration.
+    """Check a model without the rest of a configuration.
 
     Raises:
         ValueError: names the key and value, what was expected and what to do.
     """
-    for key in keys_of(Config)["model"]:
-        check(key, attrgetter(key.name.partition(".")[2])(model))
-    _check_whole_model(model)
+    config = Config(model=model)
+    _check_keys(config)
+    _check_model(model)
 
 
 def validate(config: Config) -> None:
@@ -197,75 +130,191 @@ def validate(config: Config) -> None:
     Raises:
         ValueError: names the key and value, what was expected and what to do.
     """
-    for keys in keys_of(Config).values():
-        for key in keys:
-            check(key, attrgetter(key.name)(config))
-    _check_whole_model(config.model)
-    _validate_parallelism(config)
-    check_expert_parallelism(config)
-    check_latent_parallelism(config)
-    if config.parallelism.context_parallel_size > 1 and config.model.kv_channels % 4:
-        beside = f"with model.head_dim={config.model.kv_channels}, which 4 does not divide"
-        remedy = "Set it to false: an exact cache has no such condition."
-        check_is("attention.kv_int8", config.attention.kv_int8, False, beside, remedy)
-    if config.attention.keep_received == "true" and config.recompute.mode.startswith("attention_output"):
-        raise refuse(
-            "attention.keep_received",
-            "true",
-            f"auto or false with recompute.mode={config.recompute.mode}",
-            "There forward runs without a graph, so that nothing is kept; set it to auto, or recompute=none or layer.",
-        )
-    par = config.parallelism
-    check_nodes_are_known(config.attention.sum_in_node, par.cluster is not None, par.context_parallel_size)
-    if config.attention.baseline is not None:
-        _validate_baseline(config)
-    _validate_training(config)
-    if config.inference.exact_reuse and config.inference.prefill_chunk is None:
-        raise refuse("inference.prefill_chunk", None, "a number with inference.exact_reuse=true", "Set it to 2048.")
+    _check_keys(config)
+    _check_model(config.model)
+    _check_parallelism(config)
+    _check_training(config)
 
 
-def data_parallel_size(config: Config, world_size: int) -> int:
-    """Data-parallel ranks left in a world of `world_size` ranks; batch sizes are checked against it.
+def check_inference(inference: InferenceConfig) -> None:
+    """Check the settings of inference alone, outside a `Config`.
 
     Raises:
-        ValueError: the sizes do not multiply to `world_size`, or the batch does not divide among the ranks.
+        ValueError: names the key and value, what was expected and what to do.
     """
-    par, train = config.parallelism, config.train
-    product = (
-        f"tensor {par.tensor_parallel_size} x context {par.context_parallel_size} "
-        f"x pipeline {par.pipeline_parallel_size}"
-    )
-    if world_size % par.model_parallel_size:
+    _check_keys(SimpleNamespace(inference=inference), "inference.")
+
+
+def _check_keys(config: Any, group: str = "") -> None:
+    """Check every key of a group alone, and then beside the keys that restrict it."""
+    keys = {name: key for name, key in keys_of(Config).items() if name.startswith(group)}
+    for name, key in keys.items():
+        check(key, attrgetter(name)(config))
+    for selector, applies, names, allowed, remedy in _RULES:
+        if selector not in keys:
+            continue
+        selected = attrgetter(selector)(config)
+        for name in names if applies(selected) else ():
+            values = (keys[name].default,) if allowed is None else allowed
+            _check_is(name, attrgetter(name)(config), values, f"with {selector}={_spelled(selected)}", remedy)
+
+
+def _check_is(name: str, value: object, allowed: tuple[object, ...] | str, condition: str, remedy: str) -> None:
+    """Refuse a value that is not among `allowed`, or is null where `allowed` is a word for any other value."""
+    is_word = isinstance(allowed, str)
+    if value is None if is_word else value not in allowed:
+        expected = allowed if is_word else " or ".join(map(_spelled, allowed))
+        raise refuse(name, value, f"{expected} {condition}", remedy)
+
+
+def _spelled(value: object) -> str:
+    """Return a value as a user writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_divides(name: str, value: int, multiples: Mapping[str, int]) -> None:
+    """Refuse a value that does not divide all of `multiples`, which are keyed by their names."""
+    for key, multiple in multiples.items():
+        if multiple % value:
+            small = [k for k in range(1, math.isqrt(multiple) + 1) if multiple % k == 0]
+            divisors = sorted({*small, *(multiple // k for k in small)})
+            nearest = ", ".join(map(str, sorted(divisors, key=lambda k: abs(k - value))[:3]))
+            raise refuse(name, value, f"a divisor of {key}={multiple}", f"Nearest divisors: {nearest}.")
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.latent:
+        condition = f"with model.kv_lora_rank={model.kv_lora_rank}"
+        remedy = "Every query head has its own keys and values, computed from the latent."
+        _check_is("model.num_kv_heads", model.num_kv_heads, (model.num_attention_heads,), condition, remedy)
+        if model.rope_channels % 2:
+            raise refuse("model.qk_pos_emb_head_dim", model.rope_channels, "an even number", "RoPE rotates pairs.")
+    elif model.head_dim is None:
+        hidden = {"model.hidden_size": model.hidden_size}
+        _check_divides("model.num_attention_heads", model.num_attention_heads, hidden)
+    heads = {"model.num_attention_heads": model.num_attention_heads}
+    _check_divides("model.num_kv_heads", model.num_kv_heads, heads)
+    if model.position_embedding == "rope" and model.rope_channels % 2:
+        raise refuse("model.head_dim", model.kv_channels, "an even head dimension with rope", "Set model.head_dim.")
+    _check_rope_scaling(model)
+    if model.num_moe_experts is not None:
+        _check_expert_layers(model, model.num_moe_experts)
+
+
+def _check_rope_scaling(model: ModelConfig) -> None:
+    """Refuse values from which the kind of scaling computes no frequencies."""
+    name, scaling = "model.rope_scaling", model.rope_scaling
+    ramps = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+    if scaling.kind in ramps:
+        lower, upper = ramps[scaling.kind]
+        low, high = getattr(scaling, lower), getattr(scaling, upper)
+        if high <= low:
+            raise refuse(f"{name}.{upper}", high, f"more than {name}.{lower}={low}", "Raise it, or lower the other.")
+    if scaling.kind == "ntk" and model.rope_channels < 4:
+        remedy = "A single pair has no slower one."
+        raise refuse("model.head_dim", model.rope_channels, f"at least 4 with {name}.kind=ntk", remedy)
+    if scaling.kind == "yarn" and model.rope_base <= 1:
+        remedy = "All pairs would rotate equally fast."
+        raise refuse("model.rope_base", model.rope_base, f"more than 1 with {name}.kind=yarn", remedy)
+
+
+def _check_expert_layers(model: ModelConfig, experts: int) -> None:
+    topk, first, layers = model.moe_router_topk, model.moe_first_dense_layers, model.moe_layer_freq
+    if topk > experts:
+        raise refuse("model.moe_router_topk", topk, f"at most model.num_moe_experts={experts}", "Lower it.")
+    if layers.startswith("["):
+        if (count := len(model.expert_layers)) != model.num_layers:
+            expected = f"model.num_layers={model.num_layers} numbers, not {count}"
+            raise refuse("model.moe_layer_freq", layers, expected, "Give a 0 or 1 for every layer.")
+        if first:
+            expected = "0 with a list in model.moe_layer_freq"
+            raise refuse("model.moe_first_dense_layers", first, expected, "The list has a number for every layer.")
+        if not any(model.expert_layers):
+            remedy = "Set model.num_moe_experts=null for a dense model."
+            raise refuse("model.moe_layer_freq", layers, "a 1 in the list", remedy)
+    elif first >= model.num_layers:
         raise refuse(
-            "world size",
-            world_size,
-            f"a multiple of {product} = {par.model_parallel_size}",
-            "Start that many ranks or change the parallelism sizes.",
+            "model.moe_first_dense_layers", first, f"less than model.num_layers={model.num_layers}", "Lower it."
         )
-    experts = par.tensor_size_of_experts * par.expert_model_parallel_size * par.pipeline_parallel_size
-    if world_size % experts:
-        raise refuse(
-            "parallelism.expert_model_parallel_size",
-            par.expert_model_parallel_size,
-            f"one by which tensor {par.tensor_size_of_experts} of experts x expert x pipeline "
-            f"{par.pipeline_parallel_size} divides the {world_size} ranks",
-            "Change a size, or start other ranks.",
-        )
-    size = world_size // par.model_parallel_size
-    if par.data_parallel_size not in (None, size):
-        raise refuse(
-            "parallelism.data_parallel_size",
-            par.data_parallel_size,
-            f"{size}, since {world_size} ranks / ({product}) = {size}",
-            f"Set it to {size} or null, or start {par.model_parallel_size * (par.data_parallel_size or 1)} ranks.",
-        )
-    per_micro_step = train.micro_batch_size * size
-    if train.global_batch_size % per_micro_step:
-        below = train.global_batch_size // per_micro_step * per_micro_step
-        raise refuse(
-            "train.global_batch_size",
-            train.global_batch_size,
-            f"a multiple of train.micro_batch_size x data-parallel ranks = {train.micro_batch_size} x {size}",
-            f"Nearest: {max(below, per_micro_step)} or {below + per_micro_step}.",
-        )
-    return size
+
+
+def _check_parallelism(config: Config) -> None:
+    par, model, attention, data = config.parallelism, config.model, config.attention, config.data
+    tp, cp = par.tensor_parallel_size, par.context_parallel_size
+    if par.inner_size is not None:
+        _check_divides("parallelism.inner_size", par.inner_size, {"parallelism.context_parallel_size": cp})
+    if par.layout != "auto" and par.schedule != "auto":
+        configured_mode(par).layout_of(causal(0), par.layout)
+    vocab = "model.vocab_multiple" if model.vocab_size is None else "model.vocab_size"
+    names = ["model.num_kv_heads", "model.ffn_hidden_size", vocab]
+    if par.uses_sequence_parallel:
+        names += ["data.seq_length", "model.hidden_size"]
+    multiples = {name: attrgetter(name)(config) for name in names}
+    if model.latent:  # tensor-parallel ranks share the products that make latents
+        multiples["model.kv_lora_rank + model.qk_pos_emb_head_dim"] = model.kv_latent_channels
+        multiples["model.q_lora_rank"] = model.q_lora_rank or 0
+    _check_divides("parallelism.tensor_parallel_size", tp, multiples)
+    layers = {"model.num_layers": model.num_layers}
+    _check_divides("parallelism.pipeline_parallel_size", par.pipeline_parallel_size, layers)
+    for used, what, why in (
+        (model.num_moe_experts is not None, "experts", "Megatron trains experts only with it."),
+        (model.latent, "model.kv_lora_rank", "Megatron's gradients of MLA are wrong without it."),
+    ):
+        if used and tp > 1:
+            condition = f"with {what} and parallelism.tensor_parallel_size > 1"
+            _check_is("parallelism.sequence_parallel", par.sequence_parallel, (True,), condition, why)
+    if model.num_moe_experts is not None:
+        _check_expert_sizes(config, model.num_moe_experts)
+    if cp > 1 and model.kv_channels % 4:
+        condition = f"with model.head_dim={model.kv_channels}, which 4 does not divide"
+        remedy = "Set it to false: an exact cache has no such condition."
+        _check_is("attention.kv_int8", attention.kv_int8, (False,), condition, remedy)
+    if par.cluster is None:
+        ranks_to_sum(attention.sum_in_node, None, cp)
+    if attention.baseline is not None and cp > 1:
+        _check_divides("2 x parallelism.context_parallel_size", 2 * cp, {"data.seq_length": data.seq_length})
+
+
+def _check_expert_sizes(config: Config, experts: int) -> None:
+    """Refuse sizes by which ranks cannot share the experts."""
+    par, model = config.parallelism, config.model
+    tp, ep, etp = par.tensor_parallel_size, par.expert_model_parallel_size, par.tensor_size_of_experts
+    name = "parallelism.expert_tensor_parallel_size"
+    _check_divides("parallelism.expert_model_parallel_size", ep, {"model.num_moe_experts": experts})
+    width = "model.ffn_hidden_size" if model.moe_ffn_hidden_size is None else "model.moe_ffn_hidden_size"
+    _check_divides(name, etp, {width: model.expert_width})
+    if ep == 1 and etp != tp:
+        expected = f"null or {tp}, the tensor-parallel size, with parallelism.expert_model_parallel_size=1"
+        remedy = "Megatron would not sum the gradients of experts that tensor-parallel ranks hold whole."
+        raise refuse(name, etp, expected, remedy)
+    if etp > 1 and model.bias:
+        raise refuse(name, etp, "1 with model.bias=true", "Megatron shards no biases of experts.")
+
+
+def _check_training(config: Config) -> None:
+    train, optim, data = config.train, config.optim, config.data
+    if optim.min_lr > optim.lr:
+        raise refuse("optim.min_lr", optim.min_lr, f"at most optim.lr={optim.lr}", "Lower min_lr or raise lr.")
+    decay = optim.decay_steps or train.steps
+    if optim.warmup_steps and optim.warmup_steps >= decay:
+        expected = f"fewer steps than the decay ({decay}: optim.decay_steps, or train.steps where that is null)"
+        remedy = "Lower optim.warmup_steps or raise train.steps."
+        raise refuse("optim.warmup_steps", optim.warmup_steps, expected, remedy)
+    if (optim.decay_style == "WSD") is (optim.wsd_decay_steps is None):
+        expected = "a number with optim.decay_style=WSD, null with any other"
+        remedy = f"Set it to {max(1, decay // 10)}, say." if optim.wsd_decay_steps is None else "Leave it null."
+        raise refuse("optim.wsd_decay_steps", optim.wsd_decay_steps, expected, remedy)
+    if (optim.wsd_decay_steps or 0) > decay - optim.warmup_steps:
+        expected = f"at most {decay - optim.warmup_steps}, the steps of the decay ({decay}) after those of the warm-up"
+        raise refuse("optim.wsd_decay_steps", optim.wsd_decay_steps, expected, "Lower it, or raise optim.decay_steps.")
+    if not data.has_validation_split:
+        condition = f"with data.split={data.split}, which has no second part"
+        remedy = "Set data.split=95,5,0, say, or leave it null."
+        _check_is("train.eval_interval", train.eval_interval, (None,), condition, remedy)
+    if train.eval_interval is not None and train.eval_samples % train.micro_batch_size:
+        expected = f"a multiple of train.micro_batch_size={train.micro_batch_size}"
+        raise refuse("train.eval_samples", train.eval_samples, expected, "Change one of them.")
+    total = sum(weight for weight, _ in data.datasets)
+    if light := [prefix for weight, prefix in data.datasets if weight < _MIN_WEIGHT * total or total == 0]:
+        expected = f"weights that are each at least 1/{round(1 / _MIN_WEIGHT)} of their sum; {light[0]} has less"
+        raise refuse("data.prefix", data.prefix, expected, "Give it more weight, or leave it out.")

@@ -1,4 +1,4 @@
-"""How ranks are divided and how attention's tokens travel among them: the keys `parallelism.*`."""
+"""The keys `parallelism.*`, `attention.*`, `recompute.*` and `reduction.*`: how ranks divide a model's computation."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ from dataclasses import dataclass
 
 from ..layout import LAYOUTS
 from ..schedules.modes import MODES, outer_modes
-from .bounds import choice, number, path
+from .bounds import choice, number, path, text
 
-MOST_RANKS = 1024
-YEAR_S = 31_536_000.0
+MAX_RANKS = 1024
+SECONDS_PER_YEAR = 31_536_000.0
+TRANSPORTS = ("auto", "peer", "p2p")
+RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
+REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
 
 
 @dataclass(frozen=True)
 class ParallelismConfig:
     """How ranks are divided. `data_parallel_size: null` is the remaining factor of the world size."""
 
-    context_parallel_size: int = number(1, 1, MOST_RANKS)
-    tensor_parallel_size: int = number(1, 1, MOST_RANKS)
-    pipeline_parallel_size: int = number(1, 1, MOST_RANKS)
+    context_parallel_size: int = number(1, 1, MAX_RANKS)  # ranks that shard a sequence
+    tensor_parallel_size: int = number(1, 1, MAX_RANKS)  # ranks that shard heads and matrices
+    pipeline_parallel_size: int = number(1, 1, MAX_RANKS)  # ranks that divide the layers
     # Ranks that share the experts, each with some whole experts: neighbours in context and data parallelism.
-    expert_model_parallel_size: int = number(1, 1, MOST_RANKS)
-    expert_tensor_parallel_size: int | None = number(None, 1, MOST_RANKS)  # null: tensor_parallel_size
-    data_parallel_size: int | None = number(None, 1, 10**5)
+    expert_model_parallel_size: int = number(1, 1, MAX_RANKS)
+    expert_tensor_parallel_size: int | None = number(None, 1, MAX_RANKS)  # null: tensor_parallel_size
+    data_parallel_size: int | None = number(None, 1, 10**5)  # replicas; null: the remaining factor of the world size
     sequence_parallel: bool = True  # only has an effect when tensor_parallel_size > 1
     # ... or auto: the fastest in simulation, from a calibration (`megatron-longctx calibrate`) or, without one,
     # from `cluster`.
@@ -35,7 +38,7 @@ class ParallelismConfig:
     max_buffer_tokens: int | None = number(None, 2, 10**9)
     # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: those of a node of `cluster`, or
     # the largest proper divisor of context_parallel_size up to 8.
-    inner_size: int | None = number(None, 1, MOST_RANKS)
+    inner_size: int | None = number(None, 1, MAX_RANKS)
     # ulysses only: number of parts in which a rank's heads are exchanged, each during attention of the previous
     # one.
     head_chunks: int = number(1, 1, 10**5)
@@ -49,10 +52,10 @@ class ParallelismConfig:
     # Gather updated parameters during the next forward, bucket by bucket: auto (if overlap_grad_reduce and
     # optim.distributed, which it requires, are on) | true | false
     overlap_param_gather: str = choice("auto", ("auto", "true", "false"))
-    timeout_s: float = number(600.0, 1, YEAR_S)  # a collective that takes longer fails the job
+    timeout_s: float = number(600.0, 1, SECONDS_PER_YEAR)  # a collective that takes longer fails the job
 
     def __post_init__(self) -> None:
-        # `true`, read as a truth value, becomes the text `True`.
+        # OmegaConf converts the truth value of YAML to the text `True`.
         object.__setattr__(self, "overlap_param_gather", str(self.overlap_param_gather).lower())
 
     @property
@@ -66,3 +69,70 @@ class ParallelismConfig:
     @property
     def uses_sequence_parallel(self) -> bool:
         return self.sequence_parallel and self.tensor_parallel_size > 1
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    # auto, or the name of a provider: fa4 | cudnn | flash | cpu | reference
+    kernel: str = text("auto", "auto or the name of a kernel", r"[a-z][a-z0-9_]*")
+    deterministic: bool = False  # bit-identical results from run to run; slower
+    # How blocks travel: peer (the copy engine pulls them from peer memory), p2p (batched messages over NCCL or
+    # gloo), auto (peer if all ranks of the group can use it, both if only some can, otherwise p2p; the log says
+    # which and why).
+    transport: str = choice("auto", TRANSPORTS)
+    # In inference on several context-parallel ranks, store and send keys and values as 8-bit integers with a
+    # scale for every token and head: half the bytes of bf16, but not exact. Training does not change.
+    kv_int8: bool = False
+    # Whether a call keeps blocks received from other ranks for its backward, which then does not exchange them
+    # again: auto (with ulysses, up to 32,768 tokens per rank; this needs the memory of one more output) | true |
+    # false. With recompute=attention_output nothing can be kept, since forward runs without a graph.
+    keep_received: str = choice("auto", ("auto", "true", "false"))
+    # Whether partial gradients that ranks of a node have for a rank of another node are summed within the node
+    # and sent as one message: auto (if parallelism.cluster has several nodes whose ranks have faster links to
+    # each other than their share of the network) | true | false.
+    sum_in_node: str = choice("auto", ("auto", "true", "false"))
+    # For ablations, in training: false waits for each step's messages before anything is computed beside them.
+    overlap: bool = True
+    # For comparison, in training: TransformerEngine's context parallelism instead of this project's; schedule,
+    # layout, kernel and transport then have no effect. Document lengths must be multiples of 2 x
+    # context_parallel_size. null: none.
+    baseline: str | None = choice(None, ("te_p2p", "te_all_gather", "te_a2a"))
+
+    def __post_init__(self) -> None:
+        # OmegaConf converts the truth value of YAML to the text `True`.
+        for name in ("keep_received", "sum_in_node"):
+            object.__setattr__(self, name, str(getattr(self, name)).lower())
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """What is kept between forward and backward; the rest is recomputed.
+
+    none: all activations. layer: each layer's input (Megatron's full recompute). attention_output: each layer's input
+    and attention's output, so that attention runs once. attention_output+offload: both wait in pinned host memory,
+    except for those of two layers (docs/memory.md).
+    """
+
+    mode: str = choice("none", RECOMPUTES)  # what a layer keeps for backward: see above
+    # Maximum number of tokens (times sequences) per rank whose logits exist at once, in forward and again in
+    # backward. null: all.
+    head_chunk_tokens: int | None = number(None, 1, 10**9)
+    # Maximum number of tokens (times sequences) per rank that pass through an MLP at once. Its activations are
+    # not kept but recomputed in backward. null: all.
+    mlp_tile_tokens: int | None = number(None, 1, 10**9)
+
+
+@dataclass(frozen=True)
+class ReductionConfig:
+    """How the outputs of row-parallel layers are summed over tensor-parallel ranks: exactly, or as integers (Flash
+    Communication), which is faster on slow links but not exact. Only in inference, unless `in_training`."""
+
+    output_projection: str = choice("none", REDUCTIONS)  # for attention; auto: int8 where it was measured to be faster
+    down_projection: str = choice("none", REDUCTIONS)  # for the MLP, which is harder to quantize because of outliers
+    group_size: int = choice(128, (32, 64, 128))  # neighbouring values that share a range; 128 sends the fewest bytes
+    symmetric: bool = False  # use ranges that are symmetric around zero
+    min_kib: float = number(64.0, 0, 1e12)  # smaller tensors are summed exactly
+    in_training: bool = False  # also quantize in training's forward; gradients pass as through the exact sum
+    # How integers travel: peer (GPUs of one host write to each other's memory), collective (all-to-all and
+    # all-gather of the process group), auto (peer if possible).
+    transport: str = choice("auto", ("auto", "peer", "collective"))

@@ -1,21 +1,22 @@
-"""What a configuration says of plans."""
+"""What a configuration determines about plans and ranks: the mode, the mask, the workload, the data-parallel size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..errors import refuse
 from ..schedules import Mask, Workload
+from ..schedules.backward import ranks_to_sum
 from ..schedules.mask import documents
 from ..schedules.modes import Mode, ModeOptions, find_mode
-from ..schedules.relay import ranks_to_sum
 from ..topology import load_cluster
 from .parallelism import ParallelismConfig
 from .tree import Config
 
 
 def workload_of(config: Config) -> Workload:
-    """The attention of a configured model, on one tensor-parallel rank."""
+    """Return the attention of a configured model, on one tensor-parallel rank."""
     model, tp = config.model, config.parallelism.tensor_parallel_size
     return Workload(
         num_heads=model.num_attention_heads // tp,
@@ -28,45 +29,77 @@ def workload_of(config: Config) -> Workload:
 
 
 def planned_mask(config: Config, lengths: Sequence[int] | None = None) -> Mask:
-    """Causal documents of these lengths, or one whole sequence, as the layers that see most see it."""
+    """Return the mask of the layers with the widest window, for causal documents of `lengths` or one whole sequence."""
     return documents(lengths or [config.data.seq_length], window=config.model.widest_window)
 
 
 def mode_options(par: ParallelismConfig) -> ModeOptions:
-    """What is said of modes.
+    """Return the options of modes.
 
     Raises:
-        ValueError: a cluster that cannot be read, or has no such number of ranks.
+        ValueError: the cluster cannot be read, or cannot have this number of ranks.
     """
     cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
     return ModeOptions(par.max_buffer_tokens, par.inner_size, par.head_chunks, par.outer_schedule, cluster)
 
 
 def configured_mode(par: ParallelismConfig) -> Mode:
-    """The mode with its options.
+    """Return the mode with its options.
 
     Raises:
-        ValueError: options that it refuses.
+        ValueError: the mode refuses its options.
     """
     return find_mode(par.schedule, par.context_parallel_size, mode_options(par))
 
 
 def ranks_summed(config: Config) -> int:
-    """The ranks of a node whose partial gradients are summed before they cross to another node; 0 for none.
+    """Return the ranks of a node whose partial gradients are summed before they are sent to another node; 0: none.
 
     Raises:
-        ValueError: a cluster that cannot be read or has no such number of ranks, or none where nodes have to be known.
+        ValueError: the cluster cannot be read, cannot have this number of ranks, or is missing but required.
     """
     par = config.parallelism
     return ranks_to_sum(config.attention.sum_in_node, mode_options(par).cluster, par.context_parallel_size)
 
 
 def layout_of(config: Config) -> str:
-    """The name of the layout: of packs of several documents, where `data.packing` makes them."""
+    """Return the name of the layout, which may be another one for packs of several documents."""
     par, packed = config.parallelism, config.data.packing != "none"
     return configured_mode(replace(par, cluster=None)).layout_of(documents([2] * (1 + packed)), par.layout)
 
 
 def token_unit(par: ParallelismConfig) -> int:
-    """What the tokens of a rank come in multiples of: ranks of sequence parallelism share them."""
+    """Return the number that a rank's tokens are a multiple of: ranks of sequence parallelism share them equally."""
     return par.tensor_parallel_size if par.uses_sequence_parallel else 1
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Return the number of data-parallel ranks among `world_size` ranks, and check batch sizes against it.
+
+    Raises:
+        ValueError: the sizes do not multiply to `world_size`, or the batch does not divide among the ranks.
+    """
+    par, train = config.parallelism, config.train
+    tp, cp, pp = par.tensor_parallel_size, par.context_parallel_size, par.pipeline_parallel_size
+    product = f"tensor {tp} x context {cp} x pipeline {pp}"
+    if world_size % par.model_parallel_size:
+        remedy = "Start that many ranks or change the parallelism sizes."
+        raise refuse("world size", world_size, f"a multiple of {product} = {par.model_parallel_size}", remedy)
+    ep, etp = par.expert_model_parallel_size, par.tensor_size_of_experts
+    if world_size % (etp * ep * pp):
+        expected = f"a size so that tensor {etp} of experts x expert x pipeline {pp} divides the {world_size} ranks"
+        remedy = "Change a size, or start another number of ranks."
+        raise refuse("parallelism.expert_model_parallel_size", ep, expected, remedy)
+    size = world_size // par.model_parallel_size
+    if par.data_parallel_size not in (None, size):
+        expected = f"{size}, since {world_size} ranks / ({product}) = {size}"
+        ranks = par.model_parallel_size * (par.data_parallel_size or 1)
+        remedy = f"Set it to {size} or null, or start {ranks} ranks."
+        raise refuse("parallelism.data_parallel_size", par.data_parallel_size, expected, remedy)
+    step = train.micro_batch_size * size
+    if train.global_batch_size % step:
+        below = train.global_batch_size // step * step
+        expected = f"a multiple of train.micro_batch_size x data-parallel ranks = {train.micro_batch_size} x {size}"
+        remedy = f"Nearest: {max(below, step)} or {below + step}."
+        raise refuse("train.global_batch_size", train.global_batch_size, expected, remedy)
+    return size

@@ -1,7 +1,7 @@
-"""The chunks of several sequences, computed together: who has which new tokens, which keys, and what they see.
+"""Batches: the scheduled chunks of several sequences, as queries, keys and a mask that cache modes plan over.
 
-Queries are numbered by the new tokens, chunk after chunk; keys by the slots of all ranks' caches, rank after rank. So a
-key block is a run of slots in place: nothing is gathered before a plan runs, and no length is padded.
+Queries are numbered by new token, chunk after chunk; keys by the slots of all ranks' caches, rank after rank. A key
+block is therefore a range of slots in place: nothing is gathered before a plan runs, and no length is padded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..errors import refuse
 from ..layout import Layout
 from ..schedules import Block, Document, Kind, Mask, Plan, Slice
 from ..schedules.cache_modes import CACHE_MODES
-from ..schedules.mask import FAR, band_between, runs
+from ..schedules.mask import FAR, band_between
 from ..schedules.visibility import Visibility
 from .cache_manager import ScheduledChunk
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Turns on `n` ranks with `slots` cache slots each.
+    """Chunks that `n` ranks with `slots` cache slots each compute together.
 
     window: tokens before itself that a query sees; None for all.
     """
@@ -34,43 +34,43 @@ class Batch:
 
     @property
     def new(self) -> int:
+        """The number of new tokens."""
         return sum(chunk.new for chunk in self.chunks)
 
     @property
     def cached(self) -> int:
-        """Cached tokens that some new one sees."""
+        """The number of cached tokens that some new token sees."""
         most = FAR if self.window is None else self.window
         return sum(min(chunk.cached, most) for chunk in self.chunks)
 
-    def within(self, window: int | None) -> Batch:
-        """The same tokens, as layers with another window see them."""
+    def with_window(self, window: int | None) -> Batch:
+        """Return the batch as layers with another window see it."""
         return self if window == self.window else replace(self, window=window)
 
     @cached_property
-    def rows(self) -> tuple[tuple[int, ...], ...]:
-        """By rank, the first row of every chunk's new tokens, and the number of rows."""
-        return tuple(tuple(accumulate((t.num_new(r) for t in self.chunks), initial=0)) for r in range(self.n))
+    def row_starts(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank, the first row of every chunk's new tokens, followed by the number of rows."""
+        return tuple(tuple(accumulate((c.num_new(rank) for c in self.chunks), initial=0)) for rank in range(self.n))
 
     def num_rows(self, rank: int) -> int:
-        return self.rows[rank][-1]
+        return self.row_starts[rank][-1]
 
     def last_row(self, index: int) -> tuple[int, int]:
-        """(rank, row) of the last token of chunk number `index`."""
+        """Return (rank, row) of the last token of chunk number `index`."""
         chunk = self.chunks[index]
-        for rank in range(self.n):
-            spans = chunk.new_spans(rank)
+        for rank, spans in enumerate(chunk.new_spans):
             if spans and spans[-1].stop == chunk.new:
-                return rank, self.rows[rank][index + 1] - 1
-        raise AssertionError("some rank holds the last token")
+                return rank, self.row_starts[rank][index + 1] - 1
+        raise AssertionError("some rank has the last token")
 
     @cached_property
     def queries(self) -> Layout:
-        """Which rank has which of the new tokens."""
+        """The new tokens of every rank."""
         spans = tuple(
             tuple(
                 range(span.start + start, span.stop + start)
                 for chunk, start in zip(self.chunks, self._starts, strict=False)
-                for span in chunk.new_spans(rank)
+                for span in chunk.new_spans[rank]
             )
             for rank in range(self.n)
         )
@@ -78,13 +78,13 @@ class Batch:
 
     @cached_property
     def keys(self) -> Layout:
-        """Every rank's slots, whatever lies there."""
+        """The slots of every rank, used or not."""
         size = self.slots
         return Layout("cache", self.n * size, tuple((range(r * size, (r + 1) * size),) for r in range(self.n)))
 
     @cached_property
     def mask(self) -> Mask:
-        """What the new tokens see: all that is cached of their sequence, causally what is new of it."""
+        """The slots that new tokens see: all cached tokens of their sequence, and its new tokens causally."""
         slices = [each for index in range(len(self.chunks)) for each in self._slices(index)]
         starts = zip(self.chunks, self._starts, strict=False)
         documents = tuple(Document(start, start + chunk.new, chunk.cached) for chunk, start in starts)
@@ -92,27 +92,27 @@ class Batch:
 
     @cached_property
     def key_blocks(self) -> tuple[tuple[Block, ...], ...]:
-        """By rank, its keys that some chunk has, chunk after chunk, in the order of positions; each once."""
-        found = []
+        """Per rank, the blocks of keys that the chunks use, chunk after chunk in the order of positions; each once."""
+        blocks_of_ranks = []
         for rank in range(self.n):
-            spans = [(run.start, run.stop) for chunk in self.chunks for run in _all_runs(chunk, rank)]
-            edges = sorted({edge for span in spans for edge in span})
-            shared = len(runs(spans)) < len(spans) and any(a[1] > b[0] for a, b in pairwise(sorted(spans)))
-            cut = edges if shared else ()  # shared ones are then the same blocks of all that share them
-            blocks = (piece for start, stop in spans for piece in _cut(Block(Kind.KV, rank, start, stop), cut))
-            found.append(tuple(dict.fromkeys(blocks)))
-        return tuple(found)
+            spans = [(run.start, run.stop) for chunk in self.chunks for run in _slots(chunk, rank)]
+            overlapping = any(a[1] > b[0] for a, b in pairwise(sorted(spans)))
+            # Cut where any chunk's keys begin or end, so that chunks that share keys use the same blocks.
+            edges = sorted({edge for span in spans for edge in span}) if overlapping else ()
+            blocks = (piece for start, stop in spans for piece in _cut(Block(Kind.KV, rank, start, stop), edges))
+            blocks_of_ranks.append(tuple(dict.fromkeys(blocks)))
+        return tuple(blocks_of_ranks)
 
     def plan(self, mode: str) -> Plan:
-        """The plan of a mode, made once.
+        """Return the plan of a mode, computed once.
 
         Raises:
-            ValueError: an unknown mode.
+            ValueError: the mode is unknown.
         """
         if mode not in CACHE_MODES:
             raise refuse("inference.mode", mode, "one of " + ", ".join(CACHE_MODES), "Choose one of these.")
         if mode not in self._plans:
-            self._plans[mode] = CACHE_MODES[mode](self._seen, self.key_blocks)
+            self._plans[mode] = CACHE_MODES[mode](self._visibility, self.key_blocks)
         return self._plans[mode]
 
     @cached_property
@@ -120,44 +120,39 @@ class Batch:
         return {}
 
     @cached_property
-    def _seen(self) -> Visibility:
+    def _visibility(self) -> Visibility:
         return Visibility(self.mask, self.queries, self.keys)
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
-        """The first number of every chunk's new tokens."""
+        """The number of every chunk's first new token."""
         return tuple(accumulate((chunk.new for chunk in self.chunks), initial=0))
 
     def _slices(self, index: int) -> Iterator[Slice]:
-        """What the new tokens of a chunk see of every rank's slots."""
+        """Yield the slots of every rank that the new tokens of a chunk see."""
         chunk, first = self.chunks[index], self._starts[index]
         queries = range(chunk.cached, chunk.cached + chunk.new)
         before = FAR if self.window is None else self.window
         # In positions, which count from 0 in a sequence.
-        seen = Slice(chunk.cached, chunk.cached + chunk.new, 0, chunk.cached + chunk.new, -before, 0)
+        seen = Slice(queries.start, queries.stop, 0, queries.stop, -before, 0)
         for rank in range(self.n):
             base = rank * self.slots
+            slots, positions = chunk.new_slots[rank], chunk.new_positions(rank)
             if self.window is None:
-                for run in chunk.cached_runs[rank]:
+                for run in chunk.cached_slots[rank]:
                     yield Slice(first, first + chunk.new, base + run.start, base + run.stop)
-                held = _matched(chunk.new_runs[rank], _moved(chunk.new_spans(rank), chunk.cached))
             else:
-                positions = [*chunk.positions[rank], *_moved(chunk.new_spans(rank), chunk.cached)]
-                held = _matched(_all_runs(chunk, rank), positions)
-            for slot, tokens in held:
+                slots, positions = _slots(chunk, rank), [*chunk.cached_positions[rank], *positions]
+            for slot, tokens in _pair(slots, positions):
                 yield from (each.moved(first, base + slot) for each in band_between(seen, queries, tokens))
 
 
-def _all_runs(chunk: ScheduledChunk, rank: int) -> list[range]:
-    return [run for run in (*chunk.cached_runs[rank], *chunk.new_runs[rank]) if run]
+def _slots(chunk: ScheduledChunk, rank: int) -> tuple[range, ...]:
+    return (*chunk.cached_slots[rank], *chunk.new_slots[rank])
 
 
-def _moved(spans: Sequence[range], by: int) -> list[range]:
-    return [range(span.start + by, span.stop + by) for span in spans]
-
-
-def _matched(slots: Sequence[range], positions: Sequence[range]) -> Iterator[tuple[int, range]]:
-    """Runs of slots and of positions, both cut where either ends: (first slot, positions)."""
+def _pair(slots: Sequence[range], positions: Sequence[range]) -> Iterator[tuple[int, range]]:
+    """Yield (first slot, positions) of runs of slots and positions, both cut where either ends."""
     coming = iter(slots)
     left = range(0)
     for span in positions:
@@ -170,7 +165,7 @@ def _matched(slots: Sequence[range], positions: Sequence[range]) -> Iterator[tup
 
 
 def _cut(block: Block, edges: Sequence[int]) -> Iterator[Block]:
-    """The block in pieces that end at every edge within."""
+    """Yield the block in pieces that end at every edge inside it."""
     start = block.start
     for edge in edges:
         if start < edge < block.stop:

@@ -1,6 +1,7 @@
-"""Which cached token lies where: pages per session and rank. Pure bookkeeping, the same on every rank.
+"""Bookkeeping for the sharded KV cache: which page of which rank stores which token of which session.
 
-Every rank keeps the books of all ranks, so that sizes and places are known everywhere and nothing is exchanged.
+Every rank keeps the state of all ranks, in integers alone. Sizes and places are therefore known everywhere, and ranks
+exchange nothing.
 """
 
 from __future__ import annotations
@@ -8,27 +9,28 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from ..errors import refuse
 from ..layout import Layout, contiguous, zigzag
 from .pages import BlockPool, Shard
 
-FEW = 512
-"""New tokens a rank up to which shares are single stretches. The last one then sees more of the new tokens than the
-first, at most `FEW` times `n * FEW / 2` pairs more than the mean: 0.03 ms in FlashAttention-2 with 32 heads of 128 on 4
-H200s (330 TFLOP/s). Two stretches see what they see in more kernel calls and merges, of which hosts take about 0.15 ms
-each (`schedules.Costs.of_device`): at 66 tokens over a long cache 15 operations a layer instead of 9, with `one_hop` on
+MAX_CONTIGUOUS = 512
+"""The number of new tokens per rank up to which each rank gets one contiguous part.
+
+The last rank then sees more of the new tokens than the first: at most `MAX_CONTIGUOUS` times `n * MAX_CONTIGUOUS / 2`
+pairs more than the mean, or 0.03 ms in FlashAttention-2 with 32 heads of 128 on 4 H200s (330 TFLOP/s). Two parts per
+rank need more kernel calls and merges for the same keys, and the host takes about 0.15 ms for each
+(`schedules.Costs.of_device`): for 66 tokens over a long cache, 15 operations per layer instead of 9, with `one_hop` on
 4 ranks."""
 
 
 class CacheFull(ValueError):
-    """Tokens that do not fit into the cache; nothing has been changed."""
+    """Raised for tokens that do not fit into the cache; nothing has changed then."""
 
 
 @dataclass
 class _Session:
-    """first: the rank that comes first where all hold the same."""
+    """first: the rank that comes first among ranks with equally many tokens."""
 
     first: int
     shards: list[Shard]
@@ -36,11 +38,11 @@ class _Session:
 
 @dataclass(frozen=True)
 class Fork:
-    """A session that begins as another one.
+    """A session that begins with the tokens of another.
 
     Attributes:
-        copies: per rank, the slots whose keys and values have to be copied before anything else is placed, and where
-            to; both are empty where full pages are all there is to share.
+        copies: per rank, source and target slots of the keys and values that must be copied before any new token is
+            placed. Both are empty if only full pages are shared.
     """
 
     session: int
@@ -49,61 +51,59 @@ class Fork:
 
 @dataclass(frozen=True)
 class ScheduledChunk:
-    """New tokens of one session, given their places.
+    """New tokens of one session, with their places in the cache.
 
     Attributes:
-        session: whose.
-        cached: tokens it had before, at positions `0..cached-1`; the new ones follow.
-        new: how many.
-        layout: how the new tokens are cut into shares, and `shares` which of them each rank has.
-        cached_runs, new_runs: per rank, the slots of its cache that hold them, in the order of their positions.
-        positions: per rank, those of its cached tokens, in the order of `cached_runs`.
+        cached: the number of tokens cached before, at positions `0..cached-1`; the new tokens follow.
+        new: the number of new tokens.
+        new_spans: per rank, its new tokens, counted from 0.
+        cached_slots, new_slots: per rank, the slots of its cached and of its new tokens, in the order of positions.
+        cached_positions: per rank, the positions of its cached tokens, in the order of `cached_slots`.
     """
 
     session: int
     cached: int
     new: int
-    layout: Layout
-    shares: tuple[int, ...]
-    cached_runs: tuple[tuple[range, ...], ...]
-    new_runs: tuple[tuple[range, ...], ...]
-    positions: tuple[tuple[range, ...], ...]
-
-    def new_spans(self, rank: int) -> tuple[range, ...]:
-        """Which of the new tokens, counted from 0, `rank` has."""
-        return tuple(span for span in self.layout.spans[self.shares[rank]] if span)
+    new_spans: tuple[tuple[range, ...], ...]
+    cached_slots: tuple[tuple[range, ...], ...]
+    new_slots: tuple[tuple[range, ...], ...]
+    cached_positions: tuple[tuple[range, ...], ...]
 
     def num_new(self, rank: int) -> int:
-        return sum(map(len, self.new_spans(rank)))
+        return sum(map(len, self.new_spans[rank]))
+
+    def new_positions(self, rank: int) -> list[range]:
+        return [range(span.start + self.cached, span.stop + self.cached) for span in self.new_spans[rank]]
 
 
 class CacheManager:
-    """Pages of all sessions on all ranks.
+    """The pages of all sessions on all ranks.
 
-    New tokens are cut into shares (`shares_of`); the larger ones go to the ranks that hold less of the session, and
-    where they hold the same, round robin from rank `session mod n` on. So a session's tokens are even over the ranks
-    to 2 tokens whatever its history, and a decoded token t of session b lies on rank (b + t) mod n.
+    New tokens are cut into one part per rank (`split_new_tokens`). The larger parts go to the ranks that hold less of
+    the session; among ranks with equally many tokens the order is round robin, starting from rank `session mod n`. A
+    session's tokens are therefore even over the ranks to within 2 tokens whatever its history, and decoded token t of
+    session b is stored on rank (b + t) mod n.
 
-    Sessions with a common beginning share its pages (`fork`), which are counted once and freed by the last that holds
-    them. Only full pages are shared and only the sole holder writes into a page: of each rank's last page a fork gets
-    a copy. A fork goes on as its source would have, so places depend on the history of the tokens alone. Forked within
-    a chunk of T tokens it may be uneven by `ceil(T / 2n)` tokens more than before (`ceil(T / n)` where shares are
-    single stretches); later chunks never add to that.
+    Sessions with a common prefix share its pages (`fork`). Shared pages are counted once, and the last holder frees
+    them. Only full pages are shared and only the sole holder of a page writes to it, so a fork copies each rank's last
+    partial page. A fork continues as its source would: places depend only on the history of the tokens. A fork inside
+    a chunk of T tokens may be more uneven than before by `ceil(T / 2n)` tokens (`ceil(T / n)` if the parts are
+    contiguous); later chunks never add to that.
 
     Args:
         n: ranks of the context-parallel group.
-        pages_per_rank, page_tokens: size of each rank's cache.
-        few: new tokens a rank up to which shares are single stretches.
+        pages_per_rank, page_tokens: the size of each rank's cache.
+        max_contiguous: new tokens per rank up to which the parts are contiguous.
     """
 
-    def __init__(self, n: int, pages_per_rank: int, page_tokens: int, few: int = FEW) -> None:
+    def __init__(self, n: int, pages_per_rank: int, page_tokens: int, max_contiguous: int = MAX_CONTIGUOUS) -> None:
         for name, value in (("n", n), ("pages_per_rank", pages_per_rank), ("page_tokens", page_tokens)):
             if value < 1:
                 raise refuse(name, value, "1 or more", f"Raise {name}.")
         self.n = n
         self.page_tokens = page_tokens
         self.pages_per_rank = pages_per_rank
-        self._few = few
+        self._max_contiguous = max_contiguous
         self._pools = [BlockPool(pages_per_rank) for _ in range(n)]
         self._sessions: dict[int, _Session] = {}
         self._opened = 0
@@ -120,26 +120,43 @@ class CacheManager:
         return self._pools[rank].num_free
 
     def used_pages(self) -> int:
-        """Over all ranks, shared ones counted once."""
+        """Return the number of pages in use on all ranks, shared ones counted once."""
         return sum(self.pages_per_rank - pool.num_free for pool in self._pools)
 
-    def pages(self, session: int, rank: int) -> Sequence[int]:
-        """The pages that hold the session's tokens on `rank`, in order. They change with the session."""
-        return self._shards(session)[rank].pages
+    def shards(self, session: int) -> list[Shard]:
+        """Return the session's pages and positions on every rank. They change with the session.
+
+        Raises:
+            ValueError: the session is not open.
+        """
+        return self._session(session).shards
+
+    def length(self, session: int) -> int:
+        return sum(shard.tokens for shard in self.shards(session))
+
+    def held_pages(self, sessions: Iterable[int], rank: int) -> int:
+        """Return the number of pages that any of these sessions holds, each counted once."""
+        return len(set().union(*(self.shards(session)[rank].pages for session in sessions)))
+
+    def max_pages(self, session: int, more: int) -> int:
+        """Return the most pages that the session can hold on a rank after `more` tokens, in whatever chunks."""
+        sizes = [shard.tokens for shard in self.shards(session)]
+        spread = max(2, max(sizes) - min(sizes))
+        return self._pages(-(-(sum(sizes) + more) // self.n) + spread)
 
     def open(self) -> int:
-        """A new, empty session's number; it takes no memory yet."""
+        """Open an empty session and return its number; it takes no memory yet."""
         number = self._opened
         self._opened += 1
-        self._sessions[number] = _Session(number % self.n, [Shard() for _ in range(self.n)])
+        self._sessions[number] = _Session(number % self.n, self._no_shards())
         return number
 
     def fork(self, session: int, tokens: int) -> Fork:
-        """A new session that begins with the first `tokens` cached tokens of another.
+        """Open a session that begins with the first `tokens` cached tokens of another.
 
         Raises:
-            ValueError: a session that is not open, or has fewer tokens.
-            CacheFull: no room for a copy of a rank's last page; nothing has changed.
+            ValueError: the session is not open, or has fewer tokens.
+            CacheFull: a rank's last page cannot be copied.
         """
         source, length = self._session(session), self.length(session)
         if not 0 <= tokens <= length:
@@ -160,149 +177,110 @@ class CacheManager:
             full, rest = divmod(counts[rank], self.page_tokens)
             shared = old.pages[:full]
             self._pools[rank].share(shared)
-            own = self._pools[rank].take(1 if rest else 0, shared[-1] if shared else -1)
-            new.add_pages([*shared, *own], self.page_tokens)
+            own = self._pools[rank].allocate(1 if rest else 0, shared[-1] if shared else -1)
+            new.add_pages([*shared, *own])
             new.extend(prefixes[rank])
-            copies.append((old.page_slots(full, rest, self.page_tokens), new.page_slots(full, rest, self.page_tokens)))
+            copies.append((old.page_slots(full, rest), new.page_slots(full, rest)))
         return Fork(number, tuple(copies))
 
-    def shorten(self, session: int, tokens: int) -> Fork:
-        """Forget all but a session's first `tokens` cached tokens, leaving alone what others share. See `fork`."""
+    def truncate(self, session: int, tokens: int) -> Fork:
+        """Drop all but a session's first `tokens` cached tokens without touching shared pages. See `fork`."""
         fork = self.fork(session, tokens)
         self._sessions[session], self._sessions[fork.session] = self._sessions[fork.session], self._sessions[session]
         self.close(fork.session)
         return replace(fork, session=session)
 
-    def length(self, session: int) -> int:
-        return sum(shard.tokens for shard in self._shards(session))
-
-    def num_tokens(self, session: int, rank: int) -> int:
-        return self._shards(session)[rank].tokens
-
-    def num_pages(self, session: int, rank: int) -> int:
-        """Shared ones included."""
-        return len(self._shards(session)[rank].pages)
-
-    def held_pages(self, sessions: Iterable[int], rank: int) -> int:
-        """Pages that any of these sessions holds, each counted once."""
-        return len(set().union(*(self._shards(session)[rank].pages for session in sessions)))
-
-    def most_pages(self, session: int, more: int) -> int:
-        """Pages that the session holds on any rank once it has got so many more tokens, at most, in whatever chunks."""
-        sizes = [shard.tokens for shard in self._shards(session)]
-        spread = max(2, max(sizes) - min(sizes))
-        return self._pages(-(-(sum(sizes) + more) // self.n) + spread)
-
     def append(self, counts: Mapping[int, int]) -> tuple[ScheduledChunk, ...]:
-        """Give places to `counts[session]` new tokens of every session named: to all of them, or to none.
+        """Place `counts[session]` new tokens of every session: all of them or none.
 
         Raises:
-            ValueError: a session that is not open, or fewer than 1 token.
-            CacheFull: they do not fit; nothing has changed.
+            ValueError: a session is not open, or gets fewer than 1 token.
+            CacheFull: they do not fit.
         """
-        shares = {}
+        spans = {}
         need = [0] * self.n
         for session, count in counts.items():
-            shards = self._shards(session)
+            shards = self.shards(session)
             if count < 1:
                 raise refuse("new tokens", count, "1 or more", "Give the session some tokens.")
-            shares[session] = self._shares(session, count)
-            sizes = [shares_of(self.n, count, self._few).num_tokens(share) for share in shares[session]]
-            for rank, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
-                need[rank] += self._pages(shard.tokens + size) - len(shard.pages)
+            spans[session] = self._assign(session, count)
+            for rank, (shard, own) in enumerate(zip(shards, spans[session], strict=True)):
+                need[rank] += self._pages(shard.tokens + sum(map(len, own))) - len(shard.pages)
         for rank, pages in enumerate(need):
-            if pages > self._pools[rank].num_free:
-                free = self._pools[rank].num_free
+            if pages > (free := self.free_pages(rank)):
                 raise CacheFull(
                     f"{sum(counts.values())} new tokens need {pages} pages of {self.page_tokens} tokens on rank "
                     f"{rank}: expected at most the {free} of {self.pages_per_rank} that are free. Close sessions, "
                     "give fewer tokens, or raise inference.cache_tokens."
                 )
-        return tuple(self._place(session, count, shares[session]) for session, count in counts.items())
+        return tuple(self._place(session, count, spans[session]) for session, count in counts.items())
 
     def undo(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Take back the latest `append`, whose tokens were never computed."""
+        """Undo the latest `append`, whose tokens were never computed."""
         for chunk in reversed(chunks):
-            for rank, shard in enumerate(self._shards(chunk.session)):
-                shard.shrink(chunk.num_new(rank))
-                self._pools[rank].give_back(shard.drop_pages(self._pages(shard.tokens)))
+            for rank, shard in enumerate(self.shards(chunk.session)):
+                self._pools[rank].release(shard.remove_last(chunk.num_new(rank)))
 
     def evict(self, session: int) -> list[Shard]:
-        """Give up a session's pages; it stays open, with nothing cached. Returns what it held on every rank."""
-        shards = self._shards(session)
-        for rank, shard in enumerate(shards):
-            self._pools[rank].give_back(shard.pages)
-        self._sessions[session].shards = [Shard() for _ in range(self.n)]
+        """Release a session's pages and return what it held on every rank. It stays open, with nothing cached."""
+        shards = self.shards(session)
+        for pool, shard in zip(self._pools, shards, strict=True):
+            pool.release(shard.pages)
+        self._sessions[session].shards = self._no_shards()
         return shards
 
     def restore(self, session: int, shards: list[Shard]) -> None:
-        """Take back an `evict`, after all that was placed since is taken back too, and nothing of it computed."""
+        """Undo an `evict`, after every later placement was undone without having been computed."""
         for pool, shard in zip(self._pools, shards, strict=True):
-            pool.take_back(shard.pages)
+            pool.hold(shard.pages)
         self._sessions[session].shards = shards
 
     def close(self, session: int) -> None:
-        """Give up a session's pages and forget it."""
+        """Release a session's pages and remove it."""
         self.evict(session)
         del self._sessions[session]
-
-    def slots(self, session: int, rank: int) -> tuple[range, ...]:
-        """The slots that hold the session's tokens on `rank`, in the order of `positions`."""
-        shard = self._shards(session)[rank]
-        return shard.runs(0, shard.tokens, self.page_tokens)
-
-    def positions(self, session: int, rank: int) -> tuple[range, ...]:
-        return tuple(self._shards(session)[rank].positions)
 
     def _session(self, session: int) -> _Session:
         if session not in self._sessions:
             raise refuse("session", session, "an open session", "Open another; closed ones cannot go on.")
         return self._sessions[session]
 
-    def _shards(self, session: int) -> list[Shard]:
-        return self._session(session).shards
+    def _no_shards(self) -> list[Shard]:
+        return [Shard(self.page_tokens) for _ in range(self.n)]
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
-    def _shares(self, session: int, count: int) -> tuple[int, ...]:
-        """Larger shares to ranks that hold less."""
-        layout = shares_of(self.n, count, self._few)
-        books = self._sessions[session]
-        ranks = sorted(range(self.n), key=lambda r: (books.shards[r].tokens, (r - books.first) % self.n))
-        by_size = sorted(range(self.n), key=lambda share: -layout.num_tokens(share))
-        share_of = dict(zip(ranks, by_size, strict=True))
-        return tuple(share_of[rank] for rank in range(self.n))
+    def _assign(self, session: int, count: int) -> tuple[tuple[range, ...], ...]:
+        """Return every rank's part of new tokens: the larger parts for ranks that hold less of the session."""
+        layout = split_new_tokens(self.n, count, self._max_contiguous)
+        state = self._sessions[session]
+        ranks = sorted(range(self.n), key=lambda r: (state.shards[r].tokens, (r - state.first) % self.n))
+        by_size = sorted(range(self.n), key=lambda part: -layout.num_tokens(part))
+        part_of = dict(zip(ranks, by_size, strict=True))
+        return tuple(tuple(span for span in layout.spans[part_of[rank]] if span) for rank in range(self.n))
 
-    def _place(self, session: int, count: int, shares: tuple[int, ...]) -> ScheduledChunk:
-        shards = self._shards(session)
-        cached = self.length(session)
+    def _place(self, session: int, count: int, new_spans: tuple[tuple[range, ...], ...]) -> ScheduledChunk:
+        shards, cached = self.shards(session), self.length(session)
         held = [shard.tokens for shard in shards]
         positions = tuple(tuple(shard.positions) for shard in shards)
-        layout = shares_of(self.n, count, self._few)
-        for rank, shard in enumerate(shards):
-            shard.extend([range(s.start + cached, s.stop + cached) for s in layout.spans[shares[rank]]])
+        for pool, shard, spans in zip(self._pools, shards, new_spans, strict=True):
+            shard.extend([range(span.start + cached, span.stop + cached) for span in spans])
             missing = self._pages(shard.tokens) - len(shard.pages)
-            shard.add_pages(self._pools[rank].take(missing, shard.pages[-1] if shard.pages else -1), self.page_tokens)
+            shard.add_pages(pool.allocate(missing, shard.pages[-1] if shard.pages else -1))
         return ScheduledChunk(
             session=session,
             cached=cached,
             new=count,
-            layout=layout,
-            shares=shares,
-            cached_runs=tuple(s.runs(0, h, self.page_tokens) for s, h in zip(shards, held, strict=True)),
-            new_runs=tuple(s.runs(h, s.tokens, self.page_tokens) for s, h in zip(shards, held, strict=True)),
-            positions=positions,
+            new_spans=new_spans,
+            cached_slots=tuple(s.slots(0, h) for s, h in zip(shards, held, strict=True)),
+            new_slots=tuple(s.slots(h, s.tokens) for s, h in zip(shards, held, strict=True)),
+            cached_positions=positions,
         )
 
 
-@functools.lru_cache(maxsize=64)  # a decode asks for that of 1 token, over and over
-def shares_of(n: int, new: int, few: int = FEW) -> Layout:
-    """New tokens cut into a share for every rank: up to `few` a rank lie in a row (contiguous), more are cut for equal
-    causal work (zigzag)."""
-    return (contiguous if new <= few * n else zigzag)(n, new)
-
-
-def slots_of(runs: Sequence[range]) -> list[int]:
-    """Every slot of some runs, in order."""
-    return list(chain.from_iterable(runs))
+@functools.lru_cache(maxsize=64)  # decode asks for the layout of 1 token over and over
+def split_new_tokens(n: int, new: int, max_contiguous: int = MAX_CONTIGUOUS) -> Layout:
+    """Cut new tokens into n parts: contiguous up to `max_contiguous` tokens per rank, otherwise zigzag, whose parts
+    have equal causal work."""
+    return (contiguous if new <= max_contiguous * n else zigzag)(n, new)

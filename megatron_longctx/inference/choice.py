@@ -1,9 +1,9 @@
-"""Which mode a batch is computed in: the rules of the paper, and the simulator's prediction.
+"""The choice of a cache mode for every batch: the rules of the paper, or the simulator's prediction.
 
-"Context Parallelism for Scalable Million-Token Inference": Algorithm 1 (section 3.4), Algorithm 5 (appendix C, which
-counts pass-Q's exchange of results) and the empirical rule (appendix D; with the printed coefficients it takes pass-Q
-in every row of the paper's own table 4, so fit your own). Their T and P are the new and the cached tokens; of a batch,
-those of all its sequences.
+The rules are from "Context Parallelism for Scalable Million-Token Inference": Algorithm 1 (section 3.4), Algorithm 5
+(appendix C, which counts pass-Q's exchange of results) and the empirical rule (appendix D; with the printed
+coefficients it takes pass-Q in every row of the paper's own table 4, so fit your own). Their T and P are the new and
+the cached tokens; for a batch, those of all its sequences.
 """
 
 from __future__ import annotations
@@ -12,33 +12,40 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from ..config import check_value
+import torch
+
+from ..attention.kv_format import Int8KV
+from ..comm import on_rank_0
+from ..config import Config, check_value, workload_of
 from ..errors import refuse
+from ..metrics.environment import environment
 from ..schedules import Costs, Kind, Target, Workload
 from ..schedules.cache_modes import CACHE_MODES
+from ..schedules.calibration import find_calibration, load_calibration
 from ..schedules.simulate import simulate
-from ..topology import Cluster
+from ..topology import Cluster, load_cluster
 from .batch import Batch
 
 logger = logging.getLogger(__name__)
 
 _REST_OF_LAYER = 4
-"""What the host takes for the rest of a layer, in operations of an attention pass. This and the share below were set by
-34 measured prompts (docs/decisions.md)."""
+"""The host's time for the rest of a layer, in operations of an attention pass. This and `_NOT_HIDDEN` were fitted to 34
+measured prompts (docs/decisions.md)."""
 _NOT_HIDDEN = 0.4
-"""Share of the faster of host and device that a layer takes besides: neither hides the other wholly."""
+"""The part of the shorter of host and device time that adds to a layer's time: neither hides the other completely."""
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What rules go by.
+class RuleInputs:
+    """The numbers that rules depend on.
 
     Attributes:
-        workload: one rank's heads.
-        cluster: of the context-parallel ranks; None where nothing is known of the links.
-        costs: of the device; None for what the cluster's description says.
+        workload: the heads of one rank.
+        cluster: the context-parallel ranks and their links; None if nothing is known about the links.
+        costs: of the device; None for those in the cluster's description.
         empirical: alpha, beta and gamma of the empirical rule; the defaults are the paper's, fitted on its hardware.
     """
 
@@ -49,12 +56,12 @@ class Figures:
 
     @property
     def flops(self) -> float:
-        """FLOP/s of one rank's attention."""
+        """The FLOP/s of one rank's attention."""
         return self.known_costs.forward_tflops * 1e12
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of the slowest link between neighbours of the ring."""
+        """The bytes per second of the slowest link between neighbours of the ring."""
         cluster = self.known_cluster
         n = cluster.n
         return min(cluster.route(r, (r + 1) % n).gibps for r in range(n)) * 2**30
@@ -76,46 +83,97 @@ class Figures:
         return self.costs or Costs.of_device(self.known_cluster.device)
 
 
+def calibration_file(config: Config, device: torch.device, folder: Path | None = None) -> Path:
+    """Return where `calibrate` saves its results for these settings, with `inference.transport` as the transport.
+
+    With `auto` on GPUs this is the first file that exists.
+
+    Args:
+        folder: None for the user's cache.
+    """
+    name = "cpu" if device.type == "cpu" else str(environment()["device"])
+    n, transport = config.parallelism.context_parallel_size, config.inference.transport
+    return find_calibration(name, n, _workload(config), transport, folder)
+
+
+def find_rule_inputs(config: Config, device: torch.device, folder: Path | None = None) -> RuleInputs:
+    """Return the numbers for this device, number of ranks and heads: from a calibration if there is one, otherwise from
+    `parallelism.cluster`.
+
+    Raises:
+        ValueError: the calibration cannot be read, or the cluster is unknown.
+    """
+    n, cluster, workload = config.parallelism.context_parallel_size, config.parallelism.cluster, _workload(config)
+    inference = config.inference
+    empirical = inference.rule_alpha, inference.rule_beta, inference.rule_gamma
+    if n == 1:
+        return RuleInputs(workload)
+    path = calibration_file(config, device, folder)
+    if path.is_file():
+        calibration = load_calibration(path)
+        if calibration.workload.batch == 1:  # here every sequence of a batch has its own kernel calls
+            logger.info("attention over the cache is priced by %s", path)
+            return RuleInputs(workload, calibration.cluster, calibration.costs, empirical)
+    return RuleInputs(workload, load_cluster(cluster).resized(n) if cluster else None, empirical=empirical)
+
+
+def rule_inputs_of_rank_0(config: Config, device: torch.device) -> RuleInputs:
+    """Return rank 0's numbers on every rank: hosts may have different files, and ranks must choose alike.
+
+    Collective over the world.
+
+    Raises:
+        ValueError: as `find_rule_inputs`, on all ranks.
+    """
+    return on_rank_0(lambda: find_rule_inputs(config, device))
+
+
+def _workload(config: Config) -> Workload:
+    workload = replace(workload_of(config), batch=1)
+    row = Int8KV(workload.head_dim, torch.bfloat16).row_bytes if config.attention.kv_int8 else None
+    return replace(workload, kv_row_bytes=row)
+
+
 @dataclass(frozen=True)
 class Decision:
-    """A mode, and what it was chosen by. seconds: predicted time of one layer, by mode: what attention takes on the
-    device, or what the host takes to issue the layer, whichever is longer."""
+    """A mode and why it was chosen.
+
+    Attributes:
+        inputs: the numbers that the rule compared.
+        seconds: keyed by mode, the predicted time of one layer from the device's and the host's time.
+    """
 
     mode: str
     rule: str
-    new: int
-    cached: int
-    sequences: int
-    n: int
+    batch: str
     inputs: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        said = [f"{name}={value:.4g}" for name, value in self.inputs.items()]
-        said += [f"{mode} {seconds * 1e6:.1f} us" for mode, seconds in self.seconds.items()]
-        what = f"{self.new} new and {self.cached} cached tokens of {self.sequences} sequences on {self.n} ranks"
-        return f"{what}: {self.mode} by {self.rule}" + (f" ({', '.join(said)})" if said else "")
+        details = [f"{name}={value:.4g}" for name, value in self.inputs.items()]
+        details += [f"{mode} {seconds * 1e6:.1f} us" for mode, seconds in self.seconds.items()]
+        return f"{self.batch}: {self.mode} by {self.rule}" + (f" ({', '.join(details)})" if details else "")
 
 
 class Chooser:
-    """Chooses a mode for every batch and logs why; a rank alone has nothing to choose.
+    """Chooses a mode for every batch and logs why; with one rank there is no choice.
 
     Args:
-        mode: `auto`, or the one to take always.
-        rule: what `auto` goes by; itself `auto` for `simulate` where the links are known, else `bytes`.
+        mode: `auto`, or the mode for every batch.
+        rule: the rule of mode `auto`. `auto` is `simulate` if the links are known, otherwise `bytes`.
 
     Raises:
-        ValueError: an unknown mode or rule, or one that the figures do not serve.
+        ValueError: the mode or the rule is unknown, or the rule needs facts that are unknown.
     """
 
-    def __init__(self, figures: Figures, mode: str = "auto", rule: str = "auto") -> None:
+    def __init__(self, facts: RuleInputs, mode: str = "auto", rule: str = "auto") -> None:
         check_value("inference.mode", mode)
         check_value("inference.rule", rule)
-        self._figures = figures
+        self._facts = facts
         self.mode = mode
-        self._rule = rule if rule != "auto" else "simulate" if figures.cluster is not None else "bytes"
+        self._rule = rule if rule != "auto" else "simulate" if facts.cluster is not None else "bytes"
         if mode == "auto" and self._rule in ("simulate", "algorithm_1", "algorithm_5"):
-            _ = figures.flops, figures.bandwidth  # refused here rather than in the first batch
+            _ = facts.flops, facts.bandwidth  # refused here rather than in the first batch
         self._decodes: dict[tuple[int, int], Decision] = {}
 
     @property
@@ -124,8 +182,8 @@ class Chooser:
         return tuple(CACHE_MODES) if self.mode == "auto" else (self.mode,)
 
     @contextmanager
-    def taking(self, mode: str) -> Iterator[None]:
-        """Inside, every batch is computed in this mode; what was decided before and afterwards knows nothing of it."""
+    def forcing(self, mode: str) -> Iterator[None]:
+        """Use this mode for every batch inside the context, without effect on decisions outside."""
         before, decodes = self.mode, self._decodes
         self.mode, self._decodes = mode, {}
         try:
@@ -134,10 +192,11 @@ class Chooser:
             self.mode, self._decodes = before, decodes
 
     def choose(self, batch: Batch, target: Target | None = None) -> Decision:
-        """The mode for `batch`. Batches of single tokens of about the same size are decided once.
+        """Choose the mode for `batch`. Batches of single tokens of about the same size are decided once.
 
-        target: what its plan is lowered for; None for the figures' heads, the plainest kernel and messages point to
-        point.
+        Args:
+            target: what the plan is lowered for; None for the workload of the rule's inputs, the plainest kernel and
+                point-to-point messages.
         """
         is_decode = all(chunk.new == 1 for chunk in batch.chunks)
         key = (len(batch.chunks), (batch.cached // max(1, len(batch.chunks))).bit_length())
@@ -151,62 +210,57 @@ class Chooser:
         return decision
 
     def _decide(self, batch: Batch, is_decode: bool, target: Target | None) -> Decision:
-        facts = (batch.new, batch.cached, len(batch.chunks), batch.n)
+        about = f"{batch.new} new and {batch.cached} cached tokens of {len(batch.chunks)} sequences on {batch.n} ranks"
         if batch.n == 1:
-            return Decision("pass_kv" if self.mode == "auto" else self.mode, "a rank alone", *facts)
+            return Decision("pass_kv" if self.mode == "auto" else self.mode, "a rank alone", about)
         if self.mode != "auto":
-            return Decision(self.mode, f"inference.mode={self.mode}", *facts)
+            return Decision(self.mode, f"inference.mode={self.mode}", about)
         if self._rule == "simulate":
-            mode, seconds = self._simulated(batch, target)
-            return Decision(mode, "simulation", *facts, seconds=seconds)
-        passes_kv, inputs = _RULES[self._rule](batch.new, batch.cached, batch.n, self._figures)
-        # The rules compare the two rings; where queries are single tokens their hops are all there is to save.
+            seconds = {mode: self._layer_seconds(batch, mode, target) for mode in CACHE_MODES}
+            return Decision(min(seconds, key=seconds.__getitem__), "simulation", about, seconds=seconds)
+        passes_kv, inputs = _RULES[self._rule](batch.new, batch.cached, batch.n, self._facts)
+        # The rules compare the two rings. With single tokens as queries, only the hops can be saved.
         mode = "pass_kv" if passes_kv else "one_hop" if is_decode else "pass_q"
-        return Decision(mode, self._rule, *facts, inputs=inputs)
+        return Decision(mode, self._rule, about, inputs=inputs)
 
-    def _simulated(self, batch: Batch, target: Target | None) -> tuple[str, dict[str, float]]:
-        """The mode, and the seconds that a layer takes in each.
+    def _layer_seconds(self, batch: Batch, mode: str, target: Target | None) -> float:
+        """Predict the time of one layer.
 
-        The host issues layer after layer and never waits for the device, nor the device for it while there is work
-        left: in the long run a layer takes as long as the slower of them, and some of what the other takes. So what
-        hides on the device behind a slow host, as the travels of a long cache do behind a short prompt, costs less.
+        The host launches layer after layer and never waits for the device, nor the device for the host while it has
+        work left. In the long run a layer therefore takes as long as the slower of the two, plus a part of the faster.
+        So communication that hides behind a slow host, as that of a long cache does for a short prompt, costs less.
         """
-        figures = self._figures
-        cluster, costs = figures.known_cluster, figures.known_costs
-
-        def seconds_of(mode: str) -> float:
-            found = simulate(batch.plan(mode), cluster, target or Target(figures.workload), costs)
-            host_s = costs.host_operation_s * (_REST_OF_LAYER + found.operations)
-            return max(found.seconds, host_s) + _NOT_HIDDEN * min(found.seconds, host_s)
-
-        seconds = {mode: seconds_of(mode) for mode in CACHE_MODES}
-        return min(seconds, key=seconds.__getitem__), seconds
+        facts = self._facts
+        costs = facts.known_costs
+        device = simulate(batch.plan(mode), facts.known_cluster, target or Target(facts.workload), costs)
+        host_s = costs.host_operation_s * (_REST_OF_LAYER + device.operations)
+        return max(device.seconds, host_s) + _NOT_HIDDEN * min(device.seconds, host_s)
 
 
-def bytes_rule(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
-    """Equation 1: pass what is smaller. Returns whether that is K and V, and the numbers compared."""
-    miss, threshold = new / (new + cached), _kv_per_q(figures)
+def bytes_rule(new: int, cached: int, n: int, facts: RuleInputs) -> tuple[bool, dict[str, float]]:
+    """Apply equation 1: pass whichever is smaller. Returns whether to pass K and V, and the numbers compared."""
+    miss, threshold = new / (new + cached), _kv_per_q(facts)
     return miss >= threshold, {"miss_rate": miss, "threshold": threshold}
 
 
-def algorithm_1(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
-    """Pass K and V where their transfer hides behind the computation, or where they are smaller."""
-    least = _hides_from(n, figures)
-    smaller, inputs = bytes_rule(new, cached, n, figures)
+def algorithm_1(new: int, cached: int, n: int, facts: RuleInputs) -> tuple[bool, dict[str, float]]:
+    """Pass K and V if their transfer hides behind the computation, or if they are smaller."""
+    least = _hides_from(n, facts)
+    smaller, inputs = bytes_rule(new, cached, n, facts)
     return new >= least or smaller, inputs | {"hides_from": least}
 
 
-def algorithm_5(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
-    """Algorithm 1, with the exchange of partial results counted against pass-Q."""
-    least = _hides_from(n, figures)
-    saved = 4 * new * figures.bandwidth / (n * figures.flops * figures.workload.element_bytes)
-    miss, threshold = new / (new + cached), _kv_per_q(figures) - saved
+def algorithm_5(new: int, cached: int, n: int, facts: RuleInputs) -> tuple[bool, dict[str, float]]:
+    """Apply algorithm 1 with the exchange of partial results counted against pass-Q."""
+    least = _hides_from(n, facts)
+    saved = 4 * new * facts.bandwidth / (n * facts.flops * facts.workload.element_bytes)
+    miss, threshold = new / (new + cached), _kv_per_q(facts) - saved
     return new >= least or miss >= threshold, {"miss_rate": miss, "threshold": threshold, "hides_from": least}
 
 
-def empirical(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
-    """`h = alpha ln T + beta ln(T / (T + P)) + gamma`; K and V where h is positive."""
-    alpha, beta, gamma = figures.empirical
+def empirical(new: int, cached: int, n: int, facts: RuleInputs) -> tuple[bool, dict[str, float]]:
+    """Pass K and V if `h = alpha ln T + beta ln(T / (T + P)) + gamma` is positive."""
+    alpha, beta, gamma = facts.empirical
     h = alpha * math.log(new) + beta * math.log(new / (new + cached)) + gamma
     return h > 0, {"h": h}
 
@@ -214,14 +268,14 @@ def empirical(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, di
 _RULES = {"bytes": bytes_rule, "algorithm_1": algorithm_1, "algorithm_5": algorithm_5, "empirical": empirical}
 
 
-def _kv_per_q(figures: Figures) -> float:
-    """Size of a token's keys and values as a share of its query's."""
-    workload = figures.workload
+def _kv_per_q(facts: RuleInputs) -> float:
+    """Return the size of a token's keys and values relative to its query."""
+    workload = facts.workload
     return workload.token_bytes(Kind.KV) / workload.token_bytes(Kind.Q)
 
 
-def _hides_from(n: int, figures: Figures) -> float:
-    """Equation 2: new tokens from which on the computation takes longer than passing K and V."""
-    workload = figures.workload
+def _hides_from(n: int, facts: RuleInputs) -> float:
+    """Return the new tokens from which the computation takes longer than passing K and V (equation 2)."""
+    workload = facts.workload
     flops_per_pair = 4 * workload.num_heads * workload.head_dim
-    return n * figures.flops * workload.token_bytes(Kind.KV) / (flops_per_pair * figures.bandwidth)
+    return n * facts.flops * workload.token_bytes(Kind.KV) / (flops_per_pair * facts.bandwidth)

@@ -1,41 +1,43 @@
-"""Sessions over a model whose cache is sharded: append tokens, generate, go on, on any number of ranks.
+"""The inference engine: sessions over a model with a sharded KV cache, on any number of ranks.
 
-All ranks make the same calls with the same arguments, as in training; each gets the same answers.
+All ranks make the same calls with the same arguments, as in training, and get the same results.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..comm import sum_over
+from ..comm import all_reduce_sum
+from ..config import InferenceConfig, check_inference
 from ..errors import refuse
-from ..topology.cluster import GIB
 from .batch import Batch
 from .cache_manager import CacheFull, CacheManager, Fork, ScheduledChunk
-from .cached_attention import CachedModel, rows_of
+from .cached_attention import CachedModel, local_rows
 from .choice import Chooser
 from .decode import Decoder
 from .pages import Shard
 from .sampling import Sampling
-from .session import NOT_FINITE, Generation, NextToken, Session, check_ids, draw, plain_ids
-from .settings import EngineSettings
-from .warm_up import meet_batches, meet_rows, run_prompts
-
-__all__ = ["CachedModel", "EngineSettings", "Generation", "LongContextEngine", "Session"]
+from .session import Generation, NextToken, Session, check_ids, draw, passes, plain_ids
 
 _T = TypeVar("_T")
 
+_MAX_RANK_TOKENS = 65536
+"""The most new tokens that a rank computes in one pass, over all sequences, unless a chunk is larger. It bounds the
+memory of activations (86 KB per token in the MLP of Llama 3 8B)."""
+_WARM_UP_LENGTHS = (67, 130)
+"""Two lengths, because code for any length is compiled at the second one that it sees."""
 
-class _Lost(NamedTuple):
-    """An evicted session, what it held, and what was known of its next token."""
+
+class _Evicted(NamedTuple):
+    """An evicted session and its state before."""
 
     session: Session
     shards: list[Shard]
@@ -43,24 +45,30 @@ class _Lost(NamedTuple):
 
 
 class LongContextEngine:
-    """Prefill, multi-turn cache and decode over a model.
+    """Prefill, multi-turn sessions and decode over a model.
 
     Args:
         model: its attention holds the cache's tensors.
-        manager: the cache's books, of as many slots a rank as the attention has.
-        chooser: of the mode of every batch.
+        manager: with as many slots per rank as the attention.
+        chooser: chooses the mode of every batch.
+        settings: of these the engine reads `prefill_chunk`, `evict`, `exact_reuse`, `decode` and `cuda_graphs`.
+
+    Raises:
+        ValueError: a setting is out of range, or `exact_reuse` is set without `prefill_chunk`.
     """
 
     def __init__(
-        self, model: CachedModel, manager: CacheManager, chooser: Chooser, settings: EngineSettings | None = None
+        self, model: CachedModel, manager: CacheManager, chooser: Chooser, settings: InferenceConfig | None = None
     ) -> None:
         self.model = model
         self.cache_manager = manager
-        self.settings = settings or EngineSettings()
+        self.settings = settings or InferenceConfig()
+        check_inference(self.settings)
+        self.rank_tokens = _MAX_RANK_TOKENS
         self._attention = model.attention
         self._chooser = chooser
         self._open: dict[int, Session] = {}
-        self._clock = itertools.count(1)
+        self._clock = 0
         self._decoder = Decoder(model, manager, self.settings, chooser.mode)
 
     @property
@@ -68,55 +76,70 @@ class LongContextEngine:
         """How batches of single tokens are computed."""
         return self._decoder.name
 
+    @property
+    def exact_chunk(self) -> int | None:
+        """The chunk whose multiples can be reused with `exact_reuse`; None without it."""
+        return self.settings.prefill_chunk if self.settings.exact_reuse else None
+
     def replicates(self, new: int) -> bool:
-        """Whether a prompt of so many tokens, given alone, is computed as decode is: by every rank."""
-        return self._chooser.mode == "auto" and not self.settings.exact and 1 < new <= self._decoder.most_prompt
+        """Whether every rank computes a prompt of `new` tokens that comes alone, as in replicated decode."""
+        return self._chooser.mode == "auto" and not self.settings.exact_reuse and 1 < new <= self._decoder.max_prompt
 
     def release(self) -> None:
-        """Let go of what refers to process groups; call it before they are destroyed. Sessions can still go on."""
+        """Drop references to process groups, before these are destroyed. Sessions can still continue."""
         self._decoder.release()
 
     def warm_up(self, sequences: int = 1) -> None:
-        """Compile kernels, capture graphs, compute a few tokens in every mode and forget them: no prompt or step has to
-        wait for it, nor for ranks to connect.
+        """Compile kernels, capture graphs and connect ranks with a few tokens in every mode, which are dropped again.
 
         Args:
-            sequences: most that are decoded together.
+            sequences: the most that will be decoded together.
         """
-        self._attention.compile_kernels(self.cache_manager.page_tokens)
-        pages = min(map(self.cache_manager.free_pages, range(self.cache_manager.n)))
-        most = int(min(self._most_tokens, pages * self.cache_manager.page_tokens * self.cache_manager.n))
-        for mode in self._chooser.candidates if self.cache_manager.n > 1 else ("pass_kv",):  # each links other ranks
-            with self._chooser.taking(mode):
-                run_prompts(self, most)
-        if self.replicates(2):
-            meet_rows(self, self._decoder.prompt_sizes, most)
-        if not self.settings.exact:  # single tokens of a prompt are computed otherwise
-            meet_batches(self, self._decoder.batch_sizes(sequences), pages)
+        manager = self.cache_manager
+        self._attention.compile_kernels(manager.page_tokens)
+        pages = min(map(manager.free_pages, range(manager.n)))
+        most = int(min(self._max_tokens, pages * manager.page_tokens * manager.n))
+        for mode in self._chooser.candidates if manager.n > 1 else ("pass_kv",):  # each mode connects other ranks
+            with self._chooser.forcing(mode):
+                for length in _WARM_UP_LENGTHS:
+                    if length < most:
+                        with self._appended([[0] * length]) as (session,):
+                            generation = self.start(session, Sampling(max_new_tokens=2))
+                            for _ in range(2):
+                                self.step([generation])
+        batches: list[list[list[int]]] = []
+        if self.replicates(2):  # every size of step for prompts
+            sizes = pairwise((1, *self._decoder.prompt_sizes))
+            batches += [[[0] * min(size, most)] for before, size in sizes if before < most]
+        if not self.settings.exact_reuse:  # single tokens of a prompt are computed otherwise; each takes a page
+            batches += [[[0]] * size for size in self._decoder.batch_sizes(sequences) if size <= pages]
+        for prompts in batches:
+            with self._appended(prompts):
+                pass
 
     def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session:
-        """A new session: empty, or with the first `tokens` tokens (default: all) of another, which may go on itself.
+        """Open a session: empty, or with the first `tokens` tokens (default: all) of another, which may continue.
 
-        What the other has cached of them is shared, not computed again; each frees it when it closes, the last for
-        good. A batch of sessions that share keys passes these among the ranks once.
+        Cached tokens of the other are shared, not computed again. The last session that holds a page frees it. A batch
+        of sessions that share keys passes these among the ranks once.
 
         Raises:
-            ValueError: a closed session, more tokens than it has, or a number of them without a session.
-            CacheFull: not even the tokens that do not fill a page can be copied; nothing has changed.
+            ValueError: the session is closed or has fewer tokens, or `tokens` is given without a session.
+            CacheFull: the tokens that do not fill a page cannot be copied; nothing has changed.
         """
         if prefix_of is None:
             if tokens is not None:
                 raise refuse("tokens", tokens, "a session to take them from", "Name it as prefix_of.")
-            return self._opened(Session(self, self.cache_manager.open()))
+            return self._new_session(self.cache_manager.open())
         self._check_open(prefix_of)
         total = len(prefix_of.tokens)
         count = total if tokens is None else tokens
         if not 0 <= count <= total:
             raise refuse("tokens", count, f"at most the {total} of session {prefix_of.number}", "Take fewer.")
         cached = min(count, prefix_of.cached_tokens)
-        fork = self._with_room({prefix_of}, lambda: self.cache_manager.fork(prefix_of.number, cached))
+        fork = self._evict_to_fit({prefix_of}, partial(self.cache_manager.fork, prefix_of.number, cached))
         self._copy(fork)
-        session = self._opened(Session(self, fork.session))
+        session = self._new_session(fork.session)
         session.tokens = prefix_of.tokens[:count]
         session.exact_chunks = prefix_of.exact_chunks
         session.last_used = prefix_of.last_used
@@ -124,8 +147,8 @@ class LongContextEngine:
             session.next_token = prefix_of.next_token
         return session
 
-    def _opened(self, session: Session) -> Session:
-        self._open[session.number] = session
+    def _new_session(self, number: int) -> Session:
+        session = self._open[number] = Session(self, number)
         return session
 
     def _copy(self, fork: Fork) -> None:
@@ -141,105 +164,83 @@ class LongContextEngine:
             session.next_token = None
 
     @property
-    def _most_tokens(self) -> float:
+    def _max_tokens(self) -> float:
         return self.model.max_positions or math.inf
-
-    @property
-    def cache_gib(self) -> float:
-        """Of pages in use, over all context-parallel ranks."""
-        return (
-            self.cache_manager.used_pages() * self.cache_manager.page_tokens * self._attention.shape.token_bytes / GIB
-        )
 
     def append(self, new: Mapping[Session, Sequence[int]]) -> None:
         """Prefill: add tokens to several sessions and compute them in one batch.
 
         Raises:
-            ValueError: a closed session, no tokens, what are no integers, ids outside the vocabulary, or more tokens
-                than the model has positions for; no session has changed.
+            ValueError: a session is closed or gets no tokens; tokens are not integers, not in the vocabulary, or more
+                than the model has positions for. No session has changed.
             CacheFull: they do not fit; no session has changed.
         """
         ids = {session: plain_ids(tokens) for session, tokens in new.items()}
         for session, tokens in ids.items():
             self._check_open(session)
             check_ids(tokens, self.model.vocab_size)
-            if (total := len(session.tokens) + len(tokens)) > self._most_tokens:
+            if (total := len(session.tokens) + len(tokens)) > self._max_tokens:
                 most = f"at most the model's {self.model.max_positions} positions"
                 raise refuse("tokens of the session", total, most, "Shorten it.")
-        self._advance(ids)
+        self._compute(ids)
 
     def next_logits(self, sessions: Sequence[Session]) -> Tensor:
-        """fp32 `[len(sessions), vocab_size]`: of each session's next token, the same on every rank.
+        """Return the logits of each session's next token on every rank, fp32 `[len(sessions), vocab_size]`.
 
         Raises:
-            ValueError: a closed or empty session.
-            CacheFull: what is not computed yet of them does not fit.
+            ValueError: a session is closed or empty.
+            CacheFull: its tokens that are not cached do not fit.
         """
         for session in sessions:
             self._check_begun(session)
-        self._ready(sessions)
+        self._compute_pending(sessions)
         rows = torch.zeros(len(sessions), self.model.vocab_size, device=self._attention.device)
         for i, session in enumerate(sessions):
             if session.next_token is not None and session.next_token.logits is not None:
                 rows[i] = session.next_token.logits
-        return sum_over(self._attention.group, rows)
+        return all_reduce_sum(self._attention.group, rows)
 
     def start(self, session: Session, sampling: Sampling, stream: int = 0) -> Generation:
-        """Begin to continue a session; `step` computes.
+        """Start to generate for a session; `step` computes.
 
         Raises:
-            ValueError: a closed or empty session, or one with no positions left.
+            ValueError: the session is closed or empty, or has no positions left.
         """
         self._check_begun(session)
-        if len(session.tokens) >= self._most_tokens:
+        if len(session.tokens) >= self._max_tokens:
             most = f"less than {self.model.max_positions}"
             raise refuse("tokens of the session", len(session.tokens), most, "Open another.")
         session.finish_reason = None
         return Generation(session, sampling, stream)
 
     def step(self, generations: Sequence[Generation]) -> dict[Generation, int]:
-        """One more token of every generation, in one batch; what is not computed yet of their sessions comes first.
+        """Generate one token for every generation in one batch, after any tokens of their sessions that are not cached.
 
         Returns:
-            the tokens, of those that got one. Stop tokens become part of their session only.
+            the tokens, for generations that got one. Stop tokens only become part of their session.
 
         Raises:
-            CacheFull: what has to be computed does not fit; nothing has changed.
+            CacheFull: the tokens to compute do not fit; nothing has changed.
         """
-        self._ready([generation.session for generation in generations])
-        emitted: dict[Generation, int] = {}
-        drawn = draw(generations, self._attention.group, self._attention.device)
-        for generation, token in zip(generations, drawn, strict=True):
-            session, sampling = generation.session, generation.sampling
-            if token == NOT_FINITE:
-                generation.finish_reason = "error"
-                continue
-            session.tokens.append(token)
-            if token in sampling.stop:
-                generation.finish_reason = "stop"
-            else:
-                emitted[generation] = token
-                generation.tokens.append(token)
-                if len(generation.tokens) == sampling.max_new_tokens or len(session.tokens) >= self._most_tokens:
-                    generation.finish_reason = "length"
-            session.finish_reason = generation.finish_reason
-        return emitted
+        self._compute_pending([generation.session for generation in generations])
+        tokens = draw(generations, self._attention.group, self._attention.device)
+        return {g: token for g, token in zip(generations, tokens, strict=True) if g.add(token, self._max_tokens)}
 
     def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, int]]:
-        """Generate for several sessions in one batch; each ends by itself.
+        """Generate for several sessions in one batch; each ends independently.
 
         Yields:
-            by step, the token of every session that got one.
+            per step, the tokens of the sessions that got one.
 
         Raises:
-            ValueError: as `start`, or logits that are not finite.
-            CacheFull: the tokens asked for do not fit; nothing has been generated.
+            ValueError: as `start`, or the logits are not finite.
+            CacheFull: `max_new_tokens` do not fit; nothing has been generated.
         """
         active = [self.start(session, sampling, i) for i, session in enumerate(sessions)]
         if len(set(sessions)) < len(sessions):
             raise refuse("sessions", [s.number for s in sessions], "each one once", "Leave the repeated ones out.")
-        # The last token is given out and not computed.
-        self._reserve({s: int(min(sampling.max_new_tokens, self._most_tokens - len(s.tokens))) - 1 for s in sessions})
+        # The last token is returned and not computed.
+        self._reserve({s: int(min(sampling.max_new_tokens, self._max_tokens - len(s.tokens))) - 1 for s in sessions})
         while active:
             emitted = self.step(active)
             if any(generation.finish_reason == "error" for generation in active):
@@ -248,19 +249,25 @@ class LongContextEngine:
             active = [generation for generation in active if generation.finish_reason is None]
 
     def continue_all(self, sessions: Sequence[Session], sampling: Sampling) -> list[list[int]]:
-        """Every session's next tokens."""
-        found: dict[Session, list[int]] = {session: [] for session in sessions}
+        """Generate for several sessions in one batch, and return the tokens of each."""
+        tokens: dict[Session, list[int]] = {session: [] for session in sessions}
         for step in self.stream(sessions, sampling):
             for session, token in step.items():
-                found[session].append(token)
-        return list(found.values())
+                tokens[session].append(token)
+        return list(tokens.values())
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-        """Continue several prompts in one batch, in sessions that are closed again."""
+        """Continue several prompts in one batch, in sessions that are closed at the end."""
+        with self._appended(prompts) as sessions:
+            return self.continue_all(sessions, sampling)
+
+    @contextmanager
+    def _appended(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[Session]]:
+        """Open sessions with these prompts and close them at the end of the context."""
         with ExitStack() as opened:
             sessions = [opened.enter_context(closing(self.open())) for _ in prompts]
             self.append(dict(zip(sessions, prompts, strict=True)))
-            return self.continue_all(sessions, sampling)
+            yield sessions
 
     def _check_open(self, session: Session) -> None:
         if session.closed or self._open.get(session.number) is not session:
@@ -271,35 +278,37 @@ class LongContextEngine:
         if not session.tokens:
             raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
 
-    def _ready(self, sessions: Sequence[Session]) -> None:
-        """Compute what is not cached yet: tokens generated last, everything of an evicted session, the last token of a
-        fork, whose logits nobody has."""
-        late: dict[Session, list[int]] = {}
+    def _compute_pending(self, sessions: Sequence[Session]) -> None:
+        """Compute the tokens that are not cached: those generated last, all tokens of an evicted session, and the last
+        token of a fork, whose logits no rank has."""
+        pending: dict[Session, list[int]] = {}
         for session in sessions:
             if session.tokens and session.next_token is None and session.cached_tokens == len(session.tokens):
                 keep = session.cached_tokens - 1
-                self._copy(self._with_room(sessions, partial(self.cache_manager.shorten, session.number, keep)))
+                self._copy(self._evict_to_fit(sessions, partial(self.cache_manager.truncate, session.number, keep)))
             if session.cached_tokens < len(session.tokens):
-                late[session] = []
-        self._advance(late)
+                pending[session] = []
+        self._compute(pending)
 
     def _reserve(self, more: Mapping[Session, int]) -> None:
-        """See that so many more tokens of every session will fit, evicting others if that is allowed."""
+        """Check that `more[session]` further tokens of every session will fit, evicting others if that is allowed."""
         counts = {s: len(s.tokens) - s.cached_tokens + count for s, count in more.items()}
-        self.cache_manager.undo(self._placed({s: count for s, count in counts.items() if count}, more))
+        self.cache_manager.undo(self._place({s: count for s, count in counts.items() if count}, more))
 
-    def _placed(
-        self, counts: Mapping[Session, int], busy: Collection[Session], evicted: list[_Lost] | None = None
+    def _place(
+        self, counts: Mapping[Session, int], busy: Collection[Session], evicted: list[_Evicted] | None = None
     ) -> tuple[ScheduledChunk, ...]:
         numbers = {session.number: count for session, count in counts.items()}
-        return self._with_room(busy, lambda: self.cache_manager.append(numbers), evicted)
+        return self._evict_to_fit(busy, partial(self.cache_manager.append, numbers), evicted)
 
-    def _with_room(self, busy: Collection[Session], place: Callable[[], _T], evicted: list[_Lost] | None = None) -> _T:
-        """`place`, with others than `busy` sessions evicted until it fits, if that is allowed.
+    def _evict_to_fit(
+        self, busy: Collection[Session], place: Callable[[], _T], evicted: list[_Evicted] | None = None
+    ) -> _T:
+        """Call `place`, and evict sessions that are not `busy` until it succeeds, if evicting is allowed.
 
         Args:
-            evicted: is told of them, to restore them where more that has to fit does not; without it, they are restored
-                if this does not.
+            evicted: collects the evicted sessions, so that the caller can restore them if more has to fit and does not.
+                Without it, they are restored here if `place` fails in the end.
         """
         lost = [] if evicted is None else evicted
         while True:
@@ -312,51 +321,48 @@ class LongContextEngine:
                         self._restore(lost)
                     raise
                 oldest = min(idle, key=lambda session: session.last_used)
-                lost.append(_Lost(oldest, self.cache_manager.evict(oldest.number), oldest.next_token))
+                lost.append(_Evicted(oldest, self.cache_manager.evict(oldest.number), oldest.next_token))
                 oldest.next_token = None
 
-    def _restore(self, lost: Sequence[_Lost]) -> None:
-        """Nothing has been computed since they were evicted, so that what they had cached is still there."""
-        for session, shards, next_token in reversed(lost):
+    def _restore(self, evicted: Sequence[_Evicted]) -> None:
+        """Undo evictions. Nothing was computed since then, so their keys and values are still in the pages."""
+        for session, shards, next_token in reversed(evicted):
             self.cache_manager.restore(session.number, shards)
             session.next_token = next_token
 
-    def _advance(self, new: Mapping[Session, list[int]]) -> None:
-        """Compute every session's tokens that are not cached, then `new` ones, pass by pass; all of it or nothing."""
+    def _compute(self, new: Mapping[Session, list[int]]) -> None:
+        """Compute every session's tokens that are not cached and then its new ones, all of them or none."""
         if not new:
             return
-        todo = {session: session.tokens[session.cached_tokens :] + tokens for session, tokens in new.items()}
+        pending = {session: session.tokens[session.cached_tokens :] + tokens for session, tokens in new.items()}
         reused = {session: session.cached_tokens for session in new}
         exact = {session: session.exact_tokens for session in new}
         placed: list[tuple[list[Session], tuple[ScheduledChunk, ...]]] = []
-        evicted: list[_Lost] = []
+        evicted: list[_Evicted] = []
         try:
-            for together in self.settings.batches(new, todo):
-                for counts in self.settings.passes(
-                    {session: len(todo[session]) for session in together}, self.cache_manager.n
-                ):
-                    placed.append((list(counts), self._placed(counts, new, evicted)))
-            evicted = []  # for good: their pages are written from here on
-            found: dict[Session, NextToken] = {}
+            for counts in passes(self.settings, new, pending, self.rank_tokens * self.cache_manager.n):
+                placed.append((list(counts), self._place(counts, new, evicted)))
+            evicted = []  # they cannot be restored any more: their pages are overwritten from here on
+            next_tokens: dict[Session, NextToken] = {}
             for sessions, chunks in placed:
-                texts = [todo[s][t.cached - reused[s] :][: t.new] for s, t in zip(sessions, chunks, strict=True)]
-                ends = [t.cached + t.new == reused[s] + len(todo[s]) for s, t in zip(sessions, chunks, strict=True)]
-                prompts = self.settings.exact and any(new[s] or len(todo[s]) > 1 for s in sessions)
-                found |= self._forward(sessions, chunks, texts, ends, single=not prompts)
-                whole = self.settings.prefill_chunk if self.settings.exact else None
-                if whole and [(t.cached, t.new) for t in chunks] == [(exact[sessions[0]], whole)]:
+                texts = [pending[s][c.cached - reused[s] :][: c.new] for s, c in zip(sessions, chunks, strict=True)]
+                ends = [c.cached + c.new == reused[s] + len(pending[s]) for s, c in zip(sessions, chunks, strict=True)]
+                prompts = self.settings.exact_reuse and any(new[s] or len(pending[s]) > 1 for s in sessions)
+                next_tokens |= self._forward(sessions, chunks, texts, ends, may_replicate=not prompts)
+                whole = self.exact_chunk
+                if whole and [(c.cached, c.new) for c in chunks] == [(exact[sessions[0]], whole)]:
                     exact[sessions[0]] += whole
         except BaseException:
             for _, chunks in reversed(placed):
                 self.cache_manager.undo(chunks)
             self._restore(evicted)
             raise
-        now = next(self._clock)
+        self._clock += 1
         for session, tokens in new.items():
             session.tokens += tokens
-            session.next_token = found.get(session, NextToken())
+            session.next_token = next_tokens.get(session, NextToken())
             session.exact_chunks = exact[session] // (self.settings.prefill_chunk or 1)
-            session.last_used = now
+            session.last_used = self._clock
             if tokens:
                 session.reused_tokens = reused[session]
 
@@ -366,25 +372,25 @@ class LongContextEngine:
         chunks: tuple[ScheduledChunk, ...],
         texts: Sequence[list[int]],
         ends: Sequence[bool],
-        single: bool,
+        may_replicate: bool,
     ) -> dict[Session, NextToken]:
-        """One pass of the model; what is known of the next token of sessions that end in it. single: it may go through
-        the decoder, whose results depend on where a session's pages lie."""
-        if single and self._decoder.takes(chunks, self._chooser.mode != "auto"):
+        """Run one pass of the model and return the next tokens of sessions that end in it.
+
+        Args:
+            may_replicate: whether the decoder may compute it, whose results depend on which slots hold the tokens.
+        """
+        if may_replicate and self._decoder.takes(chunks, self._chooser.mode != "auto"):
             decoded = self._decoder(chunks, texts)
-            return {session: found for session, found, end in zip(sessions, decoded, ends, strict=True) if end}
+            return {s: next_token for s, next_token, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
-        exact, widest = self.settings.exact, self._attention.shape.widest
+        exact, widest = self.settings.exact_reuse, self._attention.shape.widest_window
         batch = Batch(self.cache_manager.n, self.cache_manager.slots_per_rank, chunks, widest)
         mode = self._chooser.choose(batch, self._attention.target(exact, widest)).mode
         self._attention.begin(batch, mode, joined=exact)
-        tokens, positions = rows_of(chunks, texts, rank)
+        tokens, positions = local_rows(chunks, texts, rank)
         last = [batch.last_row(i) if end else (-1, -1) for i, end in enumerate(ends)]
         mine = [(session, row) for session, (home, row) in zip(sessions, last, strict=True) if home == rank]
-        found = self.model.logits(
-            tokens.to(device),
-            positions.to(device),
-            torch.tensor([row for _, row in mine], dtype=torch.int64, device=device),
-        )
-        rows = {session: found[i] for i, (session, _) in enumerate(mine)}
-        return {session: NextToken(rows.get(session)) for session, end in zip(sessions, ends, strict=True) if end}
+        rows = torch.tensor([row for _, row in mine], dtype=torch.int64, device=device)
+        logits = self.model.logits(tokens.to(device), positions.to(device), rows)
+        of_session = {session: logits[i] for i, (session, _) in enumerate(mine)}
+        return {s: NextToken(of_session.get(s)) for s, end in zip(sessions, ends, strict=True) if end}

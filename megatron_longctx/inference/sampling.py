@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, or drawn after temperature, top-k and top-p; the same on any number of ranks."""
+"""Sampling: a token from logits, greedy or drawn by temperature, top-k and top-p; the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..errors import refuse
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a sequence goes on, and when it ends.
+    """How tokens of a sequence are drawn, and when it ends.
 
     Attributes:
-        max_new_tokens: most tokens to generate.
+        max_new_tokens: the most tokens to generate.
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw among so many of the likeliest tokens; None for all.
+        top_k: draw among this many of the likeliest tokens; None for all.
         top_p: draw among the fewest likeliest tokens whose probabilities add up to this.
-        seed: of the draws. A draw depends on the seed, the sequence's `stream` and the token's number in it only: not
-            on what else is in the batch, nor on the ranks.
-        stop: tokens that end the sequence; they are not part of what is given out.
+        seed: the seed of the draws. A draw depends only on the seed, the sequence's `stream` and the token's number in
+            the sequence: neither on other sequences in the batch nor on the ranks.
+        stop: tokens that end the sequence; they are not returned.
 
     Raises:
-        ValueError: a value out of range, or a number of tokens that is no integer.
+        ValueError: a value is out of range, or a number of tokens is not an integer.
     """
 
     max_new_tokens: int = 128
@@ -38,7 +38,7 @@ class Sampling:
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # One rank alone draws, and the others would wait for it were it to fail at that.
+        # Only one rank draws. If it failed then, the others would wait for it.
         for name in ("max_new_tokens", "top_k"):
             value = getattr(self, name)
             if not (isinstance(value, Integral) or (value is None and name == "top_k")):
@@ -54,15 +54,15 @@ class Sampling:
 
 
 def sample(logits: Tensor, sampling: Sampling, stream: int, step: int) -> int:
-    """The next token.
+    """Return the next token.
 
     Args:
         logits: `[vocabulary]`.
-        stream: number of the sequence among those that share the seed.
-        step: number of the token in its sequence.
+        stream: the number of the sequence among those that share the seed.
+        step: the number of the token in its sequence.
 
     Raises:
-        ValueError: logits that are not finite.
+        ValueError: the logits are not finite.
     """
     if not torch.isfinite(logits).all():
         raise ValueError("logits are not finite: expected numbers. Check the checkpoint, or use train.precision=fp32.")
@@ -73,8 +73,8 @@ def sample(logits: Tensor, sampling: Sampling, stream: int, step: int) -> int:
     weights = torch.exp((logits - logits.max()) / sampling.temperature)  # of numbers up to 0, at any temperature
     if sampling.top_k is not None or sampling.top_p < 1:
         weights = _likeliest(weights, logits, sampling)
-    # In the order of token ids: logits that other parallel sizes round otherwise move the draw's bounds as little as
-    # themselves. In the order of the logits two that are nearly equal would change places.
+    # In the order of token ids, logits that other parallel sizes round otherwise move the bounds of a draw no more than
+    # themselves. In the order of logits, two nearly equal ones would change places.
     sums = weights.cumsum(0)
     total = float(sums[-1])
     draw = random.Random(f"{sampling.seed}/{stream}/{step}").random() * total
@@ -82,7 +82,7 @@ def sample(logits: Tensor, sampling: Sampling, stream: int, step: int) -> int:
 
 
 def _likeliest(weights: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
-    """`weights`, 0 for tokens that top-k or top-p leave out; of equally likely ones those with larger ids first."""
+    """Set the weights that top-k or top-p leave out to 0; of equally likely tokens the larger ids go first."""
     order = logits.sort(descending=True, stable=True).indices[: sampling.top_k]
     kept = weights[order]
     before = kept.cumsum(0) - kept

@@ -1,10 +1,10 @@
-"""What users hold of an engine: a conversation, a continuation of it under way, and the next tokens of these."""
+"""Sessions: a conversation and its generations, how an engine divides their tokens into passes, and common prefixes."""
 
 from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import sum_over
+from ..comm import all_reduce_sum
+from ..config import InferenceConfig
 from ..errors import refuse
 from .sampling import Sampling, sample
 
@@ -21,29 +22,33 @@ if TYPE_CHECKING:
 
 
 NOT_FINITE = -1
-"""In the place of a token whose logits are not finite."""
+"""The id in place of a token whose logits are not finite."""
+_COMPARED = 4096
+"""The number of tokens that `common_prefix` compares at a time."""
 
 
 class NextToken(NamedTuple):
-    """What is known of a session's next token.
+    """The result of a session's last pass.
 
-    logits: fp32 `[vocabulary]`, on one rank. likeliest: on all ranks, after a replicated step: a token, or NOT_FINITE.
+    Attributes:
+        logits: fp32 `[vocabulary]`, on one rank.
+        greedy: the likeliest token or NOT_FINITE, on all ranks after a replicated step.
     """
 
     logits: Tensor | None = None
-    likeliest: int | None = None
+    greedy: int | None = None
 
 
 class Session:
-    """One conversation: its tokens, most of them cached. Made by `LongContextEngine.open`."""
+    """One conversation: its tokens, most of them cached. `LongContextEngine.open` creates it."""
 
     def __init__(self, engine: LongContextEngine, number: int) -> None:
         self.number = number
-        self.salt = 0  # requests of another one do not find what it has cached
+        self.salt = 0  # requests with another salt do not find this session's cache
         self.tokens: list[int] = []
         self.closed = False
         self.finish_reason: str | None = None  # of the latest generation: stop or length
-        self.reused_tokens = 0  # found in the cache by the latest append
+        self.reused_tokens = 0  # cached before the latest append
         self.last_used = 0
         self.next_token: NextToken | None = None  # None: no rank has its logits
         self.exact_chunks = 0  # see `exact_tokens`
@@ -55,9 +60,10 @@ class Session:
 
     @property
     def exact_tokens(self) -> int:
-        """Of the cached tokens, those that any session with these tokens computes in the very same calls: whole chunks
-        from the first token on, with `EngineSettings.exact`. A fork at a multiple of the chunk up to here goes on, bit
-        for bit, as if it had computed them itself."""
+        """The number of cached tokens that any session with the same tokens computes in the very same calls.
+
+        With `exact_reuse` these are whole chunks from the first token on. A fork at a multiple of the chunk up to here
+        continues, bit for bit, as if it had computed them itself."""
         chunk = self._engine.settings.prefill_chunk or 1
         return min(self.exact_chunks, self.cached_tokens // chunk) * chunk
 
@@ -66,31 +72,31 @@ class Session:
         self._engine.append({self: tokens})
 
     def generate(self, sampling: Sampling | None = None) -> list[int]:
-        """The conversation's next tokens, which become part of it."""
+        """Generate the next tokens, add them to the conversation and return them."""
         return self._engine.continue_all([self], sampling or Sampling())[0]
 
     def stream(self, sampling: Sampling | None = None) -> Iterator[int]:
-        """As `generate`, token by token; the conversation has what was taken."""
+        """Generate token by token; the conversation gets the tokens that the caller has taken."""
         for step in self._engine.stream([self], sampling or Sampling()):
             yield from step.values()
 
     def fork(self, tokens: int | None = None) -> Session:
-        """A new session with the same beginning. See `LongContextEngine.open`."""
+        """Open a session with the same prefix. See `LongContextEngine.open`."""
         return self._engine.open(self, tokens)
 
     def close(self) -> None:
-        """Free its pages, but for those that others share; closing twice is nothing."""
+        """Free the session's pages unless other sessions share them. Closing twice has no effect."""
         self._engine.close(self)
 
 
 @dataclass(eq=False)
 class Generation:
-    """A session's continuation under way. Made by `LongContextEngine.start`.
+    """A continuation of a session in progress. `LongContextEngine.start` creates it.
 
     Attributes:
         stream: see `Sampling.seed`.
-        tokens: given out so far.
-        finish_reason: None while it goes on; then stop, length or error (logits that are not finite).
+        tokens: the tokens generated so far.
+        finish_reason: None while it runs; then stop, length or error (logits that are not finite).
     """
 
     session: Session
@@ -99,29 +105,84 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
+    def add(self, token: int, max_tokens: float) -> bool:
+        """Add a drawn token to the session, and return whether it is part of the output.
+
+        Args:
+            max_tokens: the length at which the session ends.
+        """
+        if token == NOT_FINITE:
+            self.finish_reason = "error"
+            return False
+        self.session.tokens.append(token)
+        is_output = token not in self.sampling.stop
+        if not is_output:
+            self.finish_reason = "stop"
+        else:
+            self.tokens.append(token)
+            if len(self.tokens) == self.sampling.max_new_tokens or len(self.session.tokens) >= max_tokens:
+                self.finish_reason = "length"
+        self.session.finish_reason = self.finish_reason
+        return is_output
+
+
+def passes(
+    settings: InferenceConfig, new: Mapping[Session, list[int]], pending: Mapping[Session, list[int]], most: int
+) -> Iterator[dict[Session, int]]:
+    """Yield the passes of the model in order, as the number of tokens that each of their sessions computes.
+
+    With `exact_reuse`, prompts have separate passes, whose results depend, bit for bit, only on the session's tokens:
+    not on other sessions, nor on whether a prefix of whole chunks was cached. Single tokens that follow are still
+    computed together.
+
+    Args:
+        new: the tokens that are being appended.
+        pending: all tokens to compute.
+        most: the most tokens of a pass, over all sessions, unless a chunk is larger.
+    """
+    together = [list(pending)]
+    if settings.exact_reuse:
+        decoding = [session for session, tokens in pending.items() if len(tokens) == 1 and not new[session]]
+        together = [[session] for session in pending if session not in decoding] + [decoding] * bool(decoding)
+    size = settings.prefill_chunk or most
+    for sessions in together:
+        for start in range(0, max(len(pending[session]) for session in sessions), size):
+            taken: dict[Session, int] = {}
+            room = most
+            for session in sessions:
+                count = min(len(pending[session]) - start, size)
+                if count <= 0:
+                    continue
+                if taken and count > room:
+                    yield taken
+                    taken, room = {}, most
+                taken[session] = count
+                room -= count
+            yield taken
+
 
 def draw(generations: Sequence[Generation], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
-    """Every generation's next token, drawn where its logits are, then known everywhere. Collective."""
+    """Draw the next token of every generation where its logits are, and return them on all ranks. Collective."""
     following = [generation.session.next_token or NextToken() for generation in generations]
-    known = [each.likeliest for each in following if each.likeliest is not None]
-    if len(known) == len(generations) and all(generation.sampling.temperature == 0 for generation in generations):
-        return known
+    greedy = [each.greedy for each in following if each.greedy is not None]
+    if len(greedy) == len(generations) and all(generation.sampling.temperature == 0 for generation in generations):
+        return greedy
     ids = torch.zeros(len(generations), dtype=torch.int64, device=device)
     for i, (generation, each) in enumerate(zip(generations, following, strict=True)):
         if each.logits is not None:
             try:
                 ids[i] = sample(each.logits, generation.sampling, generation.stream, len(generation.session.tokens))
-            except ValueError:  # all ranks have to hear of it, not this one alone
+            except ValueError:  # reported on all ranks, not raised on this one alone
                 ids[i] = NOT_FINITE
-    tokens: list[int] = sum_over(group, ids).tolist()
+    tokens: list[int] = all_reduce_sum(group, ids).tolist()
     return tokens
 
 
 def plain_ids(tokens: Sequence[int]) -> list[int]:
-    """NumPy's and torch's integers too as Python's own.
+    """Return token ids as Python integers, also those of NumPy and torch.
 
     Raises:
-        ValueError: they are no integers.
+        ValueError: they are not integers.
     """
     try:
         return [operator.index(token) for token in tokens]
@@ -130,9 +191,44 @@ def plain_ids(tokens: Sequence[int]) -> list[int]:
 
 
 def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise ValueError for no tokens, and for ids outside the vocabulary."""
+    """Raise ValueError if there are no tokens, or an id is outside the vocabulary."""
     if not tokens:
         raise refuse("tokens", list(tokens), "1 or more", "Give the session some tokens.")
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
         token = next(token for token in tokens if not 0 <= token < vocab_size)
         raise refuse("token", token, f"an id from 0 to {vocab_size - 1}", "Check the tokenizer.")
+
+
+def longest_prefix(
+    prompt: list[int], sessions: Iterable[Session], chunk: int | None = None
+) -> tuple[Session | None, int]:
+    """Return the first session that has the longest prefix of `prompt` cached, and the number of its tokens.
+
+    The last token is always left to compute, because its logits are needed.
+
+    Args:
+        chunk: reuse only whole exact chunks of this many tokens (`Session.exact_tokens`).
+    """
+    source, longest = None, 0
+    for session in sessions:
+        most = min(session.cached_tokens if chunk is None else session.exact_tokens, len(prompt) - 1)
+        if whole_chunks(most, chunk) > longest:
+            tokens = whole_chunks(min(most, common_prefix(prompt, session.tokens)), chunk)
+            if tokens > longest:
+                source, longest = session, tokens
+    return source, longest
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of tokens that two sequences have in common at their beginning."""
+    most = min(len(one), len(other))
+    for start in range(0, most, _COMPARED):
+        stop = min(start + _COMPARED, most)
+        if one[start:stop] != other[start:stop]:
+            return next(i for i in range(start, stop) if one[i] != other[i])
+    return most
+
+
+def whole_chunks(tokens: int, chunk: int | None) -> int:
+    """Round `tokens` down to a multiple of `chunk`."""
+    return tokens // (chunk or 1) * (chunk or 1)

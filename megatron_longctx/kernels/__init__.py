@@ -1,8 +1,8 @@
 """Attention of some queries over some keys, forward and backward, on any available kernel.
 
-It works on tensors of one process: no ranks, no process groups, no plans. Layout is token first: q `[s, b, h, d]`,
-k `[t, b, g, d]` and v `[t, b, g, e]` with g KV heads dividing h query heads (never expanded), out `[s, b, h, e]`, lse
-`[s, b, h]` (natural log).
+The room works on tensors of one process: it knows no ranks, process groups or plans. Tensors are token first: q
+`[s, b, h, d]`, k `[t, b, g, d]` and v `[t, b, g, e]`, where g KV heads divide h query heads and are never expanded; out
+`[s, b, h, e]` and lse `[s, b, h]` (natural log).
 
 - `choose("auto", KernelRequest(...))` returns an `AttentionKernel`; `available(...)` explains why others are not used.
 - `kernel.forward` returns (out, lse) of one call; `merge_partials` merges results over disjoint keys in one pass.
@@ -14,6 +14,7 @@ To add a provider, add one file to `providers/` with a subclass of `AttentionKer
 `why_not`, `_forward`, `_backward`, and a `speed` if `auto` may choose it).
 """
 
-from megatron_longctx.kernels.interface import PROVIDERS, AttentionKernel, CallKind, KernelRequest, dense_call
-from megatron_longctx.kernels.partials import Partial, merge_partials, sum_partials
-from megatron_longctx.kernels.registry import auto_order, available, choose
+from . import providers
+from .interface import PROVIDERS, AttentionKernel, CallKind, KernelRequest, dense_call
+from .partials import Partial, merge_partials, sum_partials
+from .selection import auto_order, available, choose

@@ -1,5 +1,8 @@
-"""The kernel of `batched_copy`: every program takes tiles of one copy; neighbouring programs take different copies, so
-that all peers are read at once."""
+"""The kernel of `batched_copy`.
+
+Every program takes tiles of one copy. Neighbouring programs take different copies, so all peers are read at the same
+time.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels import fused
-from megatron_longctx.kernels.batched_copy import MOST_BASES, Launch
+from . import fused
+from .batched_copy import MAX_BASES, Launch
 
-# Words of 8 bytes, or of 4, that a program moves at a time.
+# The number of words, of 8 or 4 bytes, that a program moves at a time.
 _TILE = 2048
-# Programs of a launch: a few for every processor keep enough under way for the links and for the memory.
+# The number of programs of a launch: a few per multiprocessor keep enough in flight for links and memory.
 _PROGRAMS = 528
-_BASES = [f"b{i}" for i in range(MOST_BASES)]
+_BASES = [f"b{i}" for i in range(MAX_BASES)]
 
 
 @triton.jit
@@ -40,7 +43,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     source += tl.load(entry + 1)
     into += tl.load(entry + 3)
     wide = tl.load(entry + 4)
-    # Counted in 32 bits, since dividing 64 takes far more instructions; places take 64.
+    # Indices have 32 bits, since 64-bit division takes far more instructions; offsets have 64.
     n0, n1, n2 = tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
     d0, d1, d2 = tl.load(entry + 8), tl.load(entry + 9), tl.load(entry + 10)
     s0, s1, s2 = tl.load(entry + 11), tl.load(entry + 12), tl.load(entry + 13)
@@ -49,7 +52,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
         ROWS: tl.constexpr = TILE // COLS
         of = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
         to = tl.multiple_of(into.to(tl.pointer_type(tl.int64)), 16)
-        # Multiples of 16 bytes, which the compiler cannot see.
+        # The strides are multiples of 16 bytes, which the compiler cannot see.
         d0, d1, s0, s1 = d0 // 2, d1 // 2, s0 // 2, s1 // 2
         pieces = (n2 // COLS).to(tl.int32)
         middle = n1.to(tl.int32)
@@ -82,11 +85,11 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
 
 
 def copy_triton(launch: Launch, table: Tensor, bases: Sequence[int]) -> None:
-    """Make a launch's copies. bases: the addresses of the tensors that it knows them by."""
-    count = len(launch.entries)
+    """Make a launch's copies. bases: the addresses of the tensors in `launch.anchors`."""
+    count = len(launch.pairs)
     grid = count, min(-(-launch.words // _TILE), -(-_PROGRAMS // count))
-    bases = [*bases, *[bases[0]] * (MOST_BASES - len(bases))]
+    bases = [*bases, *[bases[0]] * (MAX_BASES - len(bases))]
     constants = {"TILE": _TILE, "COLS": launch.columns}
-    # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
+    # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
     with torch.cuda.device(table.get_device()):
         fused.launch(_copy_kernel, grid, (table, *bases), constants, (), num_warps=8)

@@ -1,7 +1,7 @@
-"""What an attention kernel is: one call forward, one call backward, and an honest answer to "can you do this?".
+"""The interface of attention kernels: one call forward, one call backward, and why a request is not supported.
 
-Shapes (token first): `s` queries, `t` keys, `b` batch, `h` query heads, `g` KV heads (g divides h), `d` head dim of
-queries and keys, `e` of values and outputs.
+Tensors are token first: `s` queries, `t` keys, `b` batch, `h` query heads, `g` KV heads (g divides h), `d` head dim of
+queries and keys, `e` head dim of values and outputs.
 """
 
 from abc import ABC, abstractmethod
@@ -12,24 +12,24 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.no_grad import no_grad
-from megatron_longctx.schedules.kernel_calls import KernelCall, Segment, Takes
-from megatron_longctx.schedules.mask import FAR
+from ..schedules.kernel_calls import KernelCall, Segment, Takes
+from ..schedules.mask import FAR
+from .no_grad import no_grad
 
 PROVIDERS: dict[str, type["AttentionKernel"]] = {}
-"""By name."""
+"""The providers, keyed by name."""
 
-_MOST_PREPARED = 512
-"""Calls that a kernel has prepared at once; those used last stay."""
+_MAX_PREPARED = 512
+"""The number of calls whose preparation a kernel keeps, least recently used first out."""
 
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What a kernel is asked to support, known before any tensor exists.
+    """The properties of calls that a kernel must support.
 
-    v_head_dim: of values and outputs; None for that of queries and keys. windows: whether some queries see only the
-    nearest keys. packed: whether calls have several segments, or shapes that do not come again (documents, prompts):
-    a kernel that cannot take segments serves them one by one.
+    v_head_dim: head dim of values and outputs; None for that of queries and keys. windows: whether some queries see
+    only the nearest keys. packed: whether calls have several segments or shapes that do not recur (documents, prompts);
+    a kernel that does not take segments runs them one by one.
 
     Raises:
         ValueError: the sizes are not positive, or `num_kv_heads` does not divide `num_heads`.
@@ -61,10 +61,7 @@ class KernelRequest:
 
 
 class BlockInputs(NamedTuple):
-    """What forward and backward of one call share: q `[s,b,h,d]`, k `[t,b,g,d]`, v `[t,b,g,e]`.
-
-    prepared: what `AttentionKernel.prepare` has made for the call.
-    """
+    """The inputs of one call: q `[s, b, h, d]`, k `[t, b, g, d]`, v `[t, b, g, e]`. prepared: by `prepare`."""
 
     q: Tensor
     k: Tensor
@@ -75,8 +72,10 @@ class BlockInputs(NamedTuple):
 
 
 class CallKind(NamedTuple):
-    """What of a call a kernel may be compiled for, beside heads and dtype. packed: segments, and not one of all rows.
-    left, right: whether its window ends there."""
+    """The properties of a call, besides heads and dtype, for which a kernel may be compiled.
+
+    packed: whether the call has segments other than one of all rows. left, right: whether its window has a bound there.
+    """
 
     packed: bool
     left: bool
@@ -84,13 +83,12 @@ class CallKind(NamedTuple):
 
     @classmethod
     def of(cls, call: KernelCall, rows: tuple[int, int]) -> "CallKind":
-        """rows: queries and keys of its tensors."""
-        whole = call.segments == (Segment(0, rows[0], 0, rows[1]),)
-        return cls(not whole, call.left != FAR, call.right != FAR)
+        """Return the kind of a call over tensors of `rows` (queries, keys)."""
+        return cls(call.segments != dense_call(*rows).segments, call.left != FAR, call.right != FAR)
 
     @property
     def example(self) -> KernelCall:
-        """A small call of this kind, of as many queries as keys; longer than the tiles of kernels."""
+        """A small call of this kind over 1,024 queries and keys, which is longer than the tiles of kernels."""
         ends = [(0, 512), (512, 1024)] if self.packed else [(0, 1024)]
         segments = tuple(Segment(*each, *each) for each in ends)
         return KernelCall(segments, 128 if self.left else FAR, 0 if self.right else FAR)
@@ -101,45 +99,44 @@ class CallKind(NamedTuple):
 
 
 def dense_call(queries: int, keys: int, causal: bool = False) -> KernelCall:
-    """All queries against all keys; or causally, the last query facing the last key."""
+    """Return the call of all queries over all keys; if causal, the last query faces the last key."""
     return KernelCall((Segment(0, queries, 0, keys),), FAR, 0 if causal else FAR)
 
 
 class AttentionKernel(ABC):
     """Attention of some queries over some keys.
 
-    A provider implements `why_not`, `_forward` and `_backward` and says what it `takes`. What every provider needs
-    alike lives here, once: shape checks, calls without queries or keys, rows between segments, and strides no kernel
-    can read, and scales that are not positive.
+    A provider declares `takes` and implements `why_not`, `_forward` and `_backward`. This class handles what all
+    providers need: shape checks, calls without queries or keys, strides that kernels cannot read, and scales that are
+    not positive.
     """
 
     name: ClassVar[str]
     takes: Takes = Takes()
     speed: ClassVar[dict[str, int]] = {}
-    """By type of device, its place in the order of `auto`: the highest comes first; without one it is not taken."""
+    """Priority for `auto`, keyed by device type: `auto` tries the highest first, and skips providers without one."""
     compiles: ClassVar[bool] = False
-    """Whether a kernel is compiled when the first call of a `CallKind` comes."""
+    """Whether the first call of each `CallKind` compiles a kernel."""
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
             PROVIDERS[cls.name] = cls
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """As in the request; `why_not` says whether the provider can be `deterministic`."""
         self.deterministic = deterministic
-        self._prepared = lru_cache(maxsize=_MOST_PREPARED)(self.prepare)
+        self._prepared = lru_cache(maxsize=_MAX_PREPARED)(self.prepare)
 
     @abstractmethod
     def why_not(self, request: KernelRequest) -> str | None:
-        """None when `request` is supported, else one plain sentence: the value and what would be accepted."""
+        """Return None if `request` is supported, else one plain sentence: the value and the accepted values."""
 
     def prepare(self, call: KernelCall, rows: tuple[int, int], device: torch.device) -> Any:
-        """What the provider needs on the device for a call over so many queries and keys; None for nothing."""
+        """Return what the provider needs on the device for a call over `rows` (queries, keys); None for nothing."""
         return None
 
     @no_grad
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, *, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention of these queries over these keys alone.
+        """Compute attention of these queries over these keys alone.
 
         Args:
             q: `[s, b, h, d]`, any strides.
@@ -149,11 +146,11 @@ class AttentionKernel(ABC):
 
         Returns:
             out `[s, b, h, e]` in q's dtype and lse `[s, b, h]`, the natural log of the summed exponentials of the
-            scaled scores: fp32, or fp64 where q is fp64. Strides of both are the provider's own. Queries without keys:
-            out 0, lse -inf.
+            scaled scores: fp32, or fp64 if q is fp64. The provider chooses their strides. Queries without keys get out
+            0 and lse -inf.
 
         Raises:
-            ValueError: shapes, dtypes or devices disagree, or a call that this kernel does not take.
+            ValueError: shapes, dtypes or devices disagree, or this kernel does not take the call.
         """
         inputs = self._inputs(q, k, v, call, scale)
         if inputs is None:
@@ -165,16 +162,17 @@ class AttentionKernel(ABC):
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: KernelCall, *,
         scale: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """This call's share of the gradients; shares of all calls of a query add up to its whole gradient.
+        """Compute this call's part of the gradients; the parts of all calls of a query add up to its gradient.
 
         Args:
             grad_out, out: `[s, b, h, e]`; `out` is the GLOBAL result of these queries over all their keys, not this
-                call's. q's dtype (another float dtype is converted, which costs a copy).
+                call's. Dtype of q (another float dtype is converted, which costs a copy).
             q, k, v, call, scale: as given to `forward`.
             lse: `[s, b, h]`, the GLOBAL log-sum-exp. Cheapest as a view of contiguous `[b, h, s]` storage.
 
         Returns:
-            dq, dk, dv in the shapes and dtype of q, k, v. Accumulate them over calls in fp32. 0 where nothing is seen.
+            dq, dk, dv in the shapes and dtype of q, k, v. Accumulate them over calls in fp32. Rows that see nothing
+            get 0.
 
         Raises:
             ValueError: as `forward`, or `grad_out`, `out` or `lse` do not fit q.
@@ -189,54 +187,49 @@ class AttentionKernel(ABC):
         dq, dk, dv = self._backward(
             inputs, readable(grad_out.to(q.dtype)), readable(out.to(q.dtype)), lse.to(sum_dtype(q.dtype))
         )
-        factor = _positive(q, scale)[2] if scale <= 0 else 1
-        return dq if factor == 1 else dq * factor, dk, dv
+        if scale <= 0:  # the queries were multiplied by this factor
+            dq = dq * (0 if scale == 0 else -1)
+        return dq, dk, dv
 
     @abstractmethod
     def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
-        """`forward` of a checked call with at least one query and one key."""
+        """Compute `forward` of a checked call with at least one query and one key."""
 
     @abstractmethod
     def _backward(self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        """`backward` of a checked call with at least one query and one key: dq, dk, dv."""
+        """Compute dq, dk, dv of a checked call with at least one query and one key."""
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float) -> BlockInputs | None:
-        """Checked and readable; None where there is nothing to compute."""
+        """Return the checked inputs with readable strides and a positive scale, or None if there is nothing to do."""
         check_tensors(q, k, v)
         if call.segments and (call.segments[-1].q_stop > q.shape[0] or call.segments[-1].k_stop > k.shape[0]):
             raise ValueError(
                 f"a call of queries {call.q_span} and keys {call.k_span}, with {q.shape[0]} queries and {k.shape[0]} "
                 "keys: expected a call over their rows."
             )
-        whole = (Segment(0, q.shape[0], 0, k.shape[0]),)
-        if not self.takes.packed and call.segments not in ((), whole):
-            raise ValueError(f"segments {call.segments}: expected {whole}, one of all rows, in a call of {self.name}.")
+        if not self.takes.packed and call.segments:
+            whole = (Segment(0, q.shape[0], 0, k.shape[0]),)
+            if call.segments != whole:
+                raise ValueError(
+                    f"segments {call.segments}: expected {whole}, one of all rows, in a call of {self.name}."
+                )
         if q.numel() == 0 or k.numel() == 0:
             return None
         prepared = self._prepared(call, (q.shape[0], k.shape[0]), q.device)
-        q, scale, _ = _positive(q, scale)
+        if scale <= 0:  # fused kernels mask with -inf and take maxima before they scale, which would give NaN
+            q, scale = (q * 0, 1.0) if scale == 0 else (-q, -scale)
         return BlockInputs(readable(q), readable(k), readable(v), call, scale, prepared)
 
 
-def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
-    """(queries, scale) of the same scores with a scale above 0, and what the queries were multiplied by: -1, 0 or 1.
-
-    Fused kernels mask with -inf and seek maxima before they scale: another sign gives them NaN.
-    """
-    if not scale <= 0:
-        return q, scale, 1
-    return (q * 0, 1.0, 0) if scale == 0 else (-q, -scale, -1)
-
-
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of log-sum-exps and of what is added up: fp64 for fp64 inputs, so that double precision survives; else fp32."""
+    """Return the dtype of log-sum-exps and of sums: fp64 for fp64 inputs, to keep their precision, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x`, copied only where its strides are ones fused kernels misread.
+    """Return `x`, copied only if fused kernels would misread its strides.
 
-    They step through the head dim by 1, and autograd hands out expanded (stride 0) gradients, e.g. of a plain sum.
+    They step through the head dim by 1, and autograd returns expanded (stride 0) gradients, e.g. of a plain sum.
     """
     strides = x.stride()
     if strides[-1] == 1 and 0 not in strides:
@@ -246,12 +239,12 @@ def readable(x: Tensor) -> Tensor:
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """`[s, b, h, d]` seen as `[b, h, s, d]`, as the ATen ops take it; no copy."""
+    """Return the view `[b, h, s, d]` of `[s, b, h, d]`, the order of ATen's ops."""
     return x.permute(1, 2, 0, 3)
 
 
 def token_first(x: Tensor) -> Tensor:
-    """`[b, h, s, d]` seen as `[s, b, h, d]`; no copy."""
+    """Return the view `[s, b, h, d]` of `[b, h, s, d]`."""
     return x.permute(2, 0, 1, 3)
 
 

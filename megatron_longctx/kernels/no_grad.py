@@ -1,4 +1,4 @@
-"""Functions that autograd does not look into: whole ones, and backwards of functions."""
+"""Decorators for functions that autograd does not record."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ R = TypeVar("R")
 
 
 def no_grad(function: Callable[P, R]) -> Callable[P, R]:
-    """As the decorator `torch.no_grad()`, whose two switches take as long as launching an operation."""
+    """Run the function under `torch.no_grad()`, whose two switches take as long as a kernel launch, only if needed."""
 
     @functools.wraps(function)
-    def without(*args: P.args, **kwargs: P.kwargs) -> R:
+    def without_grad(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         with torch.no_grad():
             return function(*args, **kwargs)
 
-    return without
+    return without_grad
 
 
 def first_order(backward: Callable[P, R]) -> Callable[P, R]:
-    """For the backward of an autograd function that autograd cannot differentiate again: raises where it would have to.
+    """Refuse to differentiate this backward of an autograd function again.
 
-    torch's `once_differentiable` raises only where the incoming gradient has a graph, so that the gradient of a plain
-    sum comes without one and counts as a constant.
+    torch's `once_differentiable` raises only if the incoming gradient has a graph. The gradient of a plain sum has none
+    and would count as a constant.
 
     Raises:
-        RuntimeError: the gradients' own graph was asked for.
+        RuntimeError: the gradients' own graph was requested.
     """
 
     @functools.wraps(backward)

@@ -1,4 +1,4 @@
-"""Kernels that take several segments in one call, and what these are on the device."""
+"""Kernels that take several segments in one call, and the segments on the device."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs
-from megatron_longctx.schedules.kernel_calls import KernelCall, Segment, Takes
+from ..schedules.kernel_calls import KernelCall, Segment, Takes
+from ..schedules.mask import FAR
+from .interface import AttentionKernel, BlockInputs, dense_call
 
 
 class Segments(NamedTuple):
-    """A call's segments on the device.
+    """A call's segments on the device. Rows between them are segments too: queries without keys, or the reverse.
 
-    q_starts, k_starts: int32 `[n + 1]`, where each begins, and the rows of the tensors at last. Rows between segments
-    are segments of their own, of queries without keys or keys without queries. most_queries, most_keys: of one segment.
-    q_gaps, k_gaps: bool, rows of no segment; None where there are none.
+    q_starts, k_starts: int32 `[n + 1]`, the first row of each segment, then the number of rows of the tensor.
+    most_queries, most_keys: the largest numbers of one segment. q_gaps, k_gaps: bool, the rows of no segment; None if
+    there are none.
     """
 
     q_starts: Tensor
@@ -30,7 +31,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, call: KernelCall, rows: tuple[int, int], device: torch.device) -> Segments:
-        """Of a call over tensors of so many queries and keys."""
+        """Return the segments of a call over tensors of `rows` (queries, keys)."""
         q_starts, k_starts = [0], [0]
         for q0, q1, k0, k1 in (*call.segments, Segment(rows[0], rows[0], rows[1], rows[1])):
             if q0 > q_starts[-1]:
@@ -43,8 +44,8 @@ class Segments(NamedTuple):
                 q_starts.append(q1)
                 k_starts.append(k1)
         return cls(
-            _numbers(q_starts, device),
-            _numbers(k_starts, device),
+            _to_device(torch.tensor(q_starts, dtype=torch.int32), device),
+            _to_device(torch.tensor(k_starts, dtype=torch.int32), device),
             call.most_queries,
             call.most_keys,
             _gaps([each[:2] for each in call.segments], rows[0], device),
@@ -52,34 +53,37 @@ class Segments(NamedTuple):
         )
 
     def fill_outputs(self, out: Tensor, lse: Tensor) -> None:
-        """Queries of no segment have seen nothing."""
+        """Write out 0 and lse -inf to queries of no segment."""
         if self.q_gaps is not None:
             out.masked_fill_(self.q_gaps[:, None, None, None], 0)
             lse.masked_fill_(self.q_gaps[:, None, None], -torch.inf)
 
     def fill_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Nothing flows to rows of no segment."""
-        if self.q_gaps is not None:
-            dq.masked_fill_(self.q_gaps[:, None, None, None], 0)
-        for each in (dk, dv) if self.k_gaps is not None else ():
-            each.masked_fill_(self.k_gaps[:, None, None, None], 0)  # type: ignore[index]
+        """Write gradients of 0 to rows of no segment."""
+        for grad, gaps in ((dq, self.q_gaps), (dk, self.k_gaps), (dv, self.k_gaps)):
+            if gaps is not None:
+                grad.masked_fill_(gaps[:, None, None, None], 0)
 
 
 def _gaps(spans: Sequence[tuple[int, int]], rows: int, device: torch.device) -> Tensor | None:
     gaps = torch.ones(rows, dtype=torch.bool)
     for start, stop in spans:
         gaps[start:stop] = False
-    return _sent(gaps, device) if gaps.any() else None
+    return _to_device(gaps, device) if gaps.any() else None
 
 
-def _numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    return _sent(torch.tensor(values, dtype=torch.int32), device)
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, without the host waiting for it; it outlives the call that asks first."""
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy without blocking the host; later calls use the tensor too, so it must not be an inference tensor."""
     with torch.inference_mode(False):
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def window_arguments(call: KernelCall, unbounded: int | None) -> dict[str, int | None]:
+    """Return flash-attention's arguments for the call's window: none for a causal or full call."""
+    if call.causal or call.full:
+        return {}
+    bounds = {"window_size_left": call.left, "window_size_right": call.right}
+    return {name: unbounded if bound == FAR else bound for name, bound in bounds.items()}
 
 
 class PackedKernel(AttentionKernel):
@@ -99,13 +103,17 @@ class PackedKernel(AttentionKernel):
         self, inputs: BlockInputs, packed: Segments | None, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, ...]: ...
 
+    def prepare(self, call: KernelCall, rows: tuple[int, int], device: torch.device) -> Segments | None:
+        """Return the call's segments; None if it is one segment of all rows."""
+        return None if call.segments == dense_call(*rows).segments else Segments.of(call, rows, device)
+
     def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
         packed: Segments | None = inputs.prepared
         if packed is None:
             out, lse = self._forward_rows(_batch_first(inputs), None)
             return out.transpose(0, 1), lse.permute(2, 0, 1)
-        found = [self._forward_rows(_sequence(inputs, i), packed) for i in range(inputs.q.shape[1])]
-        out, lse = _stacked([out for out, _ in found]), _stacked([lse.mT for _, lse in found])
+        results = [self._forward_rows(_sequence(inputs, i), packed) for i in range(inputs.q.shape[1])]
+        out, lse = _stacked([out for out, _ in results]), _stacked([lse.mT for _, lse in results])
         packed.fill_outputs(out, lse)
         return out, lse
 
@@ -115,17 +123,13 @@ class PackedKernel(AttentionKernel):
             whole = (grad_out.transpose(0, 1), out.transpose(0, 1), lse.permute(1, 2, 0).contiguous())
             dq, dk, dv, *_ = self._backward_rows(_batch_first(inputs), None, *whole)
             return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
-        found = [
+        results = [
             self._backward_rows(_sequence(inputs, i), packed, grad_out[:, i], out[:, i], lse[:, i].mT.contiguous())[:3]
             for i in range(inputs.q.shape[1])
         ]
-        dq, dk, dv = map(_stacked, zip(*found, strict=True))
+        dq, dk, dv = map(_stacked, zip(*results, strict=True))
         packed.fill_gradients(dq, dk, dv)
         return dq, dk, dv
-
-    def prepare(self, call: KernelCall, rows: tuple[int, int], device: torch.device) -> Segments | None:
-        """None for a call that is one segment of all rows."""
-        return None if call.segments == (Segment(0, rows[0], 0, rows[1]),) else Segments.of(call, rows, device)
 
 
 def _batch_first(inputs: BlockInputs) -> BlockInputs:
@@ -133,7 +137,7 @@ def _batch_first(inputs: BlockInputs) -> BlockInputs:
 
 
 def _sequence(inputs: BlockInputs, number: int) -> BlockInputs:
-    """One sequence of a batch, which is packed by itself."""
+    """Return one sequence of a batch; sequences are packed separately."""
     return inputs._replace(q=inputs.q[:, number], k=inputs.k[:, number], v=inputs.v[:, number])
 
 

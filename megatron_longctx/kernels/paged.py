@@ -1,13 +1,14 @@
-"""Attention of few queries over a paged cache, and the merge of what several ranks have found: decode, short prompts.
+"""Attention of few queries over a paged cache, and the merge of partial results over ranks: decode and short prompts.
 
-A sequence's tokens lie in the pages that its row of a table names, in order; a page is `page_tokens` slots. Of these a
-query sees the first, as many as it says, without those in front of its window: a causal mask.
-Shapes are static and lengths are read on the device, so that calls can be captured in CUDA graphs and replayed with
-other tables. Results are partial: over the keys in these pages alone, to be merged by their lse.
+The tokens of a sequence are stored in order in the pages that its row of a table names; a page has `page_tokens` slots.
+A query sees the first `count` of these tokens, without those in front of its window: a causal mask. Shapes are static
+and lengths are read on the device, so that CUDA graphs can capture calls and replay them with other tables. Results are
+partial: over the keys in these pages alone, to be merged by their lse.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -15,45 +16,46 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import fused
-from megatron_longctx.kernels.interface import sum_dtype
-from megatron_longctx.kernels.quantize_kv import SCALE_BYTES, unpack_kv
+from .fused import load_fused
+from .interface import sum_dtype
+from .no_grad import no_grad
+from .quantize_kv import SCALE_BYTES, unpack_kv
 
-_fused = partial(fused, __name__, "decoding")
+_fused = partial(load_fused, __name__, "decoding")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the fused kernels take."""
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of queries that the fused kernels support."""
+
+_TILE = 64
+"""Queries times heads of a KV head that one program of the fused kernel can handle without running out of registers."""
+_MAX_QUERIES = 16
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Where the keys of `B` queries lie.
+    """The pages that hold the keys of `B` queries.
 
     Attributes:
-        table: `[B / together, P]` int32, numbers of pages; entries past a sequence's last page may be anything.
-        counts: `[B]` int32 or int64, tokens that each query sees, at most `P * page_tokens`; 0 for one that is none.
+        table: `[B / queries_per_tile, P]` int32, page numbers; entries after a sequence's last page are not read.
+        counts: `[B]` int32 or int64, the number of tokens that each query sees, at most `P * page_tokens`; 0 for a
+            padding row.
         page_tokens: slots of a page.
-        together: neighbouring queries that are of one sequence, a power of two; 1 for decode.
-        skipped: `[B]`, of the counts' dtype: how many of the counted tokens, from the first on, lie in front of each
-            query's window; at most its count. None for no window.
+        queries_per_tile: the number of neighbouring queries that belong to one sequence, a power of two; 1 for decode.
+        window_starts: `[B]`, dtype of counts: the first token in each query's window, at most its count. None for no
+            window.
     """
 
     table: Tensor
     counts: Tensor
     page_tokens: int
-    together: int = 1
-    skipped: Tensor | None = None
+    queries_per_tile: int = 1
+    window_starts: Tensor | None = None
 
 
-_TILE = 64
-"""Queries x heads of a KV head that a program of the fused kernel can take without running out of registers."""
-_MOST_TOGETHER = 16
-
-
-def most_together(num_heads: int, num_kv_heads: int) -> int:
-    """Neighbouring queries of one sequence that are best attended together."""
+def max_queries_per_tile(num_heads: int, num_kv_heads: int) -> int:
+    """Return the fastest number of neighbouring queries of one sequence for one program."""
     group = 1 << (num_heads // num_kv_heads - 1).bit_length()
-    return min(_MOST_TOGETHER, max(1, _TILE // group))
+    return min(_MAX_QUERIES, max(1, _TILE // group))
 
 
 class PackedPartials:
@@ -71,113 +73,140 @@ class PackedPartials:
         self.lse = flat[..., size:].view(*lead, rows, heads)
 
     @staticmethod
-    def like(q: Tensor, ranks: tuple[int, ...] = ()) -> PackedPartials:
-        """Room for the results of queries `[B, h, d]`, of each rank."""
+    def empty(q: Tensor, copies: tuple[int, ...] = ()) -> PackedPartials:
+        """Allocate uninitialized results of queries `[B, h, d]`, with the leading dimensions `copies`."""
         rows, heads, head_dim = q.shape
-        flat = q.new_empty(*ranks, rows * heads * (head_dim + 1), dtype=sum_dtype(q.dtype))
+        flat = q.new_empty(*copies, rows * heads * (head_dim + 1), dtype=sum_dtype(q.dtype))
         return PackedPartials(flat, rows, heads, head_dim)
 
 
-@torch.no_grad()
+@no_grad
 def attend_pages(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
-    """Every query over the keys that it sees of its own sequence.
+    """Attend with every query over the keys of its sequence that it sees.
 
-    Keys are split among as many programs as the device has room for (Flash-Decoding), whatever the lengths: the split
-    depends on the shapes alone.
+    Keys are split among as many programs as the device has room for (Flash-Decoding). The split depends on shapes
+    alone, not on lengths.
 
     Args:
-        q: `[B, h, d]`; heads and their elements side by side.
-        cache: `[slots, 2, g, d]`, keys and values, q's dtype; or `[slots, 2, g, d + 4]` uint8, as `quantize_kv` packs
-            them, which are attended as `unpack_kv` gives them. `g` divides `h`. Strides of its first three dimensions
-            are free.
+        q: `[B, h, d]`; heads and their elements adjacent.
+        cache: `[slots, 2, g, d]`, keys and values, q's dtype; or `[slots, 2, g, d + 4]` uint8 as packed by
+            `quantize_kv`, attended as `unpack_kv` returns them. `g` divides `h`. Its first three dimensions may have
+            any strides.
         pages: on q's device.
         scale: factor of the scores before the softmax.
 
     Returns:
-        out and natural-log lse in fp32 (fp64 for fp64 q). A query that sees no tokens: out 0, lse -inf.
+        out and natural-log lse in fp32 (fp64 for fp64 q). A query that sees no tokens gets out 0 and lse -inf.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
+    splits = attend_splits(q, cache, pages, scale)
+    if len(splits.flat) == 1:
+        return PackedPartials(splits.flat[0], *q.shape)
+    merged = PackedPartials.empty(q)
+    merge_ranks(splits, merged.out, merged.lse)
+    return merged
+
+
+@no_grad
+def attend_splits(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
+    """Run `attend_pages` without merging the splits of the keys: `[splits, B, h, d]` and `[splits, B, h]`."""
     _check(q, cache, pages)
-    found = PackedPartials.like(q)
-    twin = _fused() if q.is_cuda and q.dtype in DTYPES else None
-    if q.numel():
-        (twin.attend_pages_triton if twin else attend_pages_torch)(q, cache, pages, scale, found)
-    return found
+    impl = _fused() if q.is_cuda and q.dtype in FUSED_DTYPES and q.numel() else None
+    splits: PackedPartials = (impl.attend_triton if impl else attend_torch)(q, cache, pages, scale)
+    return splits
 
 
-@torch.no_grad()
-def attend_shares(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
-    """`attend_pages` before shares of the keys are merged: `[splits, B, h, d]` and `[splits, B, h]`."""
-    twin = _fused() if q.is_cuda and q.dtype in DTYPES and q.numel() else None
-    if twin is None:
-        found = attend_pages(q, cache, pages, scale)
-        return PackedPartials(found.flat[None], *q.shape)
-    _check(q, cache, pages)
-    return twin.attend_shares_triton(q, cache, pages, scale)  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def merge_ranks(found: PackedPartials, out: Tensor) -> Tensor:
-    """Merge what ranks have found over disjoint keys, in their order: the same numbers wherever it is computed.
+@no_grad
+def merge_ranks(partials: PackedPartials, out: Tensor, lse: Tensor | None = None) -> Tensor:
+    """Merge results over disjoint keys, of ranks or splits, in their order: bit-identical wherever it is computed.
 
     Args:
-        found: of shapes `[n, B, h, d]` and `[n, B, h]`.
-        out: `[B, h, d]` contiguous, any float dtype: is written and returned. 0 where no rank has keys.
+        partials: of shapes `[n, B, h, d]` and `[n, B, h]`.
+        out: `[B, h, d]` contiguous, any float dtype: is written and returned. 0 where there are no keys.
+        lse: `[B, h]` contiguous, is written too; None to leave it out.
     """
-    twin = _fused() if out.is_cuda and found.flat.dtype == torch.float32 else None
+    impl = _fused() if out.is_cuda and partials.flat.dtype == torch.float32 else None
     if out.numel():
-        (twin.merge_ranks_triton if twin else merge_ranks_torch)(found, out)
+        (impl.merge_ranks_triton if impl else merge_ranks_torch)(partials, out, lse)
     return out
 
 
-def attend_pages_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float, found: PackedPartials) -> None:
-    """`attend_pages` in plain PyTorch: the reference, and the way on CPU. Reads the lengths on the host."""
+def attend_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
+    """Run `attend_splits` in plain PyTorch, in one split: the reference, and the way on CPU."""
+    splits = PackedPartials.empty(q, (1,))
+    out, lse = splits.out[0], splits.lse[0]
     heads, kv_heads = q.shape[1], cache.shape[2]
     counts = pages.counts.tolist()
-    skipped = [0] * len(counts) if pages.skipped is None else pages.skipped.tolist()
-    for row, (first, count) in enumerate(zip(skipped, counts, strict=True)):
+    window_starts = [0] * len(counts) if pages.window_starts is None else pages.window_starts.tolist()
+    for row, (first, count) in enumerate(zip(window_starts, counts, strict=True)):
         if first == count:
-            found.out[row] = 0
-            found.lse[row] = -torch.inf
+            out[row] = 0
+            lse[row] = -torch.inf
             continue
         page = first // pages.page_tokens
-        used = pages.table[row // pages.together, page : -(-count // pages.page_tokens)].tolist()
+        used = pages.table[row // pages.queries_per_tile, page : -(-count // pages.page_tokens)].tolist()
         before = page * pages.page_tokens
         tokens = _tokens(cache, used, pages.page_tokens)[first - before : count - before]
         if cache.dtype == torch.uint8:
             tokens = torch.cat(unpack_kv(tokens.unsqueeze(2), q.dtype), dim=1)
-        k, v = tokens.to(found.flat.dtype).permute(1, 2, 0, 3)  # [g, t, d]
-        queries = q[row].to(found.flat.dtype).view(kv_heads, heads // kv_heads, -1)
+        k, v = tokens.to(out.dtype).permute(1, 2, 0, 3)  # [g, t, d]
+        queries = q[row].to(out.dtype).view(kv_heads, heads // kv_heads, -1)
         scores = queries @ k.transpose(1, 2) * scale
-        found.lse[row] = scores.logsumexp(-1).flatten()
-        found.out[row] = (scores.softmax(-1) @ v).flatten(0, 1)
+        lse[row] = scores.logsumexp(-1).flatten()
+        out[row] = (scores.softmax(-1) @ v).flatten(0, 1)
+    return splits
 
 
 def _tokens(cache: Tensor, pages: list[int], page_tokens: int) -> Tensor:
-    """`[t, 2, g, …]`: the slots of some pages; in place where the pages are neighbours, which they mostly are."""
+    """Return the slots of pages, `[t, 2, g, …]`: a view if the pages are neighbours, which they mostly are."""
     starts = [i for i, page in enumerate(pages) if not i or page != pages[i - 1] + 1]
     runs = [(pages[i], pages[j - 1] + 1) for i, j in pairwise([*starts, len(pages)])]
     spans = [cache[first * page_tokens : stop * page_tokens] for first, stop in runs]
     return spans[0] if len(spans) == 1 else torch.cat(spans)
 
 
-def merge_ranks_torch(found: PackedPartials, out: Tensor) -> None:
-    """`merge_ranks` in plain PyTorch."""
-    most = found.lse.amax(0)
+def merge_ranks_torch(partials: PackedPartials, out: Tensor, lse: Tensor | None = None) -> None:
+    """Run `merge_ranks` in plain PyTorch."""
+    most = partials.lse.amax(0)
     base = torch.where(most == -torch.inf, 0.0, most)
-    weights = (found.lse - base).exp()
-    total = torch.zeros_like(found.out[0])
-    for weight, part in zip(weights, found.out, strict=True):
+    weights = (partials.lse - base).exp()
+    total = torch.zeros_like(partials.out[0])
+    for weight, part in zip(weights, partials.out, strict=True):
         total += weight[..., None] * part
-    sums = weights.sum(0)[..., None]
-    out.copy_(total / torch.where(sums == 0, 1.0, sums))
+    sums = weights.sum(0)
+    out.copy_(total / torch.where(sums == 0, 1.0, sums)[..., None])
+    if lse is not None:
+        lse.copy_(base + sums.log())
 
 
-def fused_kernels() -> bool:
-    """Whether calls on GPUs run kernels of ours, which graphs can capture."""
+def has_fused_kernels() -> bool:
+    """Whether calls on GPUs run our kernels, which graphs can capture."""
     return _fused() is not None
+
+
+def compile_decode(q: Tensor, cache: Tensor, page_tokens: int, windows: Collection[bool] = (False,)) -> None:
+    """Compile the kernels of decode: for 1 to 16 sequences, and for prompts with several queries per tile.
+
+    The distance between results is a multiple of 16 numbers or not, which makes two variants of each kernel.
+
+    Args:
+        q: `[0, h, d]`. Nothing is compiled for a dtype that the fused kernels do not support.
+        cache: as for `attend_pages` with such queries; not read.
+        windows: whether layers have a window; both if some do and some do not.
+    """
+    if q.dtype not in FUSED_DTYPES:
+        return
+    per_tile = max_queries_per_tile(q.shape[1], cache.shape[2])
+    for rows, in_tile in [(2**i, 1) for i in range(5)] + [(per_tile << i, per_tile) for i in range(6)]:
+        queries = q.new_zeros(rows, *q.shape[1:])
+        table = torch.zeros(rows // in_tile, 1, dtype=torch.int32, device=cache.device)
+        counts = torch.zeros(rows, dtype=torch.int64, device=cache.device)
+        for window in windows:
+            pages = Pages(table, counts, page_tokens, in_tile, counts if window else None)
+            flat = attend_pages(queries, cache, pages, 1.0).flat
+        merge_ranks(PackedPartials(torch.stack((flat, flat)), *queries.shape), torch.empty_like(queries))
 
 
 def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:
@@ -188,21 +217,21 @@ def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:
     if not fits or not cache.shape[2] or q.shape[1] % cache.shape[2]:
         raise ValueError(
             f"q {tuple(q.shape)}, cache {tuple(cache.shape)}: expected q [B, h, d] and a cache [slots, 2, g, d] ("
-            f"d + {SCALE_BYTES} of 8-bit values), g a divisor of h."
+            f"d + {SCALE_BYTES} for 8-bit values), where g divides h."
         )
-    together = pages.together
-    if together < 1 or together & (together - 1) or rows % together:
-        raise ValueError(f"together={together}: expected a power of two that divides the {rows} queries.")
+    per_tile = pages.queries_per_tile
+    if per_tile < 1 or per_tile & (per_tile - 1) or rows % per_tile:
+        raise ValueError(f"queries_per_tile={per_tile}: expected a power of two that divides the {rows} queries.")
     of_table, of_counts = tuple(pages.table.shape), tuple(pages.counts.shape)
-    of_skipped = of_counts if pages.skipped is None else tuple(pages.skipped.shape)
-    if len(of_table) != 2 or of_table[0] != rows // together or pages.page_tokens < 1:
+    of_starts = of_counts if pages.window_starts is None else tuple(pages.window_starts.shape)
+    if len(of_table) != 2 or of_table[0] != rows // per_tile or pages.page_tokens < 1:
         raise ValueError(
-            f"table {of_table}, {pages.page_tokens} tokens a page: expected [{rows // together}, P] and 1 or more."
+            f"table {of_table}, {pages.page_tokens} tokens a page: expected [{rows // per_tile}, P] and 1 or more."
         )
-    if not of_counts == of_skipped == (rows,):
-        raise ValueError(f"counts {of_counts}, skipped {of_skipped}: expected [{rows}] each.")
+    if not of_counts == of_starts == (rows,):
+        raise ValueError(f"counts {of_counts}, window_starts {of_starts}: expected [{rows}] each.")
     if not (packed or q.dtype == cache.dtype) or q.stride(-1) != 1 or cache.stride(-1) != 1:
         raise ValueError(
             f"q is {q.dtype} with strides {q.stride()}, the cache {cache.dtype} with {cache.stride()}: expected one "
-            "dtype, and heads whose elements lie side by side."
+            "dtype, and adjacent elements of each head."
         )

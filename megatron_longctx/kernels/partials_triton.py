@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import kind_of, launch, row_strides
-from megatron_longctx.kernels.partials import Partial
+from .fused import launch, row_strides, specialization_of
+from .partials import Partial
 
-# Elements of the result that one program handles.
+# The number of elements of the result that one program handles.
 _TILE = 2048
-# What kernels are not compiled anew for, as it changes with length and batch: numbers that no vector load needs to be
-# multiples of 16, and where the lse lie, which are read one by one.
+# Arguments without specialized variants, since they change with length and batch: numbers that need not be multiples of
+# 16 for vector loads, and addresses of lse, which are read one at a time.
 _OF_PARTIALS = ("start", "stop", "first", "last", "ls", "lb", "lh")
 _ANY = [
     "num_rows",
@@ -31,7 +31,7 @@ _ANYWHERE = ["lse", "l0", "l1", "l2", "l3"]
 
 @triton.jit
 def _lse_of(lse, start, stop, first, last, s_stride, b_stride, h_stride, s, b, h, inside):  # type: ignore
-    """A partial's lse at each row; -inf outside of what it covers."""
+    """Load a partial's lse for each row; -inf for rows that it does not cover."""
     covered = inside & (s >= start) & (s < stop) & (h >= first) & (h < last)
     at = lse + (s - start) * s_stride + b * b_stride + (h - first) * h_stride
     return tl.load(at, mask=covered, other=-float("inf")).to(tl.float32)
@@ -39,7 +39,7 @@ def _lse_of(lse, start, stop, first, last, s_stride, b_stride, h_stride, s, b, h
 
 @triton.jit
 def _value_of(value, start, stop, first, last, s_stride, b_stride, h_stride, s, b, h, col, inside):  # type: ignore[no-untyped-def]
-    """A partial's rows; 0 outside of what it covers."""
+    """Load a partial's rows; 0 for rows that it does not cover."""
     covered = (s >= start) & (s < stop) & (h >= first) & (h < last)
     at = value + ((s - start) * s_stride + b * b_stride + (h - first) * h_stride)[:, None] + col[None, :]
     return tl.load(at, mask=inside & covered[:, None], other=0.0).to(tl.float32)
@@ -54,8 +54,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     v3, l3, start3, stop3, first3, last3, vs3, vb3, vh3, ls3, lb3, lh3,
     MERGE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # A row is one head of one token. Counted in 32 bits, since dividing 64 takes far more instructions; places
-    # take 64, because a million tokens of many heads pass 2**31 elements.
+    # A row is one head of one token. Row numbers have 32 bits, since 64-bit division takes far more instructions;
+    # offsets have 64, because a million tokens of many heads exceed 2**31 elements.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
     h = (row % heads).to(tl.int64)
@@ -78,7 +78,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         if COUNT > 3:
             a3 = _lse_of(l3, start3, stop3, first3, last3, ls3, lb3, lh3, s, b, h, inside)
             most = tl.maximum(most, a3)
-        base = tl.where(most == -float("inf"), 0.0, most)  # where nothing is, -inf minus -inf would be NaN
+        base = tl.where(most == -float("inf"), 0.0, most)  # without keys, -inf minus -inf would be NaN
         w0 = tl.exp(a0 - base)
         total += w0[:, None] * _value_of(v0, start0, stop0, first0, last0, vs0, vb0, vh0, s, b, h, col, tile)
         weights = w0
@@ -97,7 +97,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         empty = weights == 0
         total = total / tl.where(empty, 1.0, weights)[:, None]
         merged = tl.where(empty, -float("inf"), base + tl.log(tl.where(empty, 1.0, weights)))
-        # Every warp loads the few lse values for itself: none may overwrite what a slower one has yet to read.
+        # Every warp loads the few lse values itself: none may overwrite values that a slower one has yet to read.
         tl.debug_barrier()
         tl.store(lse + s * lse_s + b * lse_b + h * lse_h, merged, mask=inside)
     else:
@@ -113,7 +113,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 
 def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None) -> None:
-    """`merge_partials` (with `lse`) or `sum_partials` (without) of 0 to 4 partials. Arguments are not checked."""
+    """Run `merge_partials` (with `lse`) or `sum_partials` (without) on 0 to 4 partials, without checks."""
     s, batch, heads, head_dim = out.shape
     if not partials:
         out.zero_()
@@ -126,14 +126,14 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
     into = out if lse is None else lse
     strides = (*row_strides(out), *into.stride()[:3])
     arguments: list[Tensor | int] = [out, into, num_rows, batch, heads, head_dim, *strides]
-    own = len(arguments)
     for part in partials:
         part_lse = part.value if part.lse is None else part.lse
         arguments += [part.value, part_lse, part.start, part.stop, part.first_head, part.last_head]
         arguments += [*row_strides(part.value), *part_lse.stride()[:3]]
-    arguments += arguments[own : own + (len(arguments) - own) // len(partials)] * (4 - len(partials))  # not read
-    kinds = tuple([kind_of(x) for x in arguments])
+    # 12 arguments of the result and 12 of each partial; the kernel does not read those of missing partials.
+    arguments += arguments[12:24] * (4 - len(partials))
+    specialization = tuple([specialization_of(x) for x in arguments])
     constants = {"MERGE": lse is not None, "COUNT": len(partials), "ROWS": rows, "COLS": cols}
-    # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
+    # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
     with torch.cuda.device(out.get_device()):
-        launch(_combine_kernel, (triton.cdiv(num_rows, rows),), arguments, constants, kinds)
+        launch(_combine_kernel, (triton.cdiv(num_rows, rows),), arguments, constants, specialization)

@@ -1,7 +1,6 @@
-"""The functions of `quantize_kv` as fused kernels: every byte is read once and written once, with the same bits.
+"""The functions of `quantize_kv` as fused kernels, without checks: the same bits, each byte read and written once.
 
-A program handles ROWS rows, each one head of one token; the grid's second dimension takes keys and values. Arguments
-are not checked: call `quantize_kv`.
+A program handles ROWS rows, each one head of one token. The grid's second dimension separates keys and values.
 """
 
 import torch
@@ -9,22 +8,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import row_strides
+from .fused import row_strides
 
 _TILE = 4096
-# What kernels are not compiled anew for, as it changes with length and batch: numbers that no vector load needs to be
-# multiples of 16. Packed rows are hardly ever multiples of 16 bytes apart.
+# Arguments without specialized variants, since they change with length and batch: numbers that need not be multiples of
+# 16 for vector loads. The distance of packed rows is rarely a multiple of 16 bytes.
 _ANY = ["num_rows", "batch", "heads", "packed_t", "packed_second", "packed_b", "packed_h"]
 _SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
 _INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 _TO_EVEN: tl.constexpr = tl.constexpr(1.5 * 2**23)
-"""Added and taken away again, it rounds what is small beside it to integers, halves to even ones."""
+"""Adding and subtracting it rounds small numbers to integers, and halves to even ones."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(num_rows, batch, heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether this program's rows are there, and their token, sequence and head."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32 bits are divided faster, places need 64
+    """Return whether each row of this program exists, and its token, sequence and head."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32-bit division is faster; offsets need 64 bits
     token = row // heads
     t, b, h = (token // batch).to(tl.int64), (token % batch).to(tl.int64), (row % heads).to(tl.int64)
     return row < num_rows, t, b, h
@@ -44,7 +43,7 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(k + (t * k_t + b * k_b + h * k_h)[:, None] + col * k_d, mask=mask, other=0.0).to(tl.float32)
     else:
         x = tl.load(v + (t * v_t + b * v_b + h * v_h)[:, None] + col * v_d, mask=mask, other=0.0).to(tl.float32)
-    broken = tl.max(tl.where(tl.abs(x) < _INFINITY, 0, 1), 1) > 0  # maxima pass over NaN
+    broken = tl.max(tl.where(tl.abs(x) < _INFINITY, 0, 1), 1) > 0  # maxima ignore NaN
     scale = tl.max(tl.where(broken[:, None], 0.0, tl.abs(x)), 1) * (1 / 127)
     usable = scale > _SMALLEST_SCALE
     inverse = tl.where(usable, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(usable, scale, 1.0)), 0.0)
@@ -74,12 +73,12 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
 
 
 def pack_kv(k: Tensor, v: Tensor, packed: Tensor) -> None:
-    """k, v `[t, b, g, d]` into packed `[t, 2, b, g, d + 4]` uint8, contiguous."""
+    """Pack k, v `[t, b, g, d]` into `[t, 2, b, g, d + 4]` uint8, contiguous."""
     t, batch, heads, d = k.shape
     cols = triton.next_power_of_2(d)
     rows = max(1, _TILE // cols)
     grid = (triton.cdiv(t * batch * heads, rows), 2)
-    with torch.cuda.device(k.get_device()):  # a CPU tensor's index, -1, changes nothing
+    with torch.cuda.device(k.get_device()):  # the index of a CPU tensor, -1, has no effect
         _pack_kernel[grid](
             k, v, packed.view(torch.int8), t * batch * heads, batch, heads, *row_strides(k), k.stride(-1),
             *row_strides(v), v.stride(-1), D=d, ROWS=rows, COLS=cols, enable_fp_fusion=False,
@@ -87,7 +86,7 @@ def pack_kv(k: Tensor, v: Tensor, packed: Tensor) -> None:
 
 
 def unpack_kv(packed: Tensor, out: Tensor) -> None:
-    """packed `[t, 2, b, g, d + 4]`, rows contiguous, into out `[t, 2, b, g, d]`, contiguous."""
+    """Unpack `[t, 2, b, g, d + 4]`, rows contiguous, into out `[t, 2, b, g, d]`, contiguous."""
     t, _, batch, heads, d = out.shape
     cols = triton.next_power_of_2(d)
     rows = max(1, _TILE // cols)

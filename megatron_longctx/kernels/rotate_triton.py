@@ -1,4 +1,4 @@
-"""`rotate` as one fused kernel: reads every element once, writes it once, for any number of tokens."""
+"""`rotate` as one fused kernel, which reads and writes every element once, for any number of tokens."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import row_strides
+from .fused import row_strides
 
-# Heads that one program turns, of one token.
+# The number of heads of one token that one program rotates.
 _HEADS = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn_heads(  # type: ignore[no-untyped-def]
+def _rotate_heads(  # type: ignore[no-untyped-def]
     x, out, first, heads, group, group_stride, head_stride,
     head_dim, half, c, s,
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
@@ -40,7 +40,7 @@ def _turn_heads(  # type: ignore[no-untyped-def]
         tl.store(target + j, tl.load(source + j, mask=rest, other=0.0), mask=rest)
 
 
-# Not compiled anew for the batch, which no vector load needs to be a multiple of 16.
+# The batch has no specialized variants: it need not be a multiple of 16 for vector loads.
 @triton.jit(do_not_specialize=["batch"])  # type: ignore[untyped-decorator]
 def _rotate_kernel(  # type: ignore[no-untyped-def]
     x, x_out, x_heads, x_group, x_s, x_b, x_g, x_h,
@@ -48,7 +48,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     cos, sin, batch, head_dim, half,
     INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    # 64-bit, because a million tokens of many heads pass 2**31 elements.
+    # 64-bit, because a million tokens of many heads exceed 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
     token = (tl.program_id(0) // batch).to(tl.int64)
     b = row - token * batch
@@ -60,12 +60,12 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(1) * HEADS
     of_x = tl.cdiv(x_heads, HEADS) * HEADS
     if first < of_x:
-        _turn_heads(
+        _rotate_heads(
             x + token * x_s + b * x_b, x_out + row * x_heads * head_dim, first, x_heads, x_group, x_g, x_h,
             head_dim, half, c, s, INTERLEAVED, HEADS, HALF, REST,
         )  # fmt: skip
     else:
-        _turn_heads(
+        _rotate_heads(
             y + token * y_s + b * y_b, y_out + row * y_heads * head_dim, first - of_x, y_heads, y_group, y_g, y_h,
             head_dim, half, c, s, INTERLEAVED, HEADS, HALF, REST,
         )  # fmt: skip
@@ -74,7 +74,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
 def rotate_triton(
     tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> list[Tensor]:
-    """`rotate` for fp32, bf16 and fp16 whose head dims lie side by side. Arguments are not checked: call `rotate`."""
+    """Run `rotate` on fp32, bf16 or fp16 tensors with adjacent elements of a head, without checks."""
     outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
     x, y = tensors[0], tensors[-1]
     heads = [each.shape[2] if each.ndim == 4 else each.shape[2] * each.shape[3] for each in tensors]
@@ -82,7 +82,7 @@ def rotate_triton(
     per_program = min(_HEADS, triton.next_power_of_2(max(heads)))
     blocks = sum(triton.cdiv(count, per_program) for count in heads)
     rest = head_dim - 2 * half
-    # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
+    # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
     with torch.cuda.device(x.get_device()):
         _rotate_kernel[(x.shape[0] * batch, blocks)](
             x, outs[0], heads[0], *_strides(x), y, outs[-1], heads[-1], *_strides(y), cos, sin, batch, head_dim, half,
@@ -93,7 +93,7 @@ def rotate_triton(
 
 
 def _strides(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Heads of a group; strides of tokens, batch, groups and the heads of a group."""
+    """Return the heads of a group, and the strides of tokens, batch, groups and heads within a group."""
     if x.ndim == 4:
         s, b, h = row_strides(x)
         return 1, s, b, h, 0

@@ -1,6 +1,6 @@
-"""Flash Communication: sums over ranks in low-bit integers, and the policies that select which sums.
+"""Flash Communication: sums over ranks in low-bit integers, and policies that decide which sums are quantized.
 
 `reduction.Reducer` decides by policy, size and, for `auto`, the measured `crossover`. `quantized` sums in two steps of
-collectives. `peer_reduce` does the same in one kernel over peer memory, with bit-identical results. `quantize` packs
-and unpacks, with fused kernels in `quantize_triton`.
+collectives. `peer_reduce` does the same in one kernel over peer memory, with the same bits. `quantize` packs and
+unpacks, with fused kernels in `quantize_triton`.
 """

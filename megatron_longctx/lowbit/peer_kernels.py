@@ -1,7 +1,7 @@
 """Reductions among GPUs that can write each other's memory, each in one kernel: pack, push, wait, sum, push, unpack.
 
-Every block has its own groups of every chunk, in all steps and on all ranks; see `comm.peer_flags`. Arguments are not
-checked: see `peer_reduce`.
+A block handles the same groups of every chunk in all steps and on all ranks, because it waits for the same block of the
+peers (see `comm.peer_kernels`). Arguments are not checked: call `peer_reduce`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..comm.peer_flags import await_peers, end_call, tell
-from ..comm.peer_memory import MOST_BLOCKS, PeerMemory
-from .quantize import Wire
+from ..comm.peer_kernels import end_call, signal_peers, wait_for_peers
+from ..comm.peer_memory import MAX_BLOCKS, PeerMemory
+from .quantize import Format
 from .quantize_triton import quantized, store_quantized, unpack_add
 
-# Elements that a block handles at once, and its warps: few blocks with much to do need many loads under way.
 _SMALL, _LARGE = (4096, 4), (16384, 16)
-# What kernels are not compiled anew for. They are for sizes that 16 divides, which loads of several elements need.
+"""The elements that a block handles at once, and its warps. Few blocks with much work need many loads in flight."""
+# Arguments that kernels are not specialized for. `numel`, `chunk` and `stride` are: vector loads need multiples of 16.
 _ANY = ["me", "groups", "per", "row", "values", "to_row", "to_values"]
 PUSH, SUM, UNPACK = 1, 2, 4
 ALL = PUSH | SUM | UNPACK
@@ -31,7 +31,7 @@ def _put(  # type: ignore[no-untyped-def]
     packed, in_a, in_b, base, like, value_bytes, group, groups, inside,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write what `_packed` gave into groups of the messages at the addresses `base`, `[ROWS]`."""
+    """Write the result of `_packed` into groups of the messages at the addresses `base`, `[ROWS]`."""
     base = tl.multiple_of(base, 16)
     if BITS == 0:
         to = tl.multiple_of(base.to(tl.pointer_type(like.dtype.element_ty)), 16)[:, None]
@@ -58,7 +58,7 @@ def _add(  # type: ignore[no-untyped-def]
     a, b, in_a, in_b, base, like, value_bytes, group, groups, inside,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Add groups of the messages at the addresses `base`, `[ROWS]`, to the two halves."""
+    """Add groups of the messages at the addresses `base`, `[ROWS]`, to the halves a and b."""
     base = tl.multiple_of(base, 16)
     if BITS == 0:
         source = tl.multiple_of(base.to(tl.pointer_type(like.dtype.element_ty)), 16)[:, None]
@@ -75,17 +75,17 @@ def _add(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
 def _two_step_kernel(  # type: ignore[no-untyped-def]
     x, out, data, flags, state,
-    me, room, numel, chunk, stride, groups, per, row, values, to_row, to_values,
+    me, half_bytes, numel, chunk, stride, groups, per, row, values, to_row, to_values,
     BITS: tl.constexpr, TO_BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr,
-    ROWS: tl.constexpr, SUM_ROWS: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr, SUM_ROWS: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, MAX: tl.constexpr,
     SCATTER: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Chunk r, `x[r * stride : r * stride + chunk]`, is summed by rank r: into `out` if SCATTER, else into all `out`s.
+    """Sum chunk r, `x[r * stride : r * stride + chunk]`, on rank r, and write it to its `out` if SCATTER, else to all.
 
-    A half of the memory holds a message of `row` bytes from every rank, then a sum of `to_row` bytes from every rank.
+    A half of the memory contains a message of `row` bytes from each rank, then a sum of `to_row` bytes from each rank.
     """
     epoch = tl.load(state) + 1
-    half = (epoch & 1) * room
+    half = (epoch & 1) * half_bytes
     first = tl.program_id(0) * per
     count = tl.minimum(per, groups - first)
     here = tl.load(data + me) + half
@@ -94,7 +94,7 @@ def _two_step_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, WORLD * count, ROWS):
             index = start + tl.arange(0, ROWS)
             inside = index < WORLD * count
-            rank = (index // count + me + 1) % WORLD  # every rank begins with another peer
+            rank = (index // count + me + 1) % WORLD  # each rank begins with another peer
             group = first + index % count
             place = group[:, None].to(tl.int64) * (2 * HALF) + col
             at = rank[:, None].to(tl.int64) * stride + place
@@ -105,9 +105,9 @@ def _two_step_kernel(  # type: ignore[no-untyped-def]
             base = tl.load(data + rank, mask=inside, other=0) + half + me * row
             packed = _packed(a, b, in_a, in_b, BITS, SYMMETRIC, SHORT)
             _put(packed, in_a, in_b, base, x, values, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
-        tell(flags, me, epoch, 0, WORLD, LANES, MOST)
+        signal_peers(flags, me, epoch, 0, WORLD, LANES, MAX)
     if PHASES & 2:
-        await_peers(flags, me, epoch, 0, WORLD, LANES, MOST)
+        wait_for_peers(flags, me, epoch, 0, WORLD, LANES, MAX)
         for start in range(0, count, SUM_ROWS):
             index = start + tl.arange(0, SUM_ROWS)
             inside = index < count
@@ -124,7 +124,7 @@ def _two_step_kernel(  # type: ignore[no-untyped-def]
                 tl.store(out + place, a.to(out.dtype.element_ty), mask=in_a)
                 tl.store(out + place + HALF, b.to(out.dtype.element_ty), mask=in_b)
             else:
-                # The ragged tail is whatever its group's padding unpacks to.
+                # Padding of the last group does not unpack to 0.
                 a = tl.where(in_a, a, 0.0)
                 b = tl.where(in_b, b, 0.0)
                 packed = _packed(a, b, in_a, in_b, TO_BITS, SYMMETRIC, SHORT)
@@ -133,10 +133,10 @@ def _two_step_kernel(  # type: ignore[no-untyped-def]
                     base = tl.zeros([SUM_ROWS], tl.int64) + there
                     _put(packed, in_a, in_b, base, x, to_values, group, groups, inside, TO_BITS, SYMMETRIC, SHORT, HALF)
         if not SCATTER:
-            tell(flags, me, epoch, 1, WORLD, LANES, MOST)
+            signal_peers(flags, me, epoch, 1, WORLD, LANES, MAX)
     if PHASES & 4:
         if not SCATTER:
-            await_peers(flags, me, epoch, 1, WORLD, LANES, MOST)
+            wait_for_peers(flags, me, epoch, 1, WORLD, LANES, MAX)
             for start in range(0, WORLD * count, ROWS):
                 index = start + tl.arange(0, ROWS)
                 inside = index < WORLD * count
@@ -160,13 +160,13 @@ def _two_step_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
 def _one_step_kernel(  # type: ignore[no-untyped-def]
     x, out, data, flags, state,
-    me, room, numel, groups, per, row, values,
+    me, half_bytes, numel, groups, per, row, values,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr, SUM_ROWS: tl.constexpr,
-    WORLD: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr, PHASES: tl.constexpr,
+    WORLD: tl.constexpr, LANES: tl.constexpr, MAX: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Every rank gives its whole message to all, and sums them all itself."""
+    """Send the whole message to all ranks, and sum the messages of all ranks."""
     epoch = tl.load(state) + 1
-    half = (epoch & 1) * room
+    half = (epoch & 1) * half_bytes
     first = tl.program_id(0) * per
     count = tl.minimum(per, groups - first)
     col = tl.arange(0, HALF)[None, :]
@@ -184,9 +184,9 @@ def _one_step_kernel(  # type: ignore[no-untyped-def]
             for shift in range(1, WORLD + 1):
                 base = tl.zeros([SUM_ROWS], tl.int64) + (tl.load(data + (me + shift) % WORLD) + half + me * row)
                 _put(packed, in_a, in_b, base, x, values, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
-        tell(flags, me, epoch, 0, WORLD, LANES, MOST)
+        signal_peers(flags, me, epoch, 0, WORLD, LANES, MAX)
     if PHASES & 2:
-        await_peers(flags, me, epoch, 0, WORLD, LANES, MOST)
+        wait_for_peers(flags, me, epoch, 0, WORLD, LANES, MAX)
         here = tl.load(data + me) + half
         for start in range(0, count, SUM_ROWS):
             index = start + tl.arange(0, SUM_ROWS)
@@ -209,66 +209,65 @@ def two_step(
     memory: PeerMemory,
     x: Tensor,
     out: Tensor,
-    wires: tuple[Wire, Wire],
+    forms: tuple[Format, Format],
     *,
     chunk: int,
     stride: int,
     scatter: bool = False,
     phases: int = ALL,
 ) -> None:
-    """Chunk r, of `chunk` elements at `r * stride`, is summed by rank r, and given to all unless it is a scatter.
+    """Sum chunk r, the `chunk` elements from `r * stride` on, on rank r, and send the sum to all unless `scatter`.
 
     Args:
-        x: contiguous; the last chunk may be ragged.
-        out: contiguous, of x's dtype; x itself, if not a scatter, is possible.
-        wires: of what is summed, and of the sums, which differ in bits at most.
-        phases: PUSH, SUM, UNPACK: one after the other where ranks are simulated one after the other.
+        x: contiguous; the last chunk may be shorter.
+        out: contiguous, of x's dtype. It may be x itself unless `scatter`.
+        forms: of the values and of their sums, which may differ only in bits.
+        phases: PUSH, SUM, UNPACK or all; separate launches allow tests to simulate ranks in one process.
     """
-    first, second = wires
+    first, second = forms
     groups = first.groups(chunk)
-    per, blocks, rows, warps = _shares(memory, groups, memory.world, first.group_size)
+    per, blocks, rows, warps = _work_split(memory, groups, memory.world, first.group_size)
     sizes = (x.numel(), chunk, stride, groups, per)
-    rows_of = [size for w in wires for size in (w.message_bytes(chunk), w.value_bytes(chunk))]
+    rows_of = [size for form in forms for size in (form.message_bytes(chunk), form.value_bytes(chunk))]
     with torch.cuda.device(x.get_device()):  # a CPU tensor's index, -1, changes nothing
         _two_step_kernel[(blocks,)](
-            x, out, memory.data, memory.flags, memory.state, memory.rank, memory.room, *sizes, *rows_of,
-            TO_BITS=second.form.bits if second.form else 0, ROWS=rows, SCATTER=scatter, PHASES=phases,
+            x, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes, *sizes, *rows_of,
+            TO_BITS=second.bits, ROWS=rows, SCATTER=scatter, PHASES=phases,
             SUM_ROWS=rows // 4 if per <= rows // 4 else rows, **_constants(memory, first), num_warps=warps,
         )  # fmt: skip
 
 
-def one_step(memory: PeerMemory, x: Tensor, out: Tensor, wire: Wire, phases: int = ALL) -> None:
-    """Every rank sums all of x. Arguments as for `two_step`; there is no UNPACK."""
-    groups = wire.groups(x.numel())
-    per, blocks, rows, warps = _shares(memory, groups, 1, wire.group_size)
-    row, values = wire.message_bytes(x.numel()), wire.value_bytes(x.numel())
+def one_step(memory: PeerMemory, x: Tensor, out: Tensor, form: Format, phases: int = ALL) -> None:
+    """Sum all of x on every rank. Arguments are those of `two_step`, without UNPACK."""
+    groups = form.groups(x.numel())
+    per, blocks, rows, warps = _work_split(memory, groups, 1, form.group_size)
+    row, values = form.message_bytes(x.numel()), form.value_bytes(x.numel())
     with torch.cuda.device(x.get_device()):
         _one_step_kernel[(blocks,)](
-            x, out, memory.data, memory.flags, memory.state, memory.rank, memory.room, x.numel(), groups, per, row,
-            values, SUM_ROWS=rows // 4 if per <= rows // 4 else rows, PHASES=phases & (PUSH | SUM),
-            **_constants(memory, wire), num_warps=warps,
+            x, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes, x.numel(), groups, per,
+            row, values, SUM_ROWS=rows // 4 if per <= rows // 4 else rows, PHASES=phases & (PUSH | SUM),
+            **_constants(memory, form), num_warps=warps,
         )  # fmt: skip
 
 
-def _shares(memory: PeerMemory, groups: int, each: int, group_size: int) -> tuple[int, int, int, int]:
-    """Groups of a block, blocks, groups at once, and warps, where a block has `each` chunks' groups to do."""
+def _work_split(memory: PeerMemory, groups: int, chunks: int, group_size: int) -> tuple[int, int, int, int]:
+    """Return the groups (of each of `chunks` chunks) per block, the blocks, the groups at once, and the warps."""
     tile, warps = _SMALL
-    if groups * each * group_size > memory.blocks * 2 * tile:
+    if groups * chunks * group_size > memory.blocks * 2 * tile:
         tile, warps = _LARGE
     rows = tile // group_size
-    per = max(-(-groups // memory.blocks), -(-rows // (each * 4)))
+    per = max(-(-groups // memory.blocks), -(-rows // (chunks * 4)))
     return per, -(-groups // per), rows, warps
 
 
-def _constants(memory: PeerMemory, wire: Wire) -> dict[str, Any]:
-    form = wire.form
+def _constants(memory: PeerMemory, form: Format) -> dict[str, Any]:
     return {
-        "enable_fp_fusion": False,  # the same bits as the kernels that only quantize
-        "BITS": form.bits if form else 0,
-        "SYMMETRIC": form.symmetric if form else False,
-        "SHORT": form.range_dtype == torch.bfloat16 if form else False,
-        "HALF": wire.group_size // 2,
+        "enable_fp_fusion": False,  # so that the bits equal those of the kernels in `quantize_triton`
+        "BITS": form.bits,
+        "SYMMETRIC": form.symmetric,
+        "SHORT": form.range_dtype == torch.bfloat16,
+        "HALF": form.group_size // 2,
         "WORLD": memory.world,
         "LANES": triton.next_power_of_2(memory.world),
-        "MOST": MOST_BLOCKS,
+        "MAX": MAX_BLOCKS,
     }

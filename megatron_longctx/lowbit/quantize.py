@@ -1,17 +1,19 @@
-"""Low-bit integers for tensors on their way to other ranks: quantize and pack, unpack, sum, quantize the sum again.
+"""Low-bit integers for tensors that are sent to other ranks: quantize and pack, unpack, sum, and quantize sums again.
 
-Flash Communication, section 3.2 and appendix A.3: groups of 32 to 128 neighbours share a range that b bits divide. A
-tensor is cut into chunks, one for each rank that will sum it, and each chunk becomes one row of bytes, its message:
+The format is that of Flash Communication, section 3.2 and appendix A.3: groups of 32 to 128 neighbouring elements share
+a range, which b bits divide. A tensor is cut into chunks, one for each rank that will sum it. Each chunk becomes one
+row of bytes, its message:
 
     [values: 8 bits, or 4 (elements i and i + group/2 share a byte)] [low ends] [high ends] [up to 15 bytes of padding]
 
-The ends of a group's range travel instead of its scale and zero point: those of bf16 values are exact in bf16, and both
-sides compute the same step from them. They have fp32's exponents (fp16 would overflow on bf16's), and are computed with
-by halves, since high - low of bf16 values may pass even fp32's largest. `symmetric` sends one end only.
+A group's message has the ends of its range instead of a scale and a zero point: the ends of bf16 values are exact in
+bf16, and both sides compute the same step from them. Ends have fp32's exponents, because fp16 would overflow for those
+of bf16. They are halved before they are subtracted, because high - low of bf16 values can exceed even fp32's largest
+number. `symmetric` sends one end only.
 
-An element comes back with an error of at most half a step of its group (`error_bound`). Groups of one value come back
-as they are. A group with an infinity or a NaN comes back as NaN throughout: never hidden, never spread to other groups;
-so does one whose sum passes the largest number of `range_dtype`.
+A dequantized element is off by at most half a step of its group. Groups of a single value are restored exactly. A group
+with an infinity or a NaN becomes all NaN, so neither is hidden or spreads to other groups. So does a group of sums that
+exceed the largest number of `range_dtype`.
 """
 
 from __future__ import annotations
@@ -23,17 +25,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_longctx.kernels.fused import fused
+from megatron_longctx.errors import refuse
+from megatron_longctx.kernels.fused import load_fused
 
-_fused = partial(fused, __name__, "quantizing")
+_fused = partial(load_fused, __name__, "quantizing")
 
-BITS = (4, 8)
-GROUP_SIZES = (32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes, of every message
-_RAW_GROUP = 128
 SMALLEST_STEP = 2.0**-126
-"""Half a step below this has no reciprocal in fp32: such groups count as of one value."""
+"""The smallest half step that has a reciprocal in fp32. Groups with a smaller one count as groups of a single value."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class QuantFormat:
     """How values are quantized.
 
     Args:
-        bits: of a value: 4 or 8.
-        group_size: neighbours that share a range: 32, 64 or 128.
+        bits: 4 or 8 per value.
+        group_size: 32, 64 or 128 neighbouring elements that share a range.
         symmetric: ranges are [-a, a]: half the bytes for ranges, up to twice the step.
         range_dtype: of the ends of ranges: bf16 (rounded outward), or fp32.
 
     Raises:
-        ValueError: a value that is not offered.
+        ValueError: another value.
     """
 
     bits: int = 8
@@ -56,41 +56,36 @@ class QuantFormat:
     range_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("bits", BITS),
-            ("group_size", GROUP_SIZES),
-            ("range_dtype", (torch.bfloat16, torch.float32)),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(
-                    f"{name}={value}: expected one of {', '.join(map(str, allowed))}. Choose one of these."
-                )
+        ranges = (torch.bfloat16, torch.float32)
+        for name, allowed in (("bits", (4, 8)), ("group_size", (32, 64, 128)), ("range_dtype", ranges)):
+            if getattr(self, name) not in allowed:
+                expected = f"one of {', '.join(map(str, allowed))}"
+                raise refuse(name, getattr(self, name), expected, "Choose one of these.")
 
     @property
     def levels(self) -> int:
-        """Steps from one end of a range to the other. Symmetric ranges have an even number, so that zero is exact."""
+        """The steps in a range. Symmetric ranges have an even number, so that zero is exact."""
         return (1 << self.bits) - (2 if self.symmetric else 1)
 
     @property
     def zero(self) -> int:
-        """The stored integer of a group's origin: its low end, or 0 if symmetric."""
+        """The integer that represents a group's origin: its low end, or 0.0 if symmetric."""
         return self.levels // 2 if self.symmetric else 0
 
     def groups(self, chunk: int) -> int:
-        """Groups of a chunk of so many elements; the last may be ragged."""
+        """Return the number of groups in a chunk of `chunk` elements; the last may be incomplete."""
         return -(-chunk // self.group_size)
 
     def value_bytes(self, chunk: int) -> int:
         return self.groups(chunk) * self.group_size * self.bits // 8
 
     def message_bytes(self, chunk: int) -> int:
-        """Bytes of a chunk's message."""
+        """Return the size of a chunk's message."""
         ends = self.groups(chunk) * (1 if self.symmetric else 2) * self.range_dtype.itemsize
         return -(-(self.value_bytes(chunk) + ends) // _ALIGNMENT) * _ALIGNMENT
 
     def split(self, packed: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        """Views of messages `[n, message_bytes]`: values `[n, groups, bytes]` uint8 and ends `[n, 2 or 1, groups]`."""
+        """Return views of `[n, message_bytes]`: values `[n, groups, bytes]` uint8 and ends `[n, 2 or 1, groups]`."""
         groups, values = self.groups(chunk), self.value_bytes(chunk)
         num_ends = 1 if self.symmetric else 2
         ends = packed[:, values : values + groups * num_ends * self.range_dtype.itemsize].view(self.range_dtype)
@@ -99,45 +94,41 @@ class QuantFormat:
 
 
 @dataclass(frozen=True)
-class Wire:
-    """How values that are summed travel: quantized (form), or as they are (None) in x's dtype."""
+class RawFormat:
+    """The format of unquantized values of `itemsize` bytes, as kernels over peer memory send them."""
 
-    form: QuantFormat | None
     itemsize: int
-
-    @property
-    def group_size(self) -> int:
-        return self.form.group_size if self.form else _RAW_GROUP
-
-    @property
-    def group_bytes(self) -> int:
-        """Of a group, in a message of many."""
-        return self.message_bytes(16 * self.group_size) // 16
+    bits: int = 0
+    group_size: int = 128
+    symmetric: bool = False
+    range_dtype: torch.dtype = torch.float32
 
     def groups(self, chunk: int) -> int:
         return -(-chunk // self.group_size)
 
-    def value_bytes(self, chunk: int) -> int:
-        return self.form.value_bytes(chunk) if self.form else self.groups(chunk) * _RAW_GROUP * self.itemsize
-
     def message_bytes(self, chunk: int) -> int:
-        return self.form.message_bytes(chunk) if self.form else self.value_bytes(chunk)
+        return self.groups(chunk) * self.group_size * self.itemsize
+
+    value_bytes = message_bytes
+
+
+Format = QuantFormat | RawFormat
 
 
 @torch.no_grad()
 def quantize(x: Tensor, num_chunks: int, chunk: int, form: QuantFormat) -> Tensor:
-    """Quantize and pack `x` into one message a chunk.
+    """Quantize and pack `x` into one message per chunk.
 
     Args:
-        x: `[N]` contiguous, bf16, fp16 or fp32, N <= num_chunks * chunk; chunk r is `x[r * chunk : (r + 1) * chunk]`
-            (chunks past the end are shorter or empty; their messages are as long as the others').
-        chunk: elements of a chunk.
+        x: `[N]` contiguous, bf16, fp16 or fp32, N <= num_chunks * chunk. Chunk r is `x[r * chunk : (r + 1) * chunk]`.
+            The last chunks may be shorter or empty; all messages have the same length.
+        chunk: the elements per chunk.
 
     Returns:
         `[num_chunks, form.message_bytes(chunk)]` uint8.
 
     Raises:
-        ValueError: a shape, dtype or stride that does not fit.
+        ValueError: a wrong shape, dtype or stride.
     """
     if x.ndim != 1 or not x.is_contiguous() or x.dtype not in DTYPES or x.numel() > num_chunks * chunk:
         raise ValueError(
@@ -145,90 +136,75 @@ def quantize(x: Tensor, num_chunks: int, chunk: int, form: QuantFormat) -> Tenso
             f"most {num_chunks} x {chunk} elements in bf16, fp16 or fp32. Flatten, copy or convert it."
         )
     packed = torch.empty(num_chunks, form.message_bytes(chunk), dtype=torch.uint8, device=x.device)
-    twin = _fused() if packed.is_cuda else None
+    kernels = _fused() if packed.is_cuda else None
     if packed.numel():
-        (twin.quantize if twin else _quantize_torch)(x, chunk, form, packed)
+        (kernels.quantize if kernels else _quantize_torch)(x, chunk, form, packed)
     return packed
 
 
 @torch.no_grad()
 def dequantize(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor) -> Tensor:
-    """The inverse of `quantize`: chunks one after another into `out`.
+    """Unpack messages into `out`, chunk after chunk: the inverse of `quantize`.
 
     Args:
         packed: `[n, message_bytes]` uint8.
         out: `[N]` contiguous, N <= n * chunk, bf16, fp16 or fp32: is written and returned.
     """
     _check(packed, chunk, form)
-    twin = _fused() if packed.is_cuda else None
+    kernels = _fused() if packed.is_cuda else None
     if out.numel():
-        (twin.dequantize if twin else _dequantize_torch)(packed, chunk, form, out)
+        (kernels.dequantize if kernels else _dequantize_torch)(packed, chunk, form, out)
     return out
 
 
 @torch.no_grad()
 def sum_quantized(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor) -> Tensor:
-    """The sum over messages, in fp32 and in their order, rounded once into `out`.
+    """Sum messages in fp32, in their order, and round once into `out`.
 
     Args:
-        packed: `[n, message_bytes]` uint8: the same chunk as n ranks have it.
+        packed: `[n, message_bytes]` uint8: the same chunk of n ranks.
         out: `[chunk]` contiguous, bf16, fp16 or fp32: is written and returned.
     """
     _check(packed, chunk, form)
-    twin = _fused() if packed.is_cuda else None
+    kernels = _fused() if packed.is_cuda else None
     if out.numel():
-        (twin.sum_quantized if twin else _sum_torch)(packed, chunk, form, out)
+        (kernels.sum_quantized if kernels else _sum_torch)(packed, chunk, form, out)
     return out
 
 
 @torch.no_grad()
 def requantize_sum(packed: Tensor, chunk: int, form: QuantFormat, to: QuantFormat) -> Tensor:
-    """The sum over messages (fp32, in their order), quantized again without being rounded before.
+    """Sum messages in fp32, in their order, and quantize the sum without rounding it first.
 
     Args:
-        packed: `[n, message_bytes]` uint8: the same chunk as n ranks have it.
-        to: the sum's format; only its `bits` may differ from form's.
+        packed: `[n, message_bytes]` uint8: the same chunk of n ranks.
+        to: the format of the sum; only its `bits` may differ from those of `form`.
 
     Returns:
         `[to.message_bytes(chunk)]` uint8.
     """
     _check(packed, chunk, form)
     if (to.group_size, to.symmetric, to.range_dtype) != (form.group_size, form.symmetric, form.range_dtype):
-        raise ValueError(f"to={to}: expected {form} with other bits at most. Change it to that.")
+        raise ValueError(f"to={to}: expected {form}, or the same with other bits. Change it to that.")
     summed = torch.empty(1, to.message_bytes(chunk), dtype=torch.uint8, device=packed.device)
-    if packed.is_cuda and (twin := _fused()):
-        twin.requantize_sum(packed, chunk, (form, to), summed)
+    if packed.is_cuda and (kernels := _fused()):
+        kernels.requantize_sum(packed, chunk, (form, to), summed)
     elif chunk:
         total = torch.empty(chunk, device=packed.device)
         _quantize_torch(_sum_torch(packed, chunk, form, total), chunk, to, summed)
     return summed[0]
 
 
-@torch.no_grad()
-def error_bound(x: Tensor, chunk: int, form: QuantFormat) -> Tensor:
-    """`[N]` fp32: how far each element of `x` may be from what `dequantize` gives for it in fp32.
-
-    Half a step of its group, and what fp32 rounds on the way. NaN in groups with an infinity or a NaN.
-    """
-    num_chunks = -(-x.numel() // chunk)
-    ends = _ends(*_grouped(x, num_chunks, chunk, form), form)
-    half_step = _half_step(ends, form)
-    largest = torch.maximum(ends[0].abs(), ends[-1].abs())
-    bound = half_step * (1 + 2.0**-11) + largest * 2.0**-22 + 2 * form.levels * SMALLEST_STEP
-    each = bound.unsqueeze(-1).expand(-1, -1, form.group_size)
-    return each.flatten(1)[:, :chunk].flatten()[: x.numel()]
-
-
 def _check(packed: Tensor, chunk: int, form: QuantFormat) -> None:
     if packed.ndim != 2 or packed.shape[1] != form.message_bytes(chunk) or not packed.is_contiguous():
         raise ValueError(
             f"packed of shape {tuple(packed.shape)}: expected contiguous rows of {form.message_bytes(chunk)} bytes, "
-            f"the messages of {chunk} elements in {form}. Give the chunk and format they were made with."
+            f"the messages of {chunk} elements in {form}. Pass the chunk and format of `quantize`."
         )
 
 
 def _grouped(x: Tensor, num_chunks: int, chunk: int, form: QuantFormat) -> tuple[Tensor, Tensor | None]:
-    """`x` as fp32 `[n, groups, group]`, and which of these are elements of it (None: all)."""
+    """Return `x` as fp32 `[n, groups, group]`, and a mask of the elements that are not padding (None: all)."""
     shape = (num_chunks, form.groups(chunk), form.group_size)
     if x.numel() == num_chunks * chunk and chunk % form.group_size == 0:
         return x.float().view(shape), None
@@ -241,8 +217,8 @@ def _grouped(x: Tensor, num_chunks: int, chunk: int, form: QuantFormat) -> tuple
 
 
 def _ends(values: Tensor, inside: Tensor | None, form: QuantFormat) -> tuple[Tensor, ...]:
-    """Ends of every group's range, `[n, groups]` fp32 (representable in `range_dtype`): (low, high), or (a,)."""
-    if form.symmetric:  # padding is 0, which no absolute value is below
+    """Return the ends of the groups' ranges, `[n, groups]` fp32, exact in `range_dtype`: (low, high), or (a,)."""
+    if form.symmetric:  # the padding, 0, is never the largest absolute value
         ends: tuple[Tensor, ...] = (_rounded(values.abs().amax(-1), form, up=True),)
     else:
         smallest = values if inside is None else values.where(inside, torch.inf)
@@ -257,7 +233,7 @@ def _ends(values: Tensor, inside: Tensor | None, form: QuantFormat) -> tuple[Ten
 
 
 def _rounded(x: Tensor, form: QuantFormat, *, up: bool) -> Tensor:
-    """fp32 `x` rounded up or down to `range_dtype`, so that the range still holds it."""
+    """Round fp32 `x` outward to `range_dtype`, so that the range still contains it."""
     if form.range_dtype == torch.float32:
         return x
     bits = x.view(torch.int32)
@@ -273,7 +249,7 @@ def _half_step(ends: tuple[Tensor, ...], form: QuantFormat) -> Tensor:
 
 
 def _quantize_torch(x: Tensor, chunk: int, form: QuantFormat, packed: Tensor) -> None:
-    """`quantize` in plain PyTorch: the reference, and the way on CPU."""
+    """Quantize in plain PyTorch: the reference, and the implementation on CPU."""
     values, inside = _grouped(x, packed.shape[0], chunk, form)
     ends = _ends(values, inside, form)
     half_step = _half_step(ends, form)
@@ -294,11 +270,11 @@ def _quantize_torch(x: Tensor, chunk: int, form: QuantFormat, packed: Tensor) ->
 
 
 def _unpacked(packed: Tensor, chunk: int, form: QuantFormat) -> Tensor:
-    """`[n, groups * group]` fp32."""
+    """Return `[n, groups * group]` fp32."""
     stored, stored_ends = form.split(packed, chunk)
     integers = stored if form.bits == 8 else torch.cat([stored & 15, stored >> 4], -1)
     ends = stored_ends.float().unbind(1)
-    # An overflow cannot come between: half a range is added twice.
+    # Half of the offset is added twice, so that no intermediate result overflows.
     half = (integers.float() - form.zero).mul_(_half_step(ends, form).unsqueeze(-1))
     origin = half if form.symmetric else half + ends[0].unsqueeze(-1)
     return (origin + half).flatten(1)
@@ -310,6 +286,6 @@ def _dequantize_torch(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor
 
 def _sum_torch(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor) -> Tensor:
     total = _unpacked(packed[:1], chunk, form)
-    for row in range(1, len(packed)):  # one after another, as the fused kernel does
+    for row in range(1, len(packed)):  # one by one, like the fused kernel
         total += _unpacked(packed[row : row + 1], chunk, form)
     return out.copy_(total[0, :chunk])

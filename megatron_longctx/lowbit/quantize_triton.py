@@ -1,7 +1,8 @@
-"""The functions of `quantize` as fused kernels: every byte is read once and written once.
+"""The functions of `quantize` as fused kernels, which read and write every byte once.
 
-A program handles ROWS groups, each as two halves of HALF elements, since with 4 bits the elements i and i + HALF share
-a byte. Ends of ranges in bf16 are handled as the upper 16 bits of fp32. Arguments are not checked: call `quantize`.
+A program handles ROWS groups, each as two halves of HALF elements, because with 4 bits the elements i and i + HALF
+share a byte. Ends of ranges in bf16 are handled as the upper 16 bits of fp32. Arguments are not checked: call
+`quantize`.
 """
 
 from typing import Any
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from megatron_longctx.lowbit.quantize import SMALLEST_STEP, QuantFormat
 
-# Elements that one program handles.
 _TILE = 2048
-# What kernels are not compiled anew for: numbers that no vector load needs to be multiples of 16, and where ends of
-# ranges lie, behind as many values as there are. `count`, of ranks, is not among them: over one there is no loop.
+"""The elements per program."""
+# Arguments that kernels are not specialized for: sizes that need not be multiples of 16 for vector loads, and pointers
+# to ends of ranges, whose alignment depends on the number of values before them. `count` (ranks) is specialized: if it
+# is 1, there is no loop.
 _ANY = ["num_chunks", "groups", "end_row"]
 _ANYWHERE = ["ends", "to_ends"]
 _SMALLEST_STEP: tl.constexpr = tl.constexpr(SMALLEST_STEP)
@@ -25,7 +27,7 @@ _INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rounded(x, UP: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`quantize._rounded`; what is not finite may come out as anything not finite."""
+    """Do what `quantize._rounded` does; a value that is not finite may become any other that is not finite."""
     if SHORT:
         bits = x.to(tl.int32, bitcast=True)
         toward_zero = bits & -65536
@@ -56,7 +58,7 @@ def unpack_add(  # type: ignore[no-untyped-def]
     a, b, values, ends, group, groups, inside,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Add what the groups `group` of one message hold to the two halves a and b, `[ROWS, HALF]` fp32."""
+    """Add the groups `group` of one message to the two halves a and b, `[ROWS, HALF]` fp32."""
     LEVELS: tl.constexpr = 2**BITS - 2 if SYMMETRIC else 2**BITS - 1
     ZERO: tl.constexpr = LEVELS // 2 if SYMMETRIC else 0
     col = tl.arange(0, HALF)
@@ -84,7 +86,7 @@ def unpack_add(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantized(a, b, in_a, in_b, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Two halves, `[ROWS, HALF]` fp32 with 0 outside of in_a and in_b, as integers, and the ends of their ranges."""
+    """Return two halves, `[ROWS, HALF]` fp32 with 0 outside of in_a and in_b, as integers, and their ranges' ends."""
     LEVELS: tl.constexpr = 2**BITS - 2 if SYMMETRIC else 2**BITS - 1
     ZERO: tl.constexpr = LEVELS // 2 if SYMMETRIC else 0
     if SYMMETRIC:
@@ -99,13 +101,13 @@ def quantized(a, b, in_a, in_b, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHO
             tl.max(tl.where(in_a, a, -float("inf")), 1),
             tl.max(tl.where(in_b, b, -float("inf")), 1),
         )
-        # A group without elements.
+        # Groups without elements.
         none = low > high
         low = tl.where(none, 0.0, low)
         high = tl.where(none, 0.0, high)
     low = _rounded(low, False, SHORT)
     high = _rounded(high, True, SHORT)
-    # Minima pass over NaN: elements are looked at themselves. Ends may have become infinite by rounding.
+    # Minima ignore NaN, so the elements are checked as well. Rounding may have made ends infinite.
     worst_a = tl.max(tl.where(tl.abs(a) < _INFINITY, 0, 1), 1)
     worst_b = tl.max(tl.where(tl.abs(b) < _INFINITY, 0, 1), 1)
     broken = (worst_a + worst_b > 0) | (tl.abs(low) == _INFINITY) | (tl.abs(high) == _INFINITY)
@@ -134,10 +136,10 @@ def store_quantized(  # type: ignore[no-untyped-def]
     packed, values, ends, group, groups, inside,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Store what `quantized` gave into groups of one message each."""
+    """Store the result of `quantized` into groups of one message each."""
     first, second, low, high = packed
     if BITS == 8:
-        # One store of whole groups: half as many packets where the memory is another GPU's.
+        # One store for whole groups: half as many packets if the memory is another GPU's.
         both = tl.permute(tl.join(first.to(tl.uint8), second.to(tl.uint8)), (0, 2, 1))
         at = values + group[:, None] * (HALF * 2) + tl.arange(0, HALF * 2)[None, :]
         tl.store(at, tl.reshape(both, [first.shape[0], HALF * 2]), mask=inside[:, None])
@@ -156,7 +158,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     x, values, ends, numel, num_chunks, chunk, groups, value_row, end_row,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32 bits are divided faster, places need 64
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # division is faster in 32 bits, offsets need 64
     row = (index // groups).to(tl.int64)
     group = (index % groups).to(tl.int64)
     inside = row < num_chunks
@@ -177,8 +179,8 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     values, ends, out, numel, num_chunks, chunk, groups, value_row, end_row, count,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Chunk r of out is the sum of the `count` messages from r on."""
-    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32 bits are divided faster, places need 64
+    """Write the sum of the `count` messages from r on to chunk r of `out`."""
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # division is faster in 32 bits, offsets need 64
     row = (index // groups).to(tl.int64)
     group = (index % groups).to(tl.int64)
     inside = row < num_chunks
@@ -213,7 +215,7 @@ def _requantize_kernel(  # type: ignore[no-untyped-def]
     place = group[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
     in_a = place < chunk
     in_b = place + HALF < chunk
-    # The ragged tail is whatever its group's padding unpacks to.
+    # Padding of the last group does not unpack to 0.
     a = tl.where(in_a, a, 0.0)
     b = tl.where(in_b, b, 0.0)
     packed = quantized(a, b, in_a, in_b, TO_BITS, SYMMETRIC, SHORT)
@@ -222,46 +224,43 @@ def _requantize_kernel(  # type: ignore[no-untyped-def]
 
 def quantize(x: Tensor, chunk: int, form: QuantFormat, packed: Tensor) -> None:
     parts = _parts(packed, chunk, form)
-    groups, rows = form.groups(chunk), _rows(form)
-    grid = (triton.cdiv(groups * packed.shape[0], rows),)
+    groups, constants = form.groups(chunk), _constants(form)
+    grid = (triton.cdiv(groups * packed.shape[0], constants["ROWS"]),)
     with torch.cuda.device(x.get_device()):  # a CPU tensor's index, -1, changes nothing
-        _quantize_kernel[grid](
-            x, *parts, x.numel(), packed.shape[0], chunk, groups, *_strides(parts), **_constants(form), ROWS=rows
-        )
+        _quantize_kernel[grid](x, *parts, x.numel(), packed.shape[0], chunk, groups, *_strides(parts), **constants)
 
 
 def dequantize(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor) -> None:
     _unpack(packed, chunk, form, out, packed.shape[0])
 
 
-def sum_quantized(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor) -> Tensor:
+def sum_quantized(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor) -> None:
     _unpack(packed, chunk, form, out, 1)
-    return out
 
 
 def _unpack(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor, num_chunks: int) -> None:
     parts = _parts(packed, chunk, form)
-    groups, rows = form.groups(chunk), _rows(form)
+    groups, constants = form.groups(chunk), _constants(form)
     sizes = (out.numel(), num_chunks, chunk, groups, *_strides(parts), packed.shape[0] // num_chunks)
     with torch.cuda.device(packed.get_device()):
-        _unpack_kernel[(triton.cdiv(groups * num_chunks, rows),)](*parts, out, *sizes, **_constants(form), ROWS=rows)
+        _unpack_kernel[(triton.cdiv(groups * num_chunks, constants["ROWS"]),)](*parts, out, *sizes, **constants)
 
 
 def requantize_sum(packed: Tensor, chunk: int, forms: tuple[QuantFormat, QuantFormat], summed: Tensor) -> None:
     form, to = forms
     parts, to_parts = _parts(packed, chunk, form), _parts(summed, chunk, to)
-    groups, rows = form.groups(chunk), _rows(form)
+    groups, constants = form.groups(chunk), _constants(form)
     if groups == 0:
         return
     sizes = (chunk, groups, *_strides(parts), packed.shape[0])
     with torch.cuda.device(packed.get_device()):
-        _requantize_kernel[(triton.cdiv(groups, rows),)](
-            *parts, *to_parts, *sizes, TO_BITS=to.bits, **_constants(form), ROWS=rows
+        _requantize_kernel[(triton.cdiv(groups, constants["ROWS"]),)](
+            *parts, *to_parts, *sizes, TO_BITS=to.bits, **constants
         )
 
 
 def _parts(packed: Tensor, chunk: int, form: QuantFormat) -> tuple[Tensor, Tensor]:
-    """Values (uint8) and ends (fp32, or bf16's bits as int16) of the messages."""
+    """Return the values (uint8) and the ends (fp32, or bf16's bits as int16) of messages."""
     values, ends = form.split(packed, chunk)
     return values, ends.view(torch.int16) if form.range_dtype == torch.bfloat16 else ends
 
@@ -270,16 +269,13 @@ def _strides(parts: tuple[Tensor, Tensor]) -> tuple[int, int]:
     return parts[0].stride(0), parts[1].stride(0)
 
 
-def _rows(form: QuantFormat) -> int:
-    return _TILE // form.group_size
-
-
 def _constants(form: QuantFormat) -> dict[str, Any]:
     return {
-        # Every kernel that quantizes gives the same bits: none fuses multiplications into additions of its own choice.
+        # No kernel may fuse multiplications and additions, so that all kernels return the same bits.
         "enable_fp_fusion": False,
         "BITS": form.bits,
         "SYMMETRIC": form.symmetric,
         "SHORT": form.range_dtype == torch.bfloat16,
         "HALF": form.group_size // 2,
+        "ROWS": _TILE // form.group_size,
     }

@@ -4,14 +4,14 @@
   `sequence.ShardedSequence`; `rope`, `pack` and `core_attention` support it.
 - `model`, `step` and `optimizer` build and train a model from a configuration. `data` and `corpus` read and write
   Megatron's datasets. `checkpoint` and its files save at any parallel sizes and load at any others.
-- `recompute`, `head`, `tiles` and `row_parallel` are layers with recomputation, chunks and low-bit sums.
+- `recompute`, `head` and `row_parallel` are layers with recomputation, chunks and low-bit sums.
 - `inference` gives a run's layers to the engine of the room `inference`; `direct` runs them without autograd.
 - `version` handles the differences between supported releases, `cpu` what Megatron needs without a GPU.
 """
 
 import warnings
 
-# Megatron warns at import of optional packages it would rather have (`megatron-longctx doctor` says it once, in full),
-# and in use of names that newer torch versions deprecate. Neither is a user's to mend.
+# Megatron warns on import about optional packages (`megatron-longctx doctor` lists them once), and in use about names
+# that newer torch versions deprecate. Users can fix neither.
 for _category, _module in ((UserWarning, r"megatron\.core"), (FutureWarning, r"megatron\.core|torch\.distributed")):
     warnings.filterwarnings("ignore", category=_category, module=_module)

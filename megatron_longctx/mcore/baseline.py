@@ -1,5 +1,4 @@
-"""TransformerEngine's context-parallel attention in the place of ours, in the same layers, steps and data: what ours is
-to be compared with."""
+"""TransformerEngine's context-parallel attention in place of ours, in the same layers, steps and data, to compare."""
 
 from __future__ import annotations
 
@@ -17,14 +16,17 @@ from ..schedules import Mask
 from ..schedules import mask as masks
 from ..schedules.mask import FAR
 
-_MOST_KEPT = 64  # packs whose lengths stay on the device
+_MOST_PACKS = 64
+"""The most packs whose lengths stay on the device."""
 
 
 class TransformerEngineAttention(ContextParallelAttention):
-    """Every document in zigzag over all ranks, as TransformerEngine takes it: of a multiple of 2n tokens.
+    """TransformerEngine's attention, with every document in zigzag order over all ranks.
+
+    TransformerEngine requires documents of a multiple of 2n tokens.
 
     Args:
-        kind: p2p, all_gather or a2a: TransformerEngine's `cp_comm_type`.
+        kind: TransformerEngine's `cp_comm_type`: p2p, all_gather or a2a.
         The others are those of `ContextParallelAttention`.
     """
 
@@ -38,24 +40,24 @@ class TransformerEngineAttention(ContextParallelAttention):
         self._stream: torch.cuda.Stream | None = None
 
     def prepare(self, mask: Mask) -> None:
-        """Plans which tokens are whose; the rest is TransformerEngine's, in every call."""
+        """Plan which rank holds which token; TransformerEngine does the rest in every call."""
         self.plan(mask)
 
     def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
-        """All-to-all shares the heads among the ranks."""
+        """Refuse heads that a2a cannot divide among the ranks."""
         if self._kind == "a2a" and (num_heads % self.world or num_kv_heads % self.world):
-            expected = f"heads of queries ({num_heads}) and keys ({num_kv_heads}) that it divides"
+            expected = f"a divisor of the heads of queries ({num_heads}) and keys ({num_kv_heads})"
             raise refuse("parallelism.context_parallel_size", self.world, expected, "Choose te_p2p or te_all_gather.")
 
     def measure_times(self) -> None:
-        """It does not say what it waits for, nor what it computes."""
+        """Do nothing: TransformerEngine reports neither waiting nor computing time."""
 
     def times(self) -> None:
         return None
 
     def forward(self, *_: Any, **__: Any) -> AttentionResult:
-        remedy = "Take recompute=none or recompute=layer."
-        raise refuse("recompute.mode", "attention_output", "one that runs attention again", remedy)
+        remedy = "Set recompute=none or recompute=layer."
+        raise refuse("recompute.mode", "attention_output", "a mode that runs attention again", remedy)
 
     def __call__(
         self,
@@ -69,10 +71,10 @@ class TransformerEngineAttention(ContextParallelAttention):
         result: AttentionResult | None = None,
         inference: bool = False,
     ) -> Tensor:
-        """As ours: `[s, b, h, d]` and `[s, b, g, d]` twice to `[s, b, h, d]`.
+        """Compute attention of q `[s, b, h, d]` to k and v `[s, b, g, d]`, as `[s, b, h, d]`.
 
         Raises:
-            ValueError: documents that are no multiple of 2n tokens, sinks, or windows with p2p.
+            ValueError: a document whose length is not a multiple of 2n, sinks, or windows with p2p.
         """
         mask = masks.causal(mask) if isinstance(mask, int) else mask
         packed = len(mask.documents) > 1
@@ -82,21 +84,21 @@ class TransformerEngineAttention(ContextParallelAttention):
             out: Tensor = attention(q, k, v)  # [s, b, h * d]
             return out.view(q.shape)
         if q.shape[1] != 1:
-            raise refuse("batch", q.shape[1], "1 with packed documents", "Give every pack a micro-batch of its own.")
-        out = attention(q[:, 0], k[:, 0], v[:, 0], **self._of_documents(mask, q.device))
+            raise refuse("batch", q.shape[1], "1 with packed documents", "Use one pack per micro-batch.")
+        out = attention(q[:, 0], k[:, 0], v[:, 0], **self._packed_arguments(mask, q.device))
         return out.view(q.shape)
 
     def check_mask(self, mask: Mask, sink: Tensor | None = None) -> None:
-        """Refuse, as ValueError, what TransformerEngine does not take."""
+        """Raise ValueError for what TransformerEngine does not support."""
         if sink is not None:
             raise refuse("model.sinks", "set", "none with attention.baseline", "Leave attention.baseline null.")
         if self._kind == "p2p" and mask.has_windows and self.world > 1:
             remedy = "TransformerEngine's p2p has no windows: choose te_all_gather or te_a2a."
-            raise refuse("attention.baseline", "te_p2p", "one that takes model.window", remedy)
+            raise refuse("attention.baseline", "te_p2p", "a baseline that supports model.window", remedy)
         unit = 2 * self.world
         if self.world > 1 and (odd := [stop - start for start, stop, _ in mask.documents if (stop - start) % unit]):
-            expected = f"documents of a multiple of 2 x {self.world} ranks, as TransformerEngine's"
-            remedy = "Pad them with Megatron's PackedSeqParams, or leave attention.baseline null: ours takes any."
+            expected = f"documents of a multiple of 2 x {self.world} ranks, for TransformerEngine"
+            remedy = "Pad them with Megatron's PackedSeqParams, or leave attention.baseline null: ours supports any."
             raise refuse("document", f"{odd[0]} tokens", expected, remedy)
 
     def _module(self, q: Tensor, k: Tensor, mask: Mask, packed: bool, scale: float | None) -> Any:
@@ -106,7 +108,7 @@ class TransformerEngineAttention(ContextParallelAttention):
         key = q.shape[2], k.shape[2], q.shape[3], packed, causal, lowest, highest, scale
         if key not in self._modules:
             window = {} if lowest is None else {"window_size": (-lowest, highest)}
-            made = importlib.import_module("transformer_engine.pytorch").DotProductAttention(
+            module = importlib.import_module("transformer_engine.pytorch").DotProductAttention(
                 q.shape[2],
                 q.shape[3],
                 num_gqa_groups=k.shape[2],
@@ -120,23 +122,19 @@ class TransformerEngineAttention(ContextParallelAttention):
                 if q.is_cuda:
                     self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 ranks = dist.get_process_group_ranks(self._group)
-                made.set_context_parallel_group(self._group, ranks, self._stream, self._kind)
-            self._modules[key] = made
+                module.set_context_parallel_group(self._group, ranks, self._stream, self._kind)
+            self._modules[key] = module
         return self._modules[key]
 
-    def _of_documents(self, mask: Mask, device: torch.device) -> dict[str, Any]:
-        """TransformerEngine's arguments for them, on all ranks together; none is padded."""
+    def _packed_arguments(self, mask: Mask, device: torch.device) -> dict[str, Any]:
+        """Return TransformerEngine's arguments for the unpadded documents of all ranks."""
         if mask not in self._lengths:
             stops = [stop for _, stop, _ in mask.documents]
             starts = torch.tensor([0, *stops], dtype=torch.int32, pin_memory=device.type == "cuda")
             starts = starts.to(device, non_blocking=True)
             longest = -(-max(stop - start for start, stop, _ in mask.documents) // 64) * 64
-            named = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-            self._lengths[mask] = {
-                **dict.fromkeys(named, starts),
-                "max_seqlen_q": longest,
-                "max_seqlen_kv": longest,
-            }
-            if len(self._lengths) > _MOST_KEPT:
+            names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+            self._lengths[mask] = dict.fromkeys(names, starts) | {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+            if len(self._lengths) > _MOST_PACKS:
                 self._lengths.popitem(last=False)
         return self._lengths[mask]

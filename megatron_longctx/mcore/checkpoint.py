@@ -1,93 +1,84 @@
-"""Checkpoints on Megatron's ``dist_checkpointing``: saved at any parallel sizes, loaded at any others.
+"""Checkpoints on Megatron's ``dist_checkpointing``, saved at any parallel sizes and loaded at any others.
 
-On disk (Megatron-LM's layout)::
+The files have Megatron-LM's layout::
 
     <directory>/latest_checkpointed_iteration.txt    written last, atomically, by rank 0
     <directory>/iter_0000100/                        common.pt, metadata.json, .metadata, *.distcp, digests.json
 
-A checkpoint is saved beside training or at once, and counts when all of it is written, or not at all. Before it is
-loaded its files are compared with their digests; nothing in it is unpickled freely.
+A save can run beside training, and its checkpoint counts only when all of it is written. Before a load, the files are
+compared with their digests; a load runs no code from them.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import operator
-import shutil
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..comm import from_all, on_rank_0
-from . import checkpoint_digests, checkpoint_folder, checkpoint_optimizer, checkpoint_reader
-from .checkpoint_check import REMEDY, examine, reason
-from .checkpoint_folder import TRACKER, Kept, iteration_directory, latest
-from .checkpoint_state import (
-    TrainingState,
-    finish_parameter_gather,
-    jsonable,
-    layout,
-    named_models,
-    set_rng,
-    sharded_state_dict,
-)
-from .checkpoint_writer import HostCopies, SharedSaveStrategy, Writing
+from ..comm import gather_objects, on_rank_0
+from . import checkpoint_folder, checkpoint_optimizer, checkpoint_reader
+from .checkpoint_folder import REMEDY, TRACKER, Retention, examine, iteration_directory, latest
+from .checkpoint_reader import first_line
+from .checkpoint_writer import HostCopies, PendingSave, SaveStrategy, delete
 from .version import SAVE_ARGUMENTS
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A checkpoint that is being written.
+class TrainingState:
+    """What a checkpoint is saved from and loaded into.
 
     Attributes:
-        path: where it will be.
+        models: the model of this rank, wrapped in DDP or not, in a list, as Megatron passes it.
+        optimizer: None leaves the optimizer out. To train from weights alone, load with None and then call
+            ``optimizer.reload_model_params()``.
+        scheduler: None leaves the schedule out.
+        fingerprint: JSON-able facts that make two models incompatible if they differ (layers, sizes, vocabulary);
+            no parallel sizes.
     """
 
-    path: Path
-    _partial: Path
-    _writing: Writing
-    _kept: Kept
+    models: Sequence[torch.nn.Module]
+    optimizer: MegatronOptimizer | None = None
+    scheduler: OptimizerParamScheduler | None = None
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
-    def wait_staged(self) -> None:
-        """Until this rank's tensors may change."""
-        self._writing.wait_staged()
 
-    @property
-    def written(self) -> bool:
-        """Whether this rank has done its part; when all have, `finish` takes no time."""
-        return self._writing.ended
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds besides tensors.
 
-    def finish(self) -> Path:
-        """Wait until it is written, make it the latest, and delete those that are not kept. Collective over the world.
+    Attributes:
+        iteration: the checkpoint's iteration.
+        extra: the dictionary that was given to ``begin``.
+        optimizer: the kind of the optimizer's state; None without an optimizer.
+        fingerprint: the fingerprint of its model.
+        rng_restored: whether `load` has restored the random states. It keeps the new ones if the parallel sizes differ.
+    """
 
-        Returns:
-            its directory.
-
-        Raises:
-            OSError: it cannot be written; what has been written of it is deleted.
-        """
-        try:
-            try:
-                own = self._writing.finish()
-            except CheckpointException as error:  # on all ranks; rank 0 alone knows more than that some rank has failed
-                why = reason(error)
-                raise OSError(on_rank_0(lambda: f"{self._partial} cannot be written ({why})")) from error
-            digests = {name: digest for of_rank in from_all(dist.group.WORLD, own) for name, digest in of_rank.items()}
-            on_rank_0(lambda: checkpoint_folder.publish(self._partial, self.path, digests, self._kept))
-        except BaseException:
-            _remove(self._partial)
-            raise
-        return self.path
+    iteration: int
+    extra: dict[str, Any]
+    optimizer: str | None
+    fingerprint: dict[str, Any]
+    rng_restored: bool = False
 
 
 def begin(
@@ -95,116 +86,84 @@ def begin(
     iteration: int,
     state: TrainingState,
     extra: Mapping[str, Any],
-    kept: Kept = Kept(),  # noqa: B008 - frozen
-    *,
-    copies: HostCopies | None,
-) -> Saving:
+    retention: Retention = Retention(),  # noqa: B008 - frozen
+    copies: HostCopies | None = None,
+) -> PendingSave:
     """Begin to write a checkpoint. Collective over the world; one at a time.
 
-    Every rank writes what it alone holds, and its share of what data-parallel ranks hold equally.
+    Every rank writes what only it holds, and its share of what data-parallel ranks hold equally.
 
     Args:
-        directory: the run's checkpoint directory, on storage that every rank sees.
-        iteration: optimizer steps done.
-        state: what to save. Until ``wait_staged`` returns it may not change.
-        extra: JSON-able values, equal on every rank (consumed samples and the like).
-        kept: which checkpoints stay afterwards.
-        copies: host memory that all is copied to first, so that training goes on soon: with the distributed optimizer
-            12 bytes a parameter, and its weights, divided by the data- and context-parallel ranks. None: a tensor at a
-            time is.
+        directory: the run's checkpoint directory, on storage that all ranks share.
+        iteration: the number of optimizer steps done.
+        state: what to save. It may not change until ``wait_staged`` returns.
+        extra: JSON-able values, equal on every rank, such as the number of consumed samples.
+        retention: which checkpoints stay afterwards.
+        copies: host memory that everything is copied to first, so that training can continue soon. With the distributed
+            optimizer it has 12 bytes per parameter, and the weights, divided by the data- and context-parallel ranks.
+            None: one tensor at a time is copied.
 
     Raises:
-        ValueError: if ``extra`` or the fingerprint is not JSON-able.
-        OSError: it cannot be written; what has been written of it is deleted.
+        ValueError: ``extra`` or the fingerprint is not JSON-able.
+        OSError: a rank cannot write; what has been written is deleted.
     """
-    extra, fingerprint = jsonable("extra", extra), jsonable("fingerprint", state.fingerprint)
+    extra, fingerprint = _jsonable("extra", extra), _jsonable("fingerprint", state.fingerprint)
     final = iteration_directory(directory, iteration)
     partial = final.with_name(final.name + ".partial")
     on_rank_0(lambda: checkpoint_folder.start(partial))
-    finish_parameter_gather(state.models)
+    for model in state.models:
+        # With `overlap_param_gather`, parameters that other ranks updated arrive only in the next forward pass.
+        if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
+            model.start_param_sync(force_sync=True)
     sharded = sharded_state_dict(state, is_loading=False, with_rng=True)
     sharded |= {"iteration": iteration, "extra": extra}
-    content = {"fingerprint": fingerprint, "layout": layout(), "optimizer": checkpoint_optimizer.kind(state.optimizer)}
-    strategy = SharedSaveStrategy(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    content = {"fingerprint": fingerprint, "layout": _layout(), "optimizer": checkpoint_optimizer.kind(state.optimizer)}
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = SaveStrategy("torch_dist", 1, thread_count=2)  # two files per rank, which two threads write
+    strategy = FullyParallelSaveStrategyWrapper(strategy, replicas)
     try:
         request = dist_checkpointing.save(
             sharded, str(partial), strategy, async_sharded_save=True, content_metadata=content, **SAVE_ARGUMENTS
         )
     except BaseException:
-        _remove(partial)
+        delete(partial)
         raise
-    return Saving(final, partial, Writing(request, partial, copies), kept)
+    return PendingSave(request, partial, final, retention, copies)
 
 
-def save(
-    directory: Path,
-    iteration: int,
-    state: TrainingState,
-    extra: Mapping[str, Any],
-    kept: Kept = Kept(),  # noqa: B008
-) -> Path:
-    """``begin`` and ``Saving.finish``, with little host memory."""
-    return begin(directory, iteration, state, extra, kept, copies=None).finish()
+def load(directory: Path, state: TrainingState, *, iteration: int | None = None, ignore: tuple[str, ...] = ()) -> Saved:
+    """Load a checkpoint into ``state``, whatever parallel sizes it was saved at. Collective over the world.
 
-
-def _remove(partial: Path) -> None:
-    if dist.get_rank() == 0:  # it takes room that a full disk does not have
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What a checkpoint says besides tensors.
-
-    Attributes:
-        iteration: the checkpoint's iteration.
-        extra: the dictionary given to ``save``.
-        optimizer: the kind of the optimizer's state; None where there is none.
-        fingerprint: of its model.
-    """
-
-    iteration: int
-    extra: dict[str, Any]
-    optimizer: str | None
-    fingerprint: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Loaded(Saved):
-    """What ``load`` read besides tensors.
-
-    Attributes:
-        rng_restored: False if the parallel sizes changed, so that the freshly seeded random states were kept.
-    """
-
-    rng_restored: bool
-
-
-def load(directory: Path, state: TrainingState, *, iteration: int | None = None, free: tuple[str, ...] = ()) -> Loaded:
-    """Load a checkpoint into ``state``, whatever the parallel sizes it was saved at. Collective over the world.
-
-    The run's own learning rate, betas and schedule stay in force; moments, steps and the schedule's position are
-    loaded. Random states are restored only if the parallel sizes and the device type are those of the checkpoint.
+    Moments, steps and the schedule's position are loaded. The run's own learning rate, betas and schedule stay in
+    force. Random states are restored only if the checkpoint has the same parallel sizes and device type.
 
     Args:
         directory: the run's checkpoint directory.
         state: what to load into, built like the saved one.
         iteration: which checkpoint; None for the latest.
-        free: how keys of the fingerprint begin that may differ.
+        ignore: prefixes of the fingerprint's keys that may differ.
 
     Raises:
-        ValueError: on every rank, if the checkpoint is missing, damaged, of another model or of another optimizer.
+        ValueError: the checkpoint is missing, damaged, of another model or of another optimizer; raised on every rank.
     """
-    fingerprint = jsonable("fingerprint", state.fingerprint)
-    path, common = _examine_together(Path(directory), iteration)
+    directory, fingerprint = Path(directory), _jsonable("fingerprint", state.fingerprint)
+    number = on_rank_0(lambda: latest(directory)) if iteration is None else iteration
+    if number is None:
+        raise ValueError(f"{directory} has no {TRACKER}, expected a checkpoint: give the directory of a finished save")
+    path, common = examine(directory, number, collective=True)
+    if dist.get_rank() == 0 and not checkpoint_folder.has_digests(path):
+        _logger.warning("%s was saved without digests: damage to it may go unnoticed", path)
     content = common["content_metadata"]
-    _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer), free)
-    with_rng = content["layout"] == layout()
+    _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer), ignore)
+    with_rng = content["layout"] == _layout()
     sharded = sharded_state_dict(state, is_loading=True, with_rng=with_rng)
-    stateless = {} if content["layout"] else _without_layer_state(sharded, state.models)
+    layer_state: dict[str, None] = {}
+    if not content["layout"]:  # weights alone, without the state that some layers have
+        layer_state = {key: None for key, value in sharded["model"].items() if isinstance(value, ShardedObject)}
+        for key in layer_state:
+            del sharded["model"][key]
     loaded = _load_together(sharded, path)
-    for name, model in named_models(state.models):
-        model.load_state_dict(loaded[name] | stateless.get(name, {}))
+    _model(state).load_state_dict(loaded["model"] | layer_state)
     if state.optimizer is not None:
         checkpoint_optimizer.load(state.optimizer, loaded["optimizer"])
     if state.scheduler is not None:
@@ -212,65 +171,61 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
         state.scheduler.num_steps = 0
         state.scheduler.load_state_dict(loaded["scheduler"])
     if with_rng:
-        set_rng(loaded["rng"])
+        _set_rng(loaded["rng"])
     elif state.optimizer is not None and dist.get_rank() == 0:
-        _logger.warning("random states not restored: checkpoint was saved at %s, now %s", content["layout"], layout())
-    return Loaded(
-        int(loaded["iteration"]), loaded["extra"], content["optimizer"], content["fingerprint"], rng_restored=with_rng
-    )
+        _logger.warning("random states not restored: checkpoint was saved at %s, now %s", content["layout"], _layout())
+    return Saved(int(loaded["iteration"]), loaded["extra"], content["optimizer"], content["fingerprint"], with_rng)
 
 
 def _load_together(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
-    """As ``checkpoint_reader.load``; what fails on a rank fails on all: 0.19 lets every rank read for itself."""
+    """Load like `checkpoint_reader.load`, but fail on all ranks if one fails: in 0.19 every rank reads alone."""
     loaded: dict[str, Any] = {}
     failure = None
     try:
         loaded = checkpoint_reader.load(sharded, path)
     except (CheckpointingException, CheckpointException) as error:
-        failure = reason(error)
-    if found := [of_rank for of_rank in from_all(dist.group.WORLD, failure) if of_rank is not None]:
-        raise ValueError(f"{path} cannot be loaded ({found[0]}), expected a complete checkpoint: {REMEDY}")
+        failure = first_line(error)
+    if failures := [each for each in gather_objects(dist.group.WORLD, failure) if each is not None]:
+        raise ValueError(f"{path} cannot be loaded ({failures[0]}), expected a complete checkpoint: {REMEDY}")
     return loaded
 
 
-def _examine_together(directory: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:
-    """See that a checkpoint is whole, each rank a part of its files; its directory, and its content without tensors."""
-    number = on_rank_0(lambda: latest(directory)) if iteration is None else iteration
+def check(
+    directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None, ignore: tuple[str, ...] = ()
+) -> Saved | None:
+    """Check, in one process and without loading it, that a checkpoint is complete and of this model.
+
+    The digests of files with tensors, which are nearly all of its bytes, are left to ``load``.
+
+    Args:
+        iteration: which checkpoint; None for the latest.
+        ignore: prefixes of the fingerprint's keys that may differ.
+
+    Returns:
+        What the checkpoint holds besides tensors; None if there is no checkpoint.
+
+    Raises:
+        ValueError: as ``load`` does.
+    """
+    number = latest(directory) if iteration is None else iteration
     if number is None:
-        raise ValueError(f"{directory} has no {TRACKER}, expected a checkpoint: give the directory of a finished save")
-    path, common = examine(directory, number, on_rank_0, _damage, _damage)
-    if dist.get_rank() == 0 and not checkpoint_digests.exist(path):
-        _logger.warning("%s was saved without digests: damage to it may go unnoticed", path)
-    return path, common
-
-
-def _without_layer_state(sharded: dict[str, Any], models: Sequence[torch.nn.Module]) -> dict[str, dict[str, None]]:
-    """Ask only weights of a checkpoint of weights alone. By model: what layers get in the place of their state."""
-    left: dict[str, dict[str, None]] = {}
-    for name, _ in named_models(models):
-        keys = [key for key, value in sharded[name].items() if isinstance(value, ShardedObject)]
-        left[name] = dict.fromkeys(keys)
-        for key in keys:
-            del sharded[name][key]
-    return left
-
-
-def _damage(path: Path) -> str | None:
-    """As ``checkpoint_digests.damage`` of all parts, each found by one rank."""
-    own = checkpoint_digests.damage(path, dist.get_rank(), dist.get_world_size())
-    return next(filter(None, from_all(dist.group.WORLD, own)), None)
+        return None
+    path, common = examine(directory, number, collective=False)
+    content = common["content_metadata"]
+    _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"], ignore)
+    return Saved(number, common["extra"], content["optimizer"], content["fingerprint"])
 
 
 def _check_content(
-    path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None, free: tuple[str, ...]
+    path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None, ignore: tuple[str, ...]
 ) -> None:
-    """Refuse another model or optimizer; every rank has the same arguments, so all raise or none."""
+    """Refuse another model or optimizer; all ranks have the same arguments, so all raise or none."""
     saved = content["fingerprint"]
     missing = "(absent)"
     differing = [
         f"{key}: checkpoint {saved.get(key, missing)!r}, model {fingerprint.get(key, missing)!r}"
         for key in sorted(saved.keys() | fingerprint.keys())
-        if not key.startswith(free) and saved.get(key, missing) != fingerprint.get(key, missing)
+        if not key.startswith(ignore) and saved.get(key, missing) != fingerprint.get(key, missing)
     ]
     if differing:
         raise ValueError(
@@ -284,31 +239,73 @@ def _check_content(
         )
 
 
-def check(
-    directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None, free: tuple[str, ...] = ()
-) -> Saved | None:
-    """See, in one process and without loading, that a checkpoint of ``directory`` is there and of this model.
+def sharded_state_dict(state: TrainingState, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
+    """Return what a checkpoint holds of this rank, in the form that Megatron saves and loads."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model_part = _model(state).sharded_state_dict(metadata=metadata)
+    sharded: dict[str, Any] = {"model": model_part}
+    if state.optimizer is not None:
+        # The optimizer finds each parameter's sharding by the parameter object inside the model's dictionary.
+        checkpoint_optimizer.prepare(state.optimizer)
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(model_part, is_loading=is_loading, metadata=metadata)
+    if state.scheduler is not None:
+        sharded["scheduler"] = state.scheduler.state_dict()
+    if with_rng:
+        # One state per rank of the world: pipeline stages and tensor-parallel ranks differ.
+        sharded["rng"] = ShardedObject("rng_state", _get_rng(), (dist.get_world_size(),), (dist.get_rank(),))
+    return sharded
 
-    The digests of files with tensors, nearly all of its bytes, are left to ``load``.
 
-    Args:
-        iteration: which checkpoint; None for the latest.
-        free: how keys of the fingerprint begin that may differ.
+def _model(state: TrainingState) -> Any:
+    (model,) = unwrap_model(list(state.models))
+    return model
 
-    Returns:
-        What it says; None if there is no checkpoint.
 
-    Raises:
-        ValueError: as ``load`` does.
-    """
-    number = latest(directory) if iteration is None else iteration
-    if number is None:
-        return None
+def _layout() -> dict[str, Any]:
+    expert = parallel_state.get_expert_model_parallel_world_size()
+    return ({} if expert == 1 else {"expert": expert}) | {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+    }
 
-    def damage(path: Path) -> str | None:
-        return checkpoint_digests.damage(path, data=False)
 
-    path, common = examine(directory, number, operator.call, damage, checkpoint_digests.damage)
-    content = common["content_metadata"]
-    _check_content(path, content, jsonable("fingerprint", fingerprint), content["optimizer"], free)
-    return Saved(number, common["extra"], content["optimizer"], content["fingerprint"])
+def _get_rng() -> dict[str, Any]:
+    numpy_state: Any = numpy.random.get_state()
+    _, keys, position, has_gauss, cached = numpy_state
+    return {
+        "python": random.getstate(),
+        "numpy": (keys.tolist(), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    keys, *rest = states["numpy"]
+    numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def _jsonable(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy as JSON would load it, so that what is compared is what was stored."""
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(dict(value)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} is {value!r} ({error}), expected JSON values: convert it to numbers, strings, lists and dicts"
+        ) from error
+    return copy

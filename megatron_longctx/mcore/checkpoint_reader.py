@@ -1,33 +1,33 @@
-"""Read checkpoints that come from anywhere: nothing in them is run.
+"""Safe reading of checkpoints from any source: no code that they contain is run.
 
-Unpickling runs whatever a pickle says, and torch's and Megatron's readers unpickle `.metadata` and every object that is
-no tensor; TransformerEngine unpickles the state that its layers are given. Here metadata is read by an unpickler that
-knows the classes of metadata and no others, objects by torch's loader of plain values, and layers are given plain
-values only.
+A pickle can run arbitrary code. The readers of torch and Megatron unpickle `.metadata` and every object that is not a
+tensor, and TransformerEngine unpickles the state of its layers. This module reads metadata with an unpickler that knows
+only the classes of metadata, and objects with torch's weights-only loader, and it passes only plain values to layers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .version import common_loader
+from .version import common_state_loader
 
-# What torch 2.11 to 2.13 and Megatron-Core 0.16 and 0.19 write into `.metadata`, besides dtypes.
-_METADATA = (
+# The classes that torch 2.11 to 2.13 and Megatron-Core 0.16 and 0.19 write into `.metadata`, besides dtypes.
+_METADATA_CLASSES = (
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     *(("torch.distributed.checkpoint.metadata", name) for name in (
@@ -43,7 +43,7 @@ _LAYER_STATE = "._extra_state/"
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes it is given, and no others."""
+    """An unpickler that loads the given classes and dtypes, and refuses all others."""
 
     def __init__(self, stream: Any, classes: Iterable[tuple[str, str]] = ()) -> None:
         super().__init__(stream)
@@ -57,80 +57,76 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What a checkpoint's `.metadata` says: which tensors there are, and which file holds which part.
+    """Read a checkpoint's `.metadata`: which tensors it has, and which file holds which part of them.
 
     Raises:
-        OSError: it cannot be read.
-        Exception: it is damaged, or holds anything else. Damage may raise almost any class.
+        OSError: the file cannot be read.
+        Exception: the file is damaged, or holds anything else. Damage can raise almost any class.
     """
     with (path / ".metadata").open("rb") as stream:
-        metadata = _Unpickler(stream, _METADATA).load()
+        metadata = _Unpickler(stream, _METADATA_CLASSES).load()
     if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"{type(metadata).__name__} is no metadata")
+        raise pickle.UnpicklingError(f"{type(metadata).__name__} is not metadata")
     for part in metadata.storage_data.values():
         if Path(part.relative_path).name != part.relative_path:
-            raise pickle.UnpicklingError(f"{part.relative_path!r} is no file of this checkpoint")
+            raise pickle.UnpicklingError(f"{part.relative_path!r} is not a file of this checkpoint")
     return metadata
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds besides sharded tensors and objects. Raises as `read_metadata`."""
-    common: dict[str, Any] = _plain(path / COMMON_STATE_FNAME, COMMON_STATE_FNAME)
+    """Read what a checkpoint holds besides sharded tensors and objects. Raises like `read_metadata`."""
+    common: dict[str, Any] = _load_plain(path / COMMON_STATE_FNAME, COMMON_STATE_FNAME)
     return common
 
 
-def tensor_of(content: bytes, name: str) -> torch.Tensor:
-    """A tensor as a checkpoint's files hold it. Raises as `read_metadata`."""
-    found: torch.Tensor = _plain(io.BytesIO(content), name)
-    return found
+def read_tensor(content: bytes, name: str) -> torch.Tensor:
+    """Decode a tensor from its bytes in a checkpoint file. Raises like `read_metadata`."""
+    tensor: torch.Tensor = _load_plain(io.BytesIO(content), name)
+    return tensor
 
 
-def _plain(source: Any, name: str) -> Any:
-    """Plain values and tensors that ``torch.save`` has written."""
+def _load_plain(source: Any, name: str) -> Any:
+    """Load plain values and tensors that ``torch.save`` has written."""
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # torch's words advise to load it freely
-        raise pickle.UnpicklingError(f"{name} is damaged, or holds other things than values") from None
+    except pickle.UnpicklingError:  # torch's message advises to load it with weights_only=False
+        raise pickle.UnpicklingError(f"{name} is damaged, or holds objects that are not plain values") from None
 
 
 def load(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`dist_checkpointing.load`, of which nothing unpickles freely. Collective over the world.
+    """Call `dist_checkpointing.load` with safe readers. Collective over the world.
 
     Raises:
-        CheckpointException, CheckpointingException: the checkpoint is damaged, or holds anything else than values.
+        CheckpointException, CheckpointingException: the checkpoint is damaged, or holds objects that are not plain
+            values.
     """
-    # Megatron takes readers and planners from no caller.
-    replaced: tuple[tuple[Any, str, Any], ...] = (
-        (torch_dist, "_get_filesystem_reader", lambda path, **_: _Reader(path)),
-        (torch_dist, "MCoreLoadPlanner", _Planner),
-        (*common_loader(), lambda *args: read_common(Path(args[-1]))),
-    )
-    with contextlib.ExitStack() as afterwards:
-        for owner, name, ours in replaced:
-            afterwards.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, ours)
+    with (  # Megatron has no parameters for its readers and planners
+        patch.object(torch_dist, "_get_filesystem_reader", lambda path, **_: _Reader(path)),
+        patch.object(torch_dist, "MCoreLoadPlanner", _Planner),
+        patch.object(*common_state_loader(), lambda *args: read_common(Path(args[-1]))),
+    ):
         strategy = torch_dist.TorchDistLoadShardedStrategy()
         loaded: dict[str, Any] = dist_checkpointing.load(sharded, str(path), strategy)
     return loaded
 
 
 class _Reader(FileSystemReader):
-    """Keeps what it has read, since Megatron's strategy asks twice."""
+    """A reader that keeps the metadata, which Megatron's strategy reads twice."""
 
-    _found: Metadata | None = None
+    _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._found is None:
-            self._found = read_metadata(Path(self.path))
-            self._found.storage_meta = StorageMeta(load_id=self.load_id)
-        return self._found
+        if self._metadata is None:
+            self._metadata = read_metadata(Path(self.path))
+            self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
 
 
 class _Planner(torch_dist.MCoreLoadPlanner):  # type: ignore[misc]
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """As the base class, which would unpickle freely."""
+        """Do what the base class does, without its unrestricted unpickling."""
         name = read_item.dest_index.fqn
-        loaded = _plain(value, name)
+        loaded = _load_plain(value, name)
         if _LAYER_STATE in name:
             for part in loaded:
                 _check_layer_state(name, part)
@@ -141,10 +137,19 @@ class _Planner(torch_dist.MCoreLoadPlanner):  # type: ignore[misc]
 
 
 def _check_layer_state(name: str, state: Any) -> None:
-    """Refuse what a layer of TransformerEngine, which unpickles its state, could be made to run."""
+    """Refuse state that could run code in a layer of TransformerEngine, which unpickles it."""
     if isinstance(state, torch.Tensor):
         content = state.cpu().numpy().tobytes()
         if content:
             _Unpickler(io.BytesIO(content)).load()
     elif state is not None:
         raise pickle.UnpicklingError(f"{name} holds a {type(state).__name__}, expected a tensor or nothing")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message. Of a collective failure it is the first failing rank's."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):  # see `_load_plain`
+        return "a value that should be a tensor is damaged, or is not a tensor"
+    return str(error).strip().partition("\n")[0] or type(error).__name__

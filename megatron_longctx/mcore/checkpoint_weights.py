@@ -1,7 +1,7 @@
 """Checkpoints of weights alone, written and read by one process, a parameter at a time.
 
-A model need not be built for it, nor fit into memory. The files are those that Megatron's ``torch_dist`` format has,
-which ``checkpoint.load`` reads at any parallel sizes: every layer's parameter is a slice of one tensor of all layers.
+The model need not be built, nor fit into memory. The files have Megatron's ``torch_dist`` format, which
+``checkpoint.load`` reads at any parallel sizes: a layer's parameter is a slice of one tensor of all layers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -30,25 +31,26 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from . import checkpoint_folder, checkpoint_reader
-from .checkpoint_check import Damaged
+from .checkpoint_folder import DamagedCheckpoint
 
 logger = logging.getLogger(__name__)
 
 JOURNAL = "progress.jsonl"
 _LAYER = ".{layer}"
-_MOST_FILE_BYTES = 4 * 2**30  # after which another begins: ranks and threads share the files when they check them
+_MAX_FILE_BYTES = 4 * 2**30  # then the next file begins: ranks and threads share the files when they check digests
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of the whole model, or with `{layer}` in its name that of one layer.
+    """A parameter of the whole model, or, with `{layer}` in its name, of one layer.
 
     Args:
         layer: counted from 0; None for a parameter outside of layers.
-        shape: over all tensor-parallel ranks.
-        value: makes it; of this shape and of the checkpoint's dtype.
+        shape: the shape over all tensor-parallel ranks.
+        value: returns the parameter, with this shape and the checkpoint's dtype.
     """
 
     name: str
@@ -56,35 +58,31 @@ class Parameter:
     shape: tuple[int, ...]
     value: Callable[[], Tensor]
 
-    @property
-    def key(self) -> str:
-        return self.name.replace(_LAYER, "")
 
-    @property
-    def offsets(self) -> torch.Size:
-        """Where it begins in the tensor of its key."""
-        return torch.Size(((self.layer,) if self.layer is not None else ()) + (0,) * len(self.shape))
+def _key(name: str) -> str:
+    return name.replace(_LAYER, "")
 
-    @property
-    def sizes(self) -> torch.Size:
-        return torch.Size(((1,) if self.layer is not None else ()) + self.shape)
+
+def _chunk(layer: int | None, shape: tuple[int, ...]) -> ChunkStorageMetadata:
+    """Return the place of a parameter in the tensor of its key."""
+    offsets, sizes = ((), ()) if layer is None else ((layer,), (1,))
+    return ChunkStorageMetadata(torch.Size((*offsets, *(0 for _ in shape))), torch.Size((*sizes, *shape)))
 
 
 class Journal:
-    """What a process that was killed has written of a checkpoint's weights, so that the next one goes on behind it.
+    """A record of the weights that are already written, so that another process can continue after a kill.
 
-    Lines of JSON: what the weights are made of, then one for each parameter that is written, with its digest.
-
-    It is locked as long as its process lives, so that nobody takes over what is still being written.
+    The file has lines of JSON: first the identity, then one line per written parameter with its digest. The process
+    locks it while it lives, so that no other process takes over what is still being written.
 
     Args:
-        folder: to write into. It gets the journal, and what is taken over.
-        others: folders that killed processes may have left; one with such weights is taken, and is then gone.
-        weights: name of the folder of the weights in each of them.
-        identity: what the weights are made of, without line breaks.
+        folder: the folder to write into. It gets the journal, and the weights that are taken over.
+        others: folders that killed processes may have left; the first with matching weights is taken over and deleted.
+        weights: the name of the folder of weights in each of them.
+        identity: what the weights are made from, without line breaks.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the journal cannot be written.
     """
 
     def __init__(self, folder: Path, others: Iterable[Path], weights: str, identity: str) -> None:
@@ -100,48 +98,48 @@ class Journal:
                     (left / JOURNAL).rename(self._path)
                     shutil.rmtree(left)
                     return
-                logger.warning("%s is of another source or other settings, or under way: beginning afresh", left)
+                logger.warning("%s has another source or other settings, or is still being written: not used", left)
                 self._stream.close()
         self._stream = self._path.open("w", encoding="utf-8")
         self._lock()
 
     def kept(self, path: Path, names: Sequence[str]) -> list[tuple[int, int]]:
-        """Where in their files the first of the parameters `names` begin and end, which are in `path` as they were
-        written; all else in it goes."""
-        found: list[tuple[int, int]] = []
+        """Return where, in their files, the parameters begin and end that are in `path` as they were written.
+
+        These are the first of `names`. Everything else in `path` is deleted.
+        """
+        places: list[tuple[int, int]] = []
         ends: dict[str, int] = {}
         for name, line in zip(names, self._lines, strict=False):
             try:
                 written, file, begin, length, digest = json.loads(line)
                 with (path / file).open("rb") as stream:
                     stream.seek(begin)
-                    whole = hashlib.sha256(stream.read(length)).hexdigest() == digest
-            except (OSError, ValueError):  # of the last line only a part may be there
+                    intact = hashlib.sha256(stream.read(length)).hexdigest() == digest
+            except (OSError, ValueError):  # the last line may be incomplete
                 break
-            if written != name or not whole:
+            if written != name or not intact:
                 break
-            found.append((begin, begin + length))
+            places.append((begin, begin + length))
             ends[file] = begin + length
-        for each in path.iterdir() if found else ():
-            os.truncate(each, ends[each.name]) if each.name in ends else each.unlink()
+        for file in path.iterdir() if places else ():
+            os.truncate(file, ends[file.name]) if file.name in ends else file.unlink()
         self._stream.seek(0)
         self._stream.truncate()
-        self._stream.write("\n".join([self._identity, *self._lines[: len(found)], ""]))
+        self._stream.write("\n".join([self._identity, *self._lines[: len(places)], ""]))
         self._stream.flush()
         if self._lines:
-            logger.info(
-                "going on where another import was killed: %d of %d parameters are there", len(found), len(names)
-            )
-        return found
+            logger.info("continuing a killed import: %d of %d parameters are written", len(places), len(names))
+        return places
 
     def add(self, name: str, file: str, begin: int, content: bytes) -> None:
-        """Note a parameter that lies in its file."""
+        """Record a parameter that is written."""
         digest = hashlib.sha256(content).hexdigest()
         self._stream.write(json.dumps([name, file, begin, len(content), digest]) + "\n")
         self._stream.flush()
 
     def remove(self) -> None:
-        """All is written."""
+        """Delete the journal after the last parameter."""
         self._path.unlink()
         self._stream.close()
 
@@ -162,14 +160,14 @@ def write(
     extra: Mapping[str, Any],
     journal: Journal,
 ) -> None:
-    """Write iteration 0 of a checkpoint directory, or go on with it where `journal` ends.
+    """Write iteration 0 of a checkpoint directory, or continue with it where `journal` ends.
 
     Args:
-        parameters: taken one by one; each is forgotten before the next is made.
-        fingerprint, extra: as ``checkpoint.save`` has them.
+        parameters: made one at a time; each is freed before the next one is made.
+        fingerprint, extra: as in ``checkpoint.begin``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the checkpoint cannot be written.
     """
     final = checkpoint_folder.iteration_directory(directory, 0)
     partial = final.with_name(final.name + ".partial")
@@ -181,7 +179,7 @@ def write(
     common = {"iteration": 0, "extra": dict(extra), "content_metadata": content}
     torch.save(common, partial / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist", 1), str(partial))
-    checkpoint_folder.publish(partial, final, {}, checkpoint_folder.Kept())
+    checkpoint_folder.publish(partial, final, {}, checkpoint_folder.Retention())
 
 
 def _write_tensors(
@@ -189,98 +187,93 @@ def _write_tensors(
 ) -> Metadata:
     tensors: dict[str, Any] = {}  # of TensorStorageMetadata
     places: dict[MetadataIndex, _StorageInfo] = {}
-    kept = journal.kept(partial, [_unique(parameter) for parameter in parameters])
+    kept = journal.kept(partial, [_journal_name(parameter) for parameter in parameters])
     if not kept:
         checkpoint_folder.start(partial)
     number = end = 0
-    name = "__0_0.distcp"  # one object, so that the pickle is the same whichever process wrote what
-    for at, parameter in enumerate(parameters):
-        if end >= _MOST_FILE_BYTES:
+    name = "__0_0.distcp"  # one string object for all, so that the pickle does not depend on which process wrote what
+    for index, parameter in enumerate(parameters):
+        if end >= _MAX_FILE_BYTES:
             number += 1
             name = f"__0_{number}.distcp"
-        begin, end = kept[at] if at < len(kept) else _append(partial / name, parameter, dtype, journal)
-        places[MetadataIndex(parameter.key, parameter.offsets)] = _StorageInfo(name, begin, end - begin)
+        begin, end = kept[index] if index < len(kept) else _append(partial / name, parameter, dtype, journal)
+        key, chunk = _key(parameter.name), _chunk(parameter.layer, parameter.shape)
+        places[MetadataIndex(key, chunk.offsets)] = _StorageInfo(name, begin, end - begin)
         whole = torch.Size((num_layers, *parameter.shape) if parameter.layer is not None else parameter.shape)
-        found = TensorStorageMetadata(TensorProperties(dtype), whole, [])
-        chunk = ChunkStorageMetadata(parameter.offsets, parameter.sizes)
-        tensors.setdefault(parameter.key, found).chunks.append(chunk)
+        tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), whole, [])).chunks.append(chunk)
     return Metadata(tensors, storage_data=places)
 
 
 def _append(path: Path, parameter: Parameter, dtype: torch.dtype, journal: Journal) -> tuple[int, int]:
-    """Where it begins and ends in the file."""
+    """Append a parameter to a file, and return where it begins and ends there."""
     with path.open("ab+") as stream:
         begin = stream.tell()
         value = parameter.value()
         assert value.dtype == dtype and tuple(value.shape) == parameter.shape, parameter.name
-        torch.save(value.reshape(parameter.sizes).clone(), stream)  # a view would bring all that it is of
+        sizes = _chunk(parameter.layer, parameter.shape).sizes
+        torch.save(value.reshape(sizes).clone(), stream)  # a view would be saved with all of its base
         del value
         end = stream.tell()
         stream.seek(begin)
-        journal.add(_unique(parameter), path.name, begin, stream.read())
+        journal.add(_journal_name(parameter), path.name, begin, stream.read())
     return begin, end
 
 
-def _unique(parameter: Parameter) -> str:
-    return f"{parameter.key} {parameter.layer}"
+def _journal_name(parameter: Parameter) -> str:
+    return f"{_key(parameter.name)} {parameter.layer}"
 
 
 class Reader:
-    """The weights of a checkpoint, which has been examined. path: of the iteration."""
+    """The weights of a checkpoint that has been examined.
+
+    Args:
+        path: the folder of the iteration.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._metadata = checkpoint_reader.read_metadata(path)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a parameter, or of all layers' of this name.
+        """Return the dtype of a parameter, or of all layers' parameters with this name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such parameter.
         """
         return self._entry(name).properties.dtype
 
     def read(self, name: str, layer: int | None, shape: tuple[int, ...]) -> Tensor:
-        """A parameter.
+        """Return a parameter.
 
         Raises:
-            ValueError: it is not there, or of another shape.
+            ValueError: the parameter is missing, or has another shape.
         """
-        entry, key = self._entry(name), name.replace(_LAYER, "")
-        before = () if layer is None else (layer,)
-        found = tuple(entry.size[len(before) :])
+        entry, key, chunk = self._entry(name), _key(name), _chunk(layer, shape)
+        found = tuple(entry.size[0 if layer is None else 1 :])
         if found != shape:
-            raise Damaged(f"{self._path}: {key} has the shape {found}, expected {shape}")
-        out, filled = torch.empty(shape, dtype=entry.properties.dtype), 0
-        for chunk in entry.chunks:
-            if before and not chunk.offsets[0] <= before[0] < chunk.offsets[0] + chunk.sizes[0]:
-                continue
-            part = self._part(MetadataIndex(key, chunk.offsets))
-            if before:
-                part = part[before[0] - chunk.offsets[0]]
-            spans = zip(chunk.offsets[len(before) :], part.shape, strict=True)
-            out[tuple(slice(begin, begin + size) for begin, size in spans)] = part
-            filled += part.numel()
+            raise DamagedCheckpoint(f"{self._path}: {key} has the shape {found}, expected {shape}")
+        out, filled = torch.empty(chunk.sizes, dtype=entry.properties.dtype), 0
+        for item in create_read_items_for_chunk_list(key, entry, [chunk]):
+            place = self._metadata.storage_data[item.storage_index]
+            with (self._path / place.relative_path).open("rb") as stream:
+                stream.seek(place.offset)
+                part = checkpoint_reader.read_tensor(stream.read(place.length), key)
+            target = narrow_tensor_by_index(out, item.dest_offsets, item.lengths)
+            target.copy_(narrow_tensor_by_index(part, item.storage_offsets, item.lengths))
+            filled += target.numel()
         if filled != out.numel():
-            raise Damaged(f"{self._path}: {key} has {filled} values, expected {out.numel()}")
-        return out
+            raise DamagedCheckpoint(f"{self._path}: {key} has {filled} values, expected {out.numel()}")
+        return out.view(shape)
 
     def unread(self, names: Iterable[str]) -> Iterator[str]:
-        """Keys of the model's tensors that are none of `names`."""
-        keys = {name.replace(_LAYER, "") for name in names}
+        """Yield the keys of the model's tensors that are not among `names`."""
+        keys = set(map(_key, names))
         for key, entry in self._metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata) and not key.startswith("optimizer.") and key not in keys:
                 yield key
 
     def _entry(self, name: str) -> TensorStorageMetadata:
-        key = name.replace(_LAYER, "")
-        entry = self._metadata.state_dict_metadata.get(key)
+        entry = self._metadata.state_dict_metadata.get(_key(name))
         if not isinstance(entry, TensorStorageMetadata):
-            raise Damaged(f"{self._path} has no {key}, expected the weights of the run's model")
+            raise DamagedCheckpoint(f"{self._path} has no {_key(name)}, expected the weights of the run's model")
         return entry
-
-    def _part(self, index: MetadataIndex) -> Tensor:
-        place = self._metadata.storage_data[index]
-        with (self._path / place.relative_path).open("rb") as stream:
-            stream.seek(place.offset)
-            return checkpoint_reader.tensor_of(stream.read(place.length), index.fqn)

@@ -1,4 +1,9 @@
-"""The core attention that Megatron's self-attention layer calls: our executor behind Megatron's signature."""
+"""The core attention that Megatron's self-attention layers call, and what a TransformerConfig requires of it.
+
+Core attention either applies a setting of Megatron's TransformerConfig or refuses it; it ignores none. Most fields
+concern Megatron's layers around core attention, which work token by token. `tests/mcore/test_settings.py` lists every
+field, and fails when Megatron adds one.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +18,82 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from ..errors import refuse
 from ..recompute import AttentionTape
+from ..schedules.mask import Window
 from .sequence import ShardedSequence
-from .settings import layer_window, refuse_unless_served, skips_rope
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
-_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.padding: False}
-"""As TransformerEngine calls them where documents are packed."""
+# TransformerEngine's names for the same masks over packed documents.
+_CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.padding: False}
+
+_NO_MAXIMA = "Unset it; no kernel here returns the maxima of logits."
+_ZIGZAG = "Megatron's own zigzag layout"
+_PRECISION = "Attention is computed in the model's precision; unset it."
+REFUSED: dict[str, tuple[Any, str]] = {
+    "experimental_attention_variant": (None, "These are other kinds of attention; unset it."),
+    "mtp_num_layers": (None, f"Unset it: it shifts tokens in {_ZIGZAG}."),
+    "is_hybrid_model": (False, f"State-space layers exchange tokens in {_ZIGZAG}."),
+    "hybrid_context_parallel": (False, "It packs sequences that have no plan; unset it."),
+    "mrope_section": (None, "Tokens have one position here; unset it."),
+    "fused_single_qkv_rope": (False, "RoPE is applied in core attention; unset it."),
+    "flash_decode": (False, "It bypasses core attention; unset it."),
+    "batch_invariant_mode": (False, "Plans merge results in an order that depends on lengths; unset it."),
+    "fp8_dot_product_attention": (False, _PRECISION),
+    "fp8_multi_head_attention": (False, _PRECISION),
+    "use_kitchen_attention": (False, _PRECISION),
+    "qk_clip": (False, _NO_MAXIMA),
+    "log_max_attention_logit": (False, _NO_MAXIMA),
+}
+"""The only supported value of each field, and the remedy for other values."""
+
+
+def _check_supported(config: TransformerConfig, deterministic: bool) -> None:
+    """Raise ValueError for a setting that would make results differ from Megatron's."""
+    for name, (supported, remedy) in REFUSED.items():
+        value = getattr(config, name, supported)
+        if value != supported:
+            expected = "null" if supported is None else supported
+            raise refuse(name, value, f"{expected} with context-parallel attention", remedy)
+    if config.deterministic_mode and not deterministic:
+        remedy = "Set deterministic=True in ContextParallelAttention, too."
+        raise refuse("deterministic_mode", True, "False with kernels that need not be deterministic", remedy)
+
+
+def layer_window(config: TransformerConfig, layer_number: int) -> Window:
+    """Return how many tokens before and after itself a token sees in a layer; None means all.
+
+    Megatron's own rule for `window_size` and `window_attn_skip_freq` decides; a negative size means all tokens.
+
+    Args:
+        layer_number: counts from 1 over all pipeline stages.
+    """
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None, None
+    before, after = config.window_size
+    return None if before < 0 else before, None if after < 0 else after
 
 
 class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
-    """Takes the place of `core_attention` in a self-attention spec.
+    """Context-parallel attention with the interface of Megatron's `core_attention`.
 
     Args:
-        sequence: shared by all layers of the model; give it through the spec (see `spec.with_context_parallel`).
+        sequence: shared by all layers of the model; pass it through the spec (see `spec.with_context_parallel`).
         The others are Megatron's own.
 
     Attributes:
-        window: tokens that each sees before and after itself (`settings.layer_window`).
-        softmax_offset: `[h/tp]`, the sinks that `softmax_type` says, or None; with `learnable` a parameter, called and
-            sharded as Megatron's. Every context-parallel rank has the gradient of its own queries, as of any weight.
+        window: how many tokens before and after itself a token sees (`layer_window`).
+        rotates: whether this layer applies RoPE (`no_rope_freq`).
+        softmax_offset: the sinks `[h/tp]` that `softmax_type` requires, or None. With `learnable` it is a parameter
+            with Megatron's name and sharding. Every context-parallel rank holds the gradient of its own queries, as
+            for any other weight.
 
     Raises:
-        ValueError: a setting of the model that exact sharded attention does not serve, or heads that the schedule
-            cannot share among the ranks.
+        ValueError: a setting of the model that exact sharded attention does not support, or heads that the schedule
+            cannot divide among the ranks.
     """
 
     def __init__(
@@ -58,13 +111,13 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        del cp_comm_type  # TransformerEngine's choice of mode; ours is the schedule of `sequence`
+        del cp_comm_type  # TransformerEngine's mode; the schedule of `sequence` decides here
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if attention_type != "self":
-            raise refuse("attention_type", attention_type, "self", "Use it for self-attention.")
+            raise refuse("attention_type", attention_type, "self", "Use it for self-attention only.")
         if dropout != 0:
             raise refuse("attention_dropout", dropout, "0 with context-parallel attention", "Set it to 0.")
-        refuse_unless_served(config, sequence.attention.deterministic)
+        _check_supported(config, sequence.attention.deterministic)
         world = pg_collection.cp.size() if pg_collection is not None else sequence.attention.world
         if world != sequence.attention.world:
             expected = f"the sequence's {sequence.attention.world}"
@@ -77,7 +130,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         sequence.windows.add(self.window)
         self._tp = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group(False)
         self._make_sinks(config)
-        self.rotates = not skips_rope(config, layer_number)
+        self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self._sequence = sequence
@@ -91,7 +144,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         heads = torch.zeros(config.num_attention_heads, device=device, dtype=config.params_dtype)
         if config.softmax_type == "learnable" and config.perform_initialization:
-            config.init_method(heads)  # of all ranks, so that they are the same at every tensor-parallel size
+            config.init_method(heads)  # all heads, so that values are the same at every tensor-parallel size
         tp, rank = (1, 0) if self._tp is None else (self._tp.size(), self._tp.rank())
         own = heads.chunk(tp)[rank].clone()
         if config.softmax_type == "learnable":
@@ -103,7 +156,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """As Megatron's: learnable sinks, sharded by heads."""
+        """Return learnable sinks, sharded by heads, as Megatron does."""
         if not self._parameters:
             return {}
         return make_sharded_tensors_for_checkpoint(
@@ -117,7 +170,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
 
     @contextmanager
     def taped(self, tape: AttentionTape) -> Iterator[None]:
-        """Calls inside are recorded on `tape`, or replayed from it."""
+        """Record calls on `tape`, or replay them from it."""
         outer, self._tape = self._tape, tape
         try:
             yield
@@ -135,47 +188,45 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention of this rank's queries over the whole sequence.
+        """Compute attention of this rank's queries over the whole sequence.
 
         Args:
-            query: `[s, b, h/tp, d]`, or `[s, h/tp, d]` as Megatron's layers give packed (thd) documents.
+            query: `[s, b, h/tp, d]`, or `[s, h/tp, d]` from Megatron's layers for packed (thd) documents.
             key, value: `[s, b, g/tp, d]` and `[s, b, g/tp, e]`, or without b.
             attention_mask: must be None: masks need no tensor.
-            packed_seq_params: a `ShardedSequence.pack`; Megatron's own, with `cu_seqlens_q` of the whole sequence, not
-                of a rank's share; or None for a plain sequence. Padding between documents attends its own padding
-                alone, and nothing attends it.
+            packed_seq_params: a `ShardedSequence.pack`; or Megatron's own, with `cu_seqlens_q` of the whole sequence
+                and not of one rank; or None for a plain sequence. Padding between documents attends to itself only,
+                and no other token attends to it.
 
         Returns:
             `[s, b, h/tp * e]`; b is 1 for packed documents.
 
         Raises:
-            ValueError: other tokens than this rank's, a mask tensor, a bias, packed documents that are not served, or a
-                mask type other than causal and no_mask (for Megatron's packed documents also padding_causal, padding).
+            ValueError: tokens that are not this rank's, a mask tensor, a bias, unsupported packed documents, or a mask
+                type other than causal and no_mask (with Megatron's packed documents also padding_causal and padding).
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        served = _PACKED if query.ndim == 3 else _CAUSAL
-        if mask_type not in served:
-            raise ValueError(f"attn_mask_type={mask_type}: expected causal or no_mask. Give sequences without padding.")
+        causal = _CAUSAL_PACKED if query.ndim == 3 else _CAUSAL
+        if mask_type not in causal:
+            raise refuse("attn_mask_type", mask_type, "causal or no_mask", "Pass sequences without padding.")
         for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
             if given is not None:
-                raise ValueError(
-                    f"{name}={type(given).__name__}: expected None. Documents, windows and causal or full attention "
-                    "need no tensor."
-                )
+                remedy = "Documents, windows and causal or full attention need no tensor."
+                raise refuse(name, type(given).__name__, "None", remedy)
         sequence = self._sequence
         pack = sequence.pack_of(packed_seq_params)
         if query.ndim == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if query.shape[0] != pack.num_local_tokens:
             raise ValueError(
-                f"query has {query.shape[0]} tokens: expected {pack.num_local_tokens}, what rank "
-                f"{sequence.attention.rank} of {sequence.attention.world} holds of {pack.length}. Give the model "
-                "what sequence.shard_batch(batch) returns; where the length changes, a sequence.pack([length]) to both."
+                f"query has {query.shape[0]} tokens: expected {pack.num_local_tokens}, the share of rank "
+                f"{sequence.attention.rank} of {sequence.attention.world} in {pack.length}. Pass the model what "
+                "sequence.shard_batch(batch) returns; for another length, pass a sequence.pack([length]) to both."
             )
         rotation = sequence.rotation(pack, self.window)
         if rotation is not None and self.rotates:
             query, key = rotation(query), rotation(key)
-        attention, mask = sequence.attention, pack.mask(served[mask_type], self.window)
+        attention, mask = sequence.attention, pack.mask(causal[mask_type], self.window)
         scale, sink = self.softmax_scale, self.softmax_offset
         if self._tape is not None:
             out = self._tape.attend(attention, (query, key, value), mask=mask, scale=scale, sink=sink)

@@ -1,11 +1,12 @@
-"""Megatron's indexed datasets: written from tokens, with a mask where only some are learned, and checked."""
+"""Megatron's indexed datasets: written from tokens, with a mask if only some are learned; checked; and identified."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,27 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
 from .. import files
-from ..config import DataConfig
+from ..config import Config, DataConfig
 from ..errors import refuse
-from .identity import mask_of, tokenizer_digest
+from .tokenizer import add_files, tokenizer_digest
 
 logger = logging.getLogger(__name__)
-_REMEDY = "Write it with `megatron-longctx data`, or set data.prefix to another."
 
+_REMEDY = "Write it with `megatron-longctx data`, or set data.prefix to another."
+_SAMPLES, _SAMPLE_BYTES = 256, 4096  # of a dataset's tokens that enter its digest
 
 Document = tuple[Sequence[int], Sequence[bool] | None]
-"""Its tokens, and which of them are learned: those that a model is to say. None: all."""
+"""A document's tokens, and which of them count in the loss; None: all."""
+
+Identity = dict[str, dict[str, Any]]
+"""The `value` of each configuration key, and the `sha256` of the content if the value only names it."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What `<prefix>.json` says beside `<prefix>.bin` and `<prefix>.idx`.
+    """The content of `<prefix>.json`, which describes `<prefix>.bin` and `<prefix>.idx`.
 
-    learned: of the tokens, those that `<prefix>.mask.bin` has 1 for; None without such files: all.
+    learned: the number of tokens that `<prefix>.mask.bin` marks with 1; None without that file: all.
     """
 
     tokenizer: str
@@ -45,13 +50,13 @@ class Corpus:
 def write_corpus(documents: Iterable[Iterable[str]], prefix: Path, tokenizer: MegatronTokenizerText) -> Corpus:
     """Tokenize documents into Megatron's indexed form.
 
-    Every document is one or more texts (files, say), each closed by the end-of-document token and kept together as one
-    sequence of tokens. Files appear under their names only when complete.
+    A document is one or more texts, such as files. Each text ends with the end-of-document token, and the document is
+    one sequence of tokens. Files get their names only when they are complete.
 
     Args:
         documents: the texts of every document.
-        prefix: path without suffix; `.bin`, `.idx` and `.json` are written.
-        tokenizer: as `build_tokenizer` gives it; recorded for the check at load time.
+        prefix: a path without suffix; `.bin`, `.idx` and `.json` are written.
+        tokenizer: from `build_tokenizer`; recorded for the check at load time.
 
     Raises:
         ValueError: no document has any text.
@@ -63,30 +68,38 @@ def write_corpus(documents: Iterable[Iterable[str]], prefix: Path, tokenizer: Me
 def write_documents(
     documents: Iterable[Document], prefix: Path, tokenizer: MegatronTokenizerText, masked: bool
 ) -> Corpus:
-    """As `write_corpus`, from tokens. masked: documents say what is learned, and `<prefix>.mask.*` is written too: an
-    indexed dataset of the same lengths, with a byte for every token."""
+    """Write documents of tokens like `write_corpus`.
+
+    Args:
+        masked: whether documents say which tokens are learned. Then `<prefix>.mask.*` is written too: an indexed
+            dataset of the same lengths, with one byte per token.
+    """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     partial = f"{prefix}.partial"
-    kinds = {"": DType.optimal_dtype(tokenizer.vocab_size)} | ({".mask": numpy.uint8} if masked else {})
-    builders = {kind: IndexedDatasetBuilder(f"{partial}{kind}.bin", dtype=dtype) for kind, dtype in kinds.items()}
+    dtypes = {"": DType.optimal_dtype(tokenizer.vocab_size)} | ({".mask": numpy.uint8} if masked else {})
+    builders = {kind: IndexedDatasetBuilder(f"{partial}{kind}.bin", dtype=dtype) for kind, dtype in dtypes.items()}
     count = tokens = learned = 0
     try:
         for ids, mask in documents:
             if not ids:
                 continue
-            builders[""].add_document(numpy.asarray(ids, dtype=kinds[""]), [len(ids)])
+            builders[""].add_document(numpy.asarray(ids, dtype=dtypes[""]), [len(ids)])
             if masked:
                 builders[".mask"].add_document(numpy.asarray(mask, dtype=numpy.uint8), [len(ids)])
                 learned += sum(mask or ())
             count, tokens = count + 1, tokens + len(ids)
         if not count:
-            raise ValueError(
-                f"no text for {prefix}: expected at least one document that is not empty. Check the source."
-            )
+            expected = "at least one document that is not empty"
+            raise ValueError(f"no text for {prefix}: expected {expected}. Check the source.")
         for kind, builder in builders.items():
             builder.finalize(f"{partial}{kind}.idx")
-        _take_their_names(partial, prefix, kinds)
-    finally:  # of a source that turned out bad half-way
+        for stale in (".json", ".mask.bin", ".mask.idx"):
+            Path(f"{prefix}{stale}").unlink(missing_ok=True)
+        # The mask first: after a crash, tokens without a mask would all be learned; with another's they are refused.
+        for kind in sorted(dtypes, reverse=True):
+            for suffix in (".bin", ".idx"):
+                os.replace(f"{partial}{kind}{suffix}", f"{prefix}{kind}{suffix}")
+    finally:  # the source may fail half-way
         for file in prefix.parent.glob(f"{prefix.name}.partial.*"):
             file.unlink()
     digest = tokenizer_digest(tokenizer)
@@ -96,17 +109,8 @@ def write_documents(
     return corpus
 
 
-def _take_their_names(partial: str, prefix: Path, kinds: Iterable[str]) -> None:
-    """The mask first: without one all tokens would be learned, with another's the dataset is refused."""
-    for stale in (".json", ".mask.bin", ".mask.idx"):
-        Path(f"{prefix}{stale}").unlink(missing_ok=True)
-    for kind in sorted(kinds, reverse=True):
-        for suffix in (".bin", ".idx"):
-            os.replace(f"{partial}{kind}{suffix}", f"{prefix}{kind}{suffix}")
-
-
 class TokenDataset(IndexedDataset):  # type: ignore[misc]
-    """By its prefix. Its base's clean-up complains on standard error of what a failed start has not set."""
+    """An indexed dataset whose clean-up does not complain on standard error of what a failed start has not set."""
 
     def __del__(self) -> None:
         self.__dict__.setdefault("bin_reader", None)
@@ -114,37 +118,40 @@ class TokenDataset(IndexedDataset):  # type: ignore[misc]
         super().__del__()
 
 
-def documents_of(data: DataConfig, part: int, count: int) -> slice:
-    """Of `count` documents those of a part of `data.split`: 0 for training, 1 for validation. Megatron splits whole
-    documents."""
+def mask_prefix(prefix: str) -> str | None:
+    """Return the prefix of the dataset that marks the learned tokens of this one; None if all are learned."""
+    return f"{prefix}.mask" if Path(f"{prefix}.mask.idx").is_file() else None
+
+
+def split_part(data: DataConfig, part: int, count: int) -> slice:
+    """Return which of `count` documents belong to a part of `data.split`: 0 for training, 1 for validation.
+
+    Like Megatron, it splits between documents.
+    """
     weights = [*map(float, data.split.split(",")), 0.0]
     bounds = [round(sum(weights[:parts]) / sum(weights) * count) for parts in (part, part + 1)]
     return slice(*bounds)
 
 
 def check_corpus(data: DataConfig) -> int:
-    """Refuse absent, empty, corrupt or mismatched datasets before any rank starts.
+    """Refuse missing, empty, corrupt or mismatched datasets before any rank starts.
 
     Returns:
-        their tokens.
+        The number of their tokens.
 
     Raises:
-        ValueError: names what is wrong with `data.prefix` and what to do.
+        ValueError: the message names what is wrong with `data.prefix` and what to do.
     """
     return sum(_check_dataset(data, prefix) for _, prefix in data.datasets)
 
 
 def _check_dataset(data: DataConfig, prefix: str) -> int:
     lengths = _lengths(data, prefix)
-    tokens, trained = int(lengths.sum()), int(lengths[documents_of(data, 0, len(lengths))].sum())
+    tokens, trained = int(lengths.sum()), int(lengths[split_part(data, 0, len(lengths))].sum())
     least = data.seq_length + 1 if data.packing != "best_fit" else 2
     if tokens < least:
-        raise refuse(
-            "data.seq_length",
-            data.seq_length,
-            f"at most {tokens - 1}: {prefix} has {tokens} tokens",
-            "Lower data.seq_length or use more text.",
-        )
+        most = f"at most {tokens - 1}: {prefix} has {tokens} tokens"
+        raise refuse("data.seq_length", data.seq_length, most, "Lower data.seq_length or use more text.")
     if trained < least:
         part = f"a training part of at least {least} tokens; it has {trained} of {tokens}"
         raise refuse("data.split", data.split, part, "Give the first part of data.split more weight.")
@@ -155,14 +162,14 @@ def _check_dataset(data: DataConfig, prefix: str) -> int:
     if note and note["tokenizer"] != data.tokenizer:
         wanted = f"{note['tokenizer']}, which {prefix} was written with"
         raise refuse("data.tokenizer", data.tokenizer, wanted, _REMEDY)
-    if (mask := mask_of(prefix)) and not numpy.array_equal(_lengths(data, mask), lengths):
+    if (mask := mask_prefix(prefix)) and not numpy.array_equal(_lengths(data, mask), lengths):
         expected = f"in {prefix}.mask.idx the lengths of {prefix}.idx: a mask for every token"
         raise refuse("data.prefix", data.prefix, expected, _REMEDY)
     return tokens
 
 
 def _lengths(data: DataConfig, prefix: str) -> numpy.ndarray:
-    """The lengths of a dataset's documents, int64, if its files are what its index says."""
+    """Return the lengths of a dataset's documents, int64, and check that its files are as its index says."""
     sizes = []
     for suffix in (".idx", ".bin"):
         path = Path(prefix + suffix)
@@ -186,32 +193,28 @@ def _lengths(data: DataConfig, prefix: str) -> numpy.ndarray:
 
 
 def check_tokenizer(data: DataConfig, tokenizer: MegatronTokenizerText) -> None:
-    """Refuse a tokenizer whose content is not that of the one the datasets were written with.
+    """Refuse a tokenizer whose content differs from that of the one the datasets were written with.
 
     Raises:
-        ValueError: names both.
+        ValueError: the message names both.
     """
-    found = (tokenizer.vocab_size, tokenizer_digest(tokenizer))
+    now = (tokenizer.vocab_size, tokenizer_digest(tokenizer))
     for _, prefix in data.datasets:
         if not (note := _note(data, prefix)):
             continue
-        written = (note.get("vocab_size", found[0]), note.get("tokenizer_sha256", found[1]))
-        if written != found:
-            shown, now = (f"{size} tokens, SHA-256 {str(digest)[:12]}…" for size, digest in (written, found))
-            raise refuse(
-                "data.tokenizer_path",
-                data.tokenizer_path,
-                f"the tokenizer that {prefix} was written with ({shown}); this one has {now}",
-                "Use that one, write it with this one (`megatron-longctx data`), or set train.check_data=false.",
-            )
+        written = (note.get("vocab_size", now[0]), note.get("tokenizer_sha256", now[1]))
+        if written != now:
+            theirs, ours = (f"{size} tokens, SHA-256 {str(digest)[:12]}…" for size, digest in (written, now))
+            expected = f"the tokenizer that {prefix} was written with ({theirs}); this one has {ours}"
+            remedy = "Use that one, write it with this one (`megatron-longctx data`), or set train.check_data=false."
+            raise refuse("data.tokenizer_path", data.tokenizer_path, expected, remedy)
         if "tokenizer_sha256" not in note:
-            logger.warning(
-                "%s.json does not say which files its tokenizer had: only their number of tokens was compared", prefix
-            )
+            message = "%s.json does not say which files its tokenizer had: only the number of tokens was compared"
+            logger.warning(message, prefix)
 
 
 def _note(data: DataConfig, prefix: str) -> dict[str, Any]:
-    """What `<prefix>.json` says; empty without one, since only this project's datasets have it."""
+    """Return the content of `<prefix>.json`; empty without it, since only this project's datasets have it."""
     path = Path(prefix + ".json")
     if not path.is_file():
         return {}
@@ -221,3 +224,60 @@ def _note(data: DataConfig, prefix: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise refuse("data.prefix", data.prefix, f"a JSON object with `tokenizer` in {path}", _REMEDY) from error
     return note
+
+
+def identity(config: Config, tokenizer: MegatronTokenizerText) -> Identity:
+    """Return what a run's samples, and their order, depend on."""
+    data = config.data
+    digests = [dataset_digest(prefix) for _, prefix in data.datasets]
+    blend = repr(([weight for weight, _ in data.datasets], digests))
+    digest = digests[0] if len(digests) == 1 else hashlib.sha256(blend.encode()).hexdigest()
+    return {
+        "data.prefix": {"value": data.prefix, "sha256": digest},
+        "data.packing": {"value": data.packing},
+        "data.tokenizer": tokenizer_identity(config, tokenizer),
+        "data.seq_length": {"value": data.seq_length},
+        "data.split": {"value": data.split},
+        "train.seed": {"value": config.train.seed},
+    }
+
+
+def dataset_digest(prefix: str) -> str:
+    """Return the SHA-256 of a dataset's index, and of the size and 256 evenly spread samples of its tokens.
+
+    The dataset's mask, if it has one, is included in the same way.
+    """
+    digest = hashlib.sha256()
+    for each in filter(None, (prefix, mask_prefix(prefix))):
+        add_files(digest, [Path(f"{each}.idx")])
+        with Path(f"{each}.bin").open("rb") as stream:
+            size = stream.seek(0, 2)
+            digest.update(str(size).encode())
+            for number in range(_SAMPLES):
+                stream.seek(number * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def tokenizer_identity(config: Config, tokenizer: MegatronTokenizerText) -> dict[str, Any]:
+    """Return the part of `identity` that `generate` and `serve` compare."""
+    name = config.data.tokenizer_path or config.data.tokenizer
+    return {"value": name, "sha256": tokenizer_digest(tokenizer)}
+
+
+def identity_error(earlier: Mapping[str, Any], now: Identity, run: Path) -> ValueError | None:
+    """Return why `run` may not continue with data that differ from what it was trained with; None if it may.
+
+    Keys that `earlier` lacks are not compared: an earlier version did not write them.
+    """
+    for key, here in now.items():
+        there = earlier.get(key, here)
+        if there.get("sha256", there["value"]) != here.get("sha256", here["value"]):
+            expected = f"{_shown(there)}, with which {run} has been trained so far; this is {_shown(here)}"
+            remedy = "Set it back, start a run of another run.name, or set train.check_data=false to go on with this."
+            return refuse(key, here["value"], expected, remedy)
+    return None
+
+
+def _shown(entry: Mapping[str, Any]) -> str:
+    return f"{entry['value']} (SHA-256 {entry['sha256'][:12]}…)" if "sha256" in entry else str(entry["value"])

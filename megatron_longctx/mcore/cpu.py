@@ -1,16 +1,16 @@
-"""What Megatron-Core needs to run on a machine without a CUDA device, all in one place; 0.16 and 0.19 need the same.
+"""Replacements that Megatron-Core needs on a machine without a CUDA device; 0.16 and 0.19 need the same.
 
-Megatron-Core names the device "cuda" in many files. ``apply()`` maps those names to the CPU, so that the same model,
-schedule, optimizer and checkpoint code runs in tests and on laptops. Nothing changes on import, and nothing changes
-where a CUDA device exists.
+Megatron-Core names the device "cuda" in many files. `apply()` maps those names to the CPU, so the same model, schedule,
+optimizer and checkpoint code runs in tests and on laptops. Nothing changes on import, and nothing changes if a CUDA
+device exists.
 
-The adjustments replace functions of torch and Megatron for the whole process rather than push a
-``TorchFunctionMode``: a mode belongs to one thread (autograd moves deeply nested recomputation to another one) and
-costs a little on every operation, while a replaced function holds in every thread and costs only where it is called.
+`apply()` replaces functions of torch and Megatron for the whole process instead of pushing a `TorchFunctionMode`. A
+mode belongs to one thread (autograd moves deeply nested recomputation to another one) and costs a little on every
+operation; a replaced function works in every thread and costs only where it is called.
 
-Model configurations on CPU still need ``use_cpu_initialization=True`` and every fusion switched off
-(``bias_activation_fusion``, ``bias_dropout_fusion``, ``masked_softmax_fusion``, ``apply_rope_fusion``,
-``gradient_accumulation_fusion``).
+Model configurations on CPU still need `use_cpu_initialization=True` and every fusion switched off
+(`bias_activation_fusion`, `bias_dropout_fusion`, `masked_softmax_fusion`, `apply_rope_fusion`,
+`gradient_accumulation_fusion`).
 """
 
 from __future__ import annotations
@@ -28,32 +28,22 @@ from . import version
 
 _CPU = torch.device("cpu")
 
-# Factories that Megatron calls with device="cuda", with torch.cuda.current_device(), or with pin_memory=True.
+# Factories that Megatron calls with device="cuda", with torch.cuda.current_device(), or with pin_memory=True:
+# pipeline_parallel/schedules.py (total_num_tokens), optimizer/optimizer.py (scale and overflow buffers),
+# optimizer/clip_grads.py, optimizer/grad_scaler.py, transformer/utils.py (masks),
+# models/common/embeddings/rope_utils.py (pin_memory), rerun_state_machine.py,
+# dist_checkpointing/strategies/state_dict_saver.py.
 _FACTORIES = (
-    "tensor",
-    "as_tensor",
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "eye",
-    "arange",
-    "linspace",
-    "rand",
-    "randn",
-    "randint",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
+    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "eye", "arange", "linspace"),
+    *("rand", "randn", "randint", "empty_like", "zeros_like", "ones_like", "full_like"),
 )
 
 
 def apply() -> bool:
-    """Make Megatron-Core usable without CUDA; call it once per process, before building groups or models.
+    """Make Megatron-Core usable without CUDA. Call this before building groups or models; later calls do nothing.
 
     Returns:
-        True if the adjustments are active after the call, False if a CUDA device exists and nothing was done.
+        True if the replacements are active after the call, False if a CUDA device exists.
     """
     if torch.cuda.is_available():
         return False
@@ -63,71 +53,61 @@ def apply() -> bool:
 
 @functools.cache
 def _adjust() -> None:
-    _adjust_cuda_module()
-    _adjust_factories()
-    _adjust_tensor_methods()
+    stream = _StreamOrEvent()
+    _replace(
+        torch.cuda,
+        # models/common/embeddings/rotary_pos_embedding.py, transformer/attention.py, utils.py (GlobalMemoryBuffer),
+        # tensor_parallel/layers.py and mappings.py, distributed/param_and_grad_buffer.py,
+        # pipeline_parallel/p2p_communication.py, optimizer/distrib_optimizer.py,
+        # dist_checkpointing/strategies/state_dict_saver.py: device=torch.cuda.current_device().
+        current_device=lambda: _CPU,
+        # pipeline_parallel/p2p_communication.py (after each batch of sends), dist_checkpointing/strategies/
+        # filesystem_async.py (after staging), transformer/cuda_graphs.py.
+        synchronize=lambda device=None: None,
+        # inference/engines/static_engine.py passes the device of the main thread to a worker thread.
+        set_device=lambda device: None,
+        # transformer/moe/token_dispatcher.py (all-to-all dispatcher) copies sizes on a side stream;
+        # inference/text_generation_controllers/text_generation_controller.py times with events.
+        Stream=_StreamOrEvent,
+        Event=_StreamOrEvent,
+        current_stream=lambda device=None: stream,
+        stream=contextlib.nullcontext,
+    )
+    _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    _replace(
+        torch.Tensor,
+        # models/common/embeddings/rope_utils.py, optimizer/distrib_optimizer.py (gather of the optimizer's state),
+        # models/common/language_module/language_module.py, optimizer/grad_scaler.py.
+        cuda=lambda self, *args, **kwargs: self,
+        # distributed/param_and_grad_buffer.py (offloading buffers).
+        pin_memory=lambda self, *args, **kwargs: self,
+        # optimizer/cpu_offloading/hybrid_optimizer.py, transformer/transformer_layer.py.
+        to=_to_cpu(torch.Tensor.to),
+        # optimizer/optimizer.py, optimizer/distrib_optimizer.py and optimizer/clip_grads.py sort parameters and check
+        # gradients by the string of their type.
+        type=_cuda_type_names(torch.Tensor.type),
+        # transformer/moe/moe_utils.py (maybe_move_tensor_to_cpu) keeps memory alive for the side stream.
+        record_stream=lambda self, stream: None,
+    )
     _adjust_rng()
-    _adjust_moe()
+    from megatron.core.transformer.moe import token_dispatcher
+
+    # Sizes of what experts exchange are read on the host.
+    _replace(token_dispatcher, maybe_move_tensor_to_cpu=_to_numpy)
+    # tensor_parallel/mappings.py gathers the tokens of sharded experts in unequal parts, which gloo does not support.
+    _replace(dist, all_gather=_uneven_all_gather(dist.all_gather))
     version.complete_without_transformer_engine()
 
 
-def _adjust_cuda_module() -> None:
-    """``torch.cuda``: the current device is the CPU, waiting is nothing, a stream is a stand-in."""
-    # models/common/embeddings/rotary_pos_embedding.py, transformer/attention.py, utils.py (GlobalMemoryBuffer),
-    # tensor_parallel/layers.py and mappings.py, distributed/param_and_grad_buffer.py,
-    # pipeline_parallel/p2p_communication.py, optimizer/distrib_optimizer.py,
-    # dist_checkpointing/strategies/state_dict_saver.py: device=torch.cuda.current_device().
-    _replace(torch.cuda, "current_device", lambda: _CPU)
-    # pipeline_parallel/p2p_communication.py (after each batch of sends), dist_checkpointing/strategies/
-    # filesystem_async.py (after staging), transformer/cuda_graphs.py.
-    _replace(torch.cuda, "synchronize", lambda device=None: None)
-    # inference/engines/static_engine.py hands the device of the main thread to a worker thread.
-    _replace(torch.cuda, "set_device", lambda device: None)
-    # transformer/moe/token_dispatcher.py (all-to-all dispatcher) copies sizes on a side stream;
-    # inference/text_generation_controllers/text_generation_controller.py times with events.
-    stream = _CpuStream()
-    _replace(torch.cuda, "Stream", _CpuStream)
-    _replace(torch.cuda, "Event", _CpuEvent)
-    _replace(torch.cuda, "current_stream", lambda device=None: stream)
-    _replace(torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream))
-    # transformer/moe/moe_utils.py (maybe_move_tensor_to_cpu) keeps memory alive for the side stream.
-    _replace(torch.Tensor, "record_stream", lambda self, stream: None)
-
-
-def _adjust_factories() -> None:
-    """Literal ``device="cuda"`` and ``pin_memory=True`` in tensor factories."""
-    # pipeline_parallel/schedules.py (total_num_tokens), optimizer/optimizer.py (scale and overflow buffers),
-    # optimizer/clip_grads.py, optimizer/grad_scaler.py, transformer/utils.py (masks),
-    # models/common/embeddings/rope_utils.py (pin_memory), rerun_state_machine.py,
-    # dist_checkpointing/strategies/state_dict_saver.py.
-    for name in _FACTORIES:
-        original = getattr(torch, name)
-        _replace(torch, name, _on_cpu(original))
-
-
-def _adjust_tensor_methods() -> None:
-    """``.cuda()``, ``.to("cuda")``, ``.pin_memory()`` and comparisons with ``"torch.cuda.FloatTensor"``."""
-    # models/common/embeddings/rope_utils.py, optimizer/distrib_optimizer.py (gather of the optimizer's state),
-    # models/common/language_module/language_module.py, optimizer/grad_scaler.py.
-    _replace(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
-    # distributed/param_and_grad_buffer.py (offloading buffers).
-    _replace(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)
-    # optimizer/cpu_offloading/hybrid_optimizer.py, transformer/transformer_layer.py.
-    _replace(torch.Tensor, "to", _to_cpu(torch.Tensor.to))
-    # optimizer/optimizer.py, optimizer/distrib_optimizer.py and optimizer/clip_grads.py sort parameters and check
-    # gradients by the string of their type.
-    _replace(torch.Tensor, "type", _cuda_type_names(torch.Tensor.type))
-
-
 def _adjust_rng() -> None:
-    """``tensor_parallel/random.py``: the tracked generator is the CPU's default generator."""
+    """Let the tracked generator of `tensor_parallel/random.py` be the CPU's default generator."""
     from megatron.core.tensor_parallel import random as mcore_random
 
     class CpuRNGStatesTracker(mcore_random.CudaRNGStatesTracker):  # type: ignore[misc]
         """Named random states of the CPU generator, with the interface of Megatron's CUDA tracker."""
 
         def add(self, name: str, seed: int) -> None:
-            """Track a state called ``name`` that starts at ``seed``; both must be new."""
+            """Track a new state called `name` that starts at a new `seed`."""
             self._is_initialized = True
             if seed in self.seeds_:
                 raise Exception(f"seed {seed} already exists")
@@ -138,7 +118,7 @@ def _adjust_rng() -> None:
 
         @contextlib.contextmanager
         def fork(self, name: str = mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-            """Draw from the state called ``name`` inside the context; the surrounding state is untouched."""
+            """Draw from the state called `name` inside the context, and leave the outer state untouched."""
             if name not in self.states_:
                 raise Exception(f"rng state {name} is not added")
             outer = torch.get_rng_state()
@@ -163,27 +143,21 @@ def _adjust_rng() -> None:
         assert not graph_safe, "graph-safe random states exist on CUDA only"
         torch.set_rng_state(new_state)
 
-    # initialize_rng_tracker looks the class up at call time; checkpoint() and CheckpointWithoutOutput use the two
-    # functions, which is what makes dropout under recomputation repeat exactly.
-    _replace(mcore_random, "CudaRNGStatesTracker", CpuRNGStatesTracker)
-    _replace(mcore_random, "_get_cuda_rng_state", get_state)
-    _replace(mcore_random, "_set_cuda_rng_state", set_state)
+    # initialize_rng_tracker looks the class up at call time. checkpoint() and CheckpointWithoutOutput use the two
+    # functions, so dropout under recomputation repeats exactly.
+    _replace(
+        mcore_random,
+        CudaRNGStatesTracker=CpuRNGStatesTracker,
+        _get_cuda_rng_state=get_state,
+        _set_cuda_rng_state=set_state,
+    )
 
 
-def _adjust_moe() -> None:
-    """Sizes of what experts exchange are moved off the device as numbers, and gloo gathers equal parts alone."""
-    from megatron.core.transformer.moe import token_dispatcher
-
-    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers)
-    # tensor_parallel/mappings.py, of the tokens of experts that are sharded themselves.
-    _replace(dist, "all_gather", _of_unequal_parts(dist.all_gather))
-
-
-def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def _of_unequal_parts(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+def _uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(all_gather)
     def wrapper(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         if len({each.shape for each in outputs}) == 1:
@@ -196,45 +170,36 @@ def _of_unequal_parts(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class _Done:
-    """What has happened already, since CPU operations return when they are done."""
+class _StreamOrEvent:
+    """A stream or an event of CPU work, which has finished when the call that started it returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._seconds = time.perf_counter()
+        self._recorded_s = time.perf_counter()
 
     def wait(self, other: Any = None) -> None:
-        """Nothing to wait for."""
+        pass
 
-    synchronize = wait
+    synchronize = wait_stream = wait_event = wait
 
     def query(self) -> bool:
         return True
 
-
-class _CpuEvent(_Done):
-    """Remembers the wall-clock time of its recording."""
-
     def record(self, stream: Any = None) -> None:
-        self._seconds = time.perf_counter()
+        self._recorded_s = time.perf_counter()
 
-    def elapsed_time(self, end_event: _CpuEvent) -> float:
-        """Milliseconds from this event to ``end_event``."""
-        return (end_event._seconds - self._seconds) * 1000.0
-
-
-class _CpuStream(_Done):
-    wait_stream = wait_event = _Done.wait
-
-    def record_event(self, event: _CpuEvent | None = None) -> _CpuEvent:
-        """The given or a new event, recorded now."""
-        event = event or _CpuEvent()
+    def record_event(self, event: _StreamOrEvent | None = None) -> _StreamOrEvent:
+        event = event or _StreamOrEvent()
         event.record()
         return event
 
+    def elapsed_time(self, end_event: _StreamOrEvent) -> float:
+        """Return the milliseconds from this event's recording to that of `end_event`."""
+        return (end_event._recorded_s - self._recorded_s) * 1000.0
 
-def _replace(owner: Any, name: str, value: Any) -> None:
-    # Through setattr: an assignment to a function of a typed module is an error to the type checker.
-    setattr(owner, name, value)
+
+def _replace(owner: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)
 
 
 def _names_cuda(device: Any) -> bool:
@@ -248,8 +213,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
         if _names_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
-        # Without an accelerator there is no allocator of pinned memory.
-        kwargs.pop("pin_memory", None)
+        kwargs.pop("pin_memory", None)  # without an accelerator, torch has no allocator of pinned memory
         return factory(*args, **kwargs)
 
     return wrapper
@@ -271,7 +235,7 @@ def _cuda_type_names(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        # Only the query form returns a string: "torch.FloatTensor" becomes "torch.cuda.FloatTensor".
+        # Only a call without a dtype returns a string: "torch.FloatTensor" becomes "torch.cuda.FloatTensor".
         if isinstance(result, str) and not result.startswith("torch.cuda."):
             return result.replace("torch.", "torch.cuda.", 1)
         return result

@@ -1,15 +1,15 @@
-"""Megatron's plain GPT layers without what only training, other layers and other schedules need.
+"""Megatron's plain GPT layers without the host work that only training and other kinds of layers need.
 
-The same operations on the same parameters in the same order as `TransformerLayer`, `SelfAttention` and `MLP` of
-Megatron-Core 0.16 and 0.19 issue in evaluation, so results are equal bit for bit. What is left out is their host work,
-which at few tokens takes longer than the GPU does: autograd functions, contexts, module calls, and views.
+`DirectLayer` issues the same operations on the same parameters in the same order as `TransformerLayer`, `SelfAttention`
+and `MLP` of Megatron-Core 0.16 and 0.19 in evaluation, so results are equal bit for bit. It omits their autograd
+functions, contexts, module calls and views. For few tokens, that host work takes longer than the GPU's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from types import FunctionType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,29 +27,22 @@ from .norms import LayerNorm, PostNormAdd, RMSNorm
 from .rope import Rotation
 from .row_parallel import ReducedRowParallelLinear
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries `[s, 1, h, d]`, keys and values `[s, 1, g, d]` to `[s, 1, h, d]`."""
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A function of queries `[s, 1, h, d]`, and keys and values `[s, 1, g, d]`, that returns `[s, 1, h, d]`."""
 
-_PLAIN_SETTINGS: tuple[tuple[str, Any], ...] = (
-    ("fp32_residual_connection", False),
-    ("fp8", None),
-    ("fp4", None),
-    ("sequence_parallel", False),
-    ("attention_output_gate", False),
-    ("inference_fuse_tp_communication", False),
-    ("use_te_activation_func", False),
-    ("activation_func_clamp_value", None),
-    ("glu_linear_offset", 0.0),
-    ("no_rope_freq", None),
-    ("test_mode", False),
+_FALSE = (
+    *("fp32_residual_connection", "sequence_parallel", "attention_output_gate", "inference_fuse_tp_communication"),
+    *("use_te_activation_func", "test_mode"),
 )
-"""What must be so: other values change what a layer computes."""
+_NONE = ("fp8", "fp4", "activation_func_clamp_value", "no_rope_freq")
+_PLAIN_SETTINGS = dict.fromkeys(_FALSE, False) | dict.fromkeys(_NONE) | {"glu_linear_offset": 0.0}
+"""Required settings: with other values a layer computes something else."""
 
 
 def why_not_direct(gpt: GPTModel) -> str | None:
-    """None if every layer is one that `DirectLayer` computes, else what is not, in a few words."""
+    """Return None if `DirectLayer` supports every layer, else the reason in a few words."""
     config = gpt.config
-    for key, plain in _PLAIN_SETTINGS:
+    for key, plain in _PLAIN_SETTINGS.items():
         if getattr(config, key) != plain:
             return f"{key} is {getattr(config, key)}"
     if config.bias_activation_fusion and not (config.gated_linear_unit and config.activation_func == functional.silu):
@@ -70,9 +63,7 @@ def why_not_direct(gpt: GPTModel) -> str | None:
             ("mlp.linear_fc1", (ColumnParallelLinear,)),
             ("mlp.linear_fc2", (RowParallelLinear, ReducedRowParallelLinear)),
         ):
-            part = layer
-            for word in name.split(".") if name else ():
-                part = getattr(part, word)
+            part = attrgetter(name)(layer) if name else layer
             if type(part) not in kinds:
                 return f"layer {number}'s {name or 'class'} is {type(part).__name__}"
         if config.num_query_groups < layer.self_attention.world_size:
@@ -81,9 +72,9 @@ def why_not_direct(gpt: GPTModel) -> str | None:
 
 
 class DirectLayer:
-    """One layer of a model in evaluation mode that `why_not_direct` accepts. Call it without gradients.
+    """One layer, in evaluation mode, of a model that `why_not_direct` accepts. Call it without gradients.
 
-    Parameters are read from `layer` in every call, so they may change in between.
+    Every call reads the parameters from `layer`, so they may change between calls.
     """
 
     def __init__(self, layer: TransformerLayer) -> None:
@@ -92,33 +83,39 @@ class DirectLayer:
         self._qkv, self._projection = attention.linear_qkv, attention.linear_proj
         self._up, self._down = mlp.linear_fc1, mlp.linear_fc2
         self._groups = attention.num_query_groups_per_partition
-        self._queries = attention.num_attention_heads_per_partition // self._groups  # of a group
+        self._queries_per_group = attention.num_attention_heads_per_partition // self._groups
         self._fused, self._gated = config.bias_activation_fusion, config.gated_linear_unit
         self._activation = config.activation_func
         self._q_norm, self._k_norm = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
-        self._norms_behind = [_norm(getattr(bda, "norm", None)) for bda in (layer.self_attn_bda, layer.mlp_bda)]
+        self._post_norms = [_norm(getattr(bda, "norm", None)) for bda in (layer.self_attn_bda, layer.mlp_bda)]
 
-    def __call__(self, hidden: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        """`[s, 1, h]` to the same; `attend` gets rotated queries and keys."""
-        behind_attention, behind_mlp = self._norms_behind
-        attended = _row_parallel(self._projection, self._attended(hidden, rotation, attend))
-        hidden = behind_attention(attended).add_(hidden)
+    def __call__(self, hidden: Tensor, rotation: Rotation | None, attend: AttentionFn) -> Tensor:
+        """Run the layer on `[s, 1, h]`, and return the same shape.
+
+        Args:
+            attend: called with rotated queries and keys.
+        """
+        attention_norm, mlp_norm = self._post_norms
+        attended = _row_parallel(self._projection, self._attention(hidden, rotation, attend))
+        hidden = attention_norm(attended).add_(hidden)
         del attended
         wide = functional.linear(self._mlp_norm(hidden), self._up.weight)
-        wide = self._activated(wide)
-        return behind_mlp(_row_parallel(self._down, wide)).add_(hidden)
+        wide = self._activate(wide)
+        return mlp_norm(_row_parallel(self._down, wide)).add_(hidden)
 
-    def _attended(self, hidden: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        """`[s, 1, h d]`. What is made on the way ends here, not with the layer."""
-        mixed = _times(self._input_norm(hidden), self._qkv.weight, self._qkv.bias)
-        mixed = mixed.view(*mixed.shape[:2], self._groups, self._queries + 2, -1)
-        q, k, v = mixed.split_with_sizes((self._queries, 1, 1), 3)
+    def _attention(self, hidden: Tensor, rotation: Rotation | None, attend: AttentionFn) -> Tensor:
+        """Return `[s, 1, h d]`. A separate function, so that its intermediate tensors do not live through the MLP."""
+        mixed = functional.linear(self._input_norm(hidden), self._qkv.weight)
+        if self._qkv.bias is not None:  # not in the product: Megatron's layers round before they add it
+            mixed = mixed + self._qkv.bias
+        mixed = mixed.view(*mixed.shape[:2], self._groups, self._queries_per_group + 2, -1)
+        q, k, v = mixed.split_with_sizes((self._queries_per_group, 1, 1), 3)
         q, k = self._q_norm(q), self._k_norm(k)
         if rotation is not None:
-            q, k = rotation.of_both(q, k)
+            q, k = rotation.rotate_both(q, k)
         return attend(q.flatten(2, 3), k.squeeze(3), v.squeeze(3)).flatten(2)
 
-    def _activated(self, wide: Tensor) -> Tensor:
+    def _activate(self, wide: Tensor) -> Tensor:
         bias = self._up.bias
         if self._fused:  # Megatron's own compiled functions, which it calls with two dimensions
             flat = wide.view(-1, wide.shape[-1])
@@ -133,25 +130,15 @@ class DirectLayer:
 
 
 def _norm(norm: torch.nn.Module | None) -> Callable[[Tensor], Tensor]:
-    """What it does, without a call of what does nothing."""
-    return _as_it_is if norm is None or isinstance(norm, IdentityOp) else norm
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
-def _times(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As Megatron's layers: the product is rounded before the bias is added."""
-    out = functional.linear(x, weight)
-    return out if bias is None else out + bias
+    """Return a norm, or instead of an absent one a function that is cheaper to call than a module."""
+    return (lambda x: x) if norm is None or isinstance(norm, IdentityOp) else norm
 
 
 def _row_parallel(linear: RowParallelLinear, x: Tensor) -> Tensor:
-    """Summed over the tensor-parallel ranks, with the layer's bias."""
+    """Apply a row-parallel layer: the product, its sum over the tensor-parallel ranks, and the bias."""
     out = functional.linear(x, linear.weight)
     if isinstance(linear, ReducedRowParallelLinear):
-        out = linear.sum_of(out)
+        out = linear.all_reduce(out)
     elif linear.tp_group.size() > 1:
         dist.all_reduce(out, group=linear.tp_group)
     return out if linear.bias is None else out + linear.bias

@@ -1,4 +1,4 @@
-"""Process groups and seeds: from parallel sizes to a ``ProcessGroupCollection``."""
+"""Process groups and seeds: from parallel sizes to a `ProcessGroupCollection`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from ..comm.rendezvous import timeout_of
 from ..config import ParallelismConfig
+from ..errors import refuse
 from . import cpu
 
-# Megatron-LM's habit: pipeline stages initialise different layers, so they draw from different streams.
+# As in Megatron-LM: pipeline stages initialize different layers, so they draw from different streams.
 _SEED_STEP_PER_STAGE = 100
+
+_stale: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
+"""Groups that `destroy` has dropped, each with the world it belongs to."""
 
 
 def initialize(
@@ -31,25 +35,25 @@ def initialize(
 ) -> ProcessGroupCollection:
     """Build every Megatron process group and seed every generator.
 
-    ``torch.distributed`` must be initialised (and, on GPU, the process's device set). The data-parallel size is what
-    remains of the world. A collective of any group may take as long as one of the world, which ends the job when a
-    rank hangs. On a machine without CUDA the adjustments of ``mcore.cpu`` are applied first.
+    `torch.distributed` must be initialized (and, on GPU, the process's device set). The data-parallel size is the
+    world's size divided by the others. A collective of any group may take as long as one of the world, whose timeout
+    ends the job if a rank hangs. On a machine without CUDA, this calls `mcore.cpu.apply` first.
 
     Args:
         tensor: tensor-parallel size.
         context: context-parallel size.
         pipeline: pipeline-parallel size.
-        expert: expert-parallel size, over neighbours of context and data parallelism.
+        expert: expert-parallel size, over neighbors of context and data parallelism.
         expert_tensor: tensor-parallel size of experts; None for that of the other layers.
-        seed: seed of parameters and dropout; any value of at least 1.
+        seed: seed of parameters and dropout, at least 1.
 
     Returns:
-        The groups (``.tp``, ``.cp``, ``.pp``, ``.dp``, ``.dp_cp`` and the rest).
+        The groups (`.tp`, `.cp`, `.pp`, `.dp`, `.dp_cp` and the rest).
 
     Raises:
-        ValueError: if a size or the seed is not positive, the sizes do not divide the world, or groups exist already.
+        ValueError: a size or the seed is not positive, the sizes do not divide the world, or groups exist already.
     """
-    assert dist.is_initialized(), "torch.distributed must be initialised before the process groups"
+    assert dist.is_initialized(), "torch.distributed must be initialized before the process groups"
     _check(tensor, context, pipeline, seed)
     cpu.apply()
     parallel_state.initialize_model_parallel(
@@ -59,16 +63,21 @@ def initialize(
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
         distributed_timeout_minutes=timeout_of() / timedelta(minutes=1),
-        # Needed only by checkpoint formats that this project does not write.
+        # Only checkpoint formats that this project does not write need them.
         create_gloo_process_groups=False,
     )
-    _end_left()
+    # Threads of old groups slow down later work: on gloo about fifty per `initialize`. All ranks have just built new
+    # groups, so no rank waits for anything in the old ones.
+    for world, group in _stale:
+        if world is dist.group.WORLD:  # groups of an earlier world ended with it
+            dist.destroy_process_group(group)
+    _stale.clear()
     seed_everything(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def of_config(par: ParallelismConfig, seed: int = 1234) -> ProcessGroupCollection:
-    """`initialize` with a configuration's sizes."""
+def from_config(par: ParallelismConfig, seed: int = 1234) -> ProcessGroupCollection:
+    """Call `initialize` with a configuration's sizes."""
     return initialize(
         tensor=par.tensor_parallel_size,
         context=par.context_parallel_size,
@@ -82,48 +91,31 @@ def of_config(par: ParallelismConfig, seed: int = 1234) -> ProcessGroupCollectio
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy, torch and Megatron's random tracker on this rank; groups must exist.
 
-    Data- and context-parallel ranks share a seed; pipeline stages differ; tensor-parallel ranks share the default
+    Data- and context-parallel ranks share a seed; pipeline stages differ. Tensor-parallel ranks share the default
     stream and differ in Megatron's model-parallel stream.
     """
     stage_seed = seed + _SEED_STEP_PER_STAGE * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
-    # NumPy takes 32 bits.
-    numpy.random.seed(stage_seed % 2**32)
+    numpy.random.seed(stage_seed % 2**32)  # NumPy's seeds have 32 bits
     torch.manual_seed(stage_seed)
-    # force_reset_rng: a tracker left over from earlier groups may be of another kind.
+    # force_reset_rng: the tracker of earlier groups may be of another kind.
     model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True)
 
 
 def destroy() -> None:
-    """Forget every Megatron process group and global buffer, so that ``initialize`` can be called again."""
-    _left.extend((dist.group.WORLD, group) for group in parallel_state._global_process_group_list or () if group)
+    """Drop every Megatron process group and global buffer, so that `initialize` can be called again."""
+    _stale.extend((dist.group.WORLD, group) for group in parallel_state._global_process_group_list or () if group)
     parallel_state.destroy_model_parallel()
-
-
-_left: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
-"""Forgotten groups, each with the world that it is of."""
-
-
-def _end_left() -> None:
-    """End forgotten groups, whose threads would slow what follows: on gloo some fifty for each ``initialize``. All
-    ranks have just made new ones, so nobody waits for anything in these any more."""
-    for world, group in _left:
-        if world is dist.group.WORLD:  # else they have ended with it
-            dist.destroy_process_group(group)
-    _left.clear()
 
 
 def _check(tensor: int, context: int, pipeline: int, seed: int) -> None:
     for name, size in (("tensor", tensor), ("context", context), ("pipeline", pipeline), ("seed", seed)):
         if size < 1:
-            raise ValueError(f"{name} is {size}, expected at least 1: set it to a positive integer")
+            raise refuse(name, size, "at least 1", "Set it to a positive integer.")
     world, model = dist.get_world_size(), tensor * context * pipeline
     if world % model:
-        raise ValueError(
-            f"tensor {tensor} x context {context} x pipeline {pipeline} = {model}, expected a divisor of the "
-            f"{world} processes: change a size, or start a multiple of {model} processes"
-        )
+        sizes, expected = f"{tensor} x {context} x {pipeline}", f"a divisor of the {world} processes"
+        remedy = f"Change a size, or start a multiple of {model} processes."
+        raise refuse("tensor x context x pipeline", sizes, expected, remedy)
     if parallel_state.model_parallel_is_initialized():
-        raise ValueError(
-            "process groups exist already, expected none: call megatron_longctx.mcore.groups.destroy() first"
-        )
+        raise refuse("process groups", "initialized", "none", "Call megatron_longctx.mcore.groups.destroy() first.")

@@ -1,13 +1,12 @@
-"""The LM head and its cross-entropy, chunk by chunk: the logits of all tokens never exist at once.
+"""The LM head and its cross-entropy in chunks of tokens: the logits of all tokens never exist at the same time.
 
-At 128 Ki tokens a rank and 128 Ki words, logits alone are 32 GiB in bf16 and another 64 GiB in fp32. Here they are
-computed for a chunk of tokens, reduced to three numbers a token and dropped; backward computes each chunk's again.
+At 128 Ki tokens per rank and 128 Ki words, logits alone take 32 GiB in bf16 and another 64 GiB in fp32. Here they are
+computed for a chunk of tokens, reduced to three numbers per token, and freed. Backward computes each chunk's again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,28 +20,27 @@ from ..kernels.no_grad import first_order
 
 @dataclass(frozen=True)
 class Head:
-    """How the head is cut.
+    """How ranks and chunks divide the head.
 
-    group: the tensor-parallel group, over which the vocabulary is sharded. sequence_parallel: its ranks hold different
-    tokens of the hidden states. chunk_tokens: most tokens (times sequences) whose logits exist at once on a rank, but
-    at least one of every sequence and sequence-parallel rank.
+    `chunk_tokens` is the most tokens (times sequences) whose logits exist at the same time on a rank, but at least one
+    of every sequence and sequence-parallel rank.
     """
 
-    group: dist.ProcessGroup
-    sequence_parallel: bool
+    group: dist.ProcessGroup  # tensor-parallel: the vocabulary is sharded over it
+    sequence_parallel: bool  # whether its ranks hold different tokens of the hidden states
     chunk_tokens: int
 
     @property
-    def num_parts(self) -> int:
-        """Ranks whose hidden states must come together."""
+    def num_shards(self) -> int:
+        """The number of ranks whose hidden states have to be gathered."""
         return self.group.size() if self.sequence_parallel else 1
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
-    """Cross-entropy of every token, with softmax and sums in fp32.
+    """Return the cross-entropy of every token, with softmax and sums in fp32.
 
-    A chunk's logits and the gradients that are multiplied with are rounded to the dtype of `hidden`, as Megatron's
-    linear layer rounds them; the weight's gradient is summed over chunks in fp32.
+    A chunk's logits and the gradients that enter matrix products are rounded to the dtype of `hidden`, as in Megatron's
+    linear layer. The weight's gradient is summed over chunks in fp32.
 
     Args:
         hidden: `[s, b, h]`, or with sequence parallelism this rank's `[s / tp, b, h]`.
@@ -57,10 +55,10 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, head: 
 
 
 class ChunkedHeadGPT(GPTModel):  # type: ignore[misc]
-    """Megatron's GPT with the loss of `chunked_cross_entropy`; without labels it gives logits as ever.
+    """Megatron's GPT with the loss of `chunked_cross_entropy`. Without labels it returns logits as usual.
 
     Args:
-        chunk_tokens: as `Head.chunk_tokens`. The others are Megatron's own.
+        chunk_tokens: see `Head`. The others are Megatron's own.
     """
 
     def __init__(self, *args: Any, chunk_tokens: int, **kwargs: Any) -> None:
@@ -74,30 +72,23 @@ class ChunkedHeadGPT(GPTModel):  # type: ignore[misc]
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         labels = labels.transpose(0, 1).contiguous()
-        with _in_the_place_of(self.output_layer, lambda x: chunked_cross_entropy(x, weight, labels, self._head)):
-            # By a call of the layer: its hooks wait for weights that are gathered during the forward pass.
+        # Call the layer with another forward: its hooks wait for weights that are gathered during the forward pass.
+        self.output_layer.forward = lambda x: chunked_cross_entropy(x, weight, labels, self._head)
+        try:
             losses: Tensor = self.output_layer(hidden_states)
+        finally:
+            del self.output_layer.forward  # uncovers the method of its class
         return losses.transpose(0, 1).contiguous()
-
-
-@contextmanager
-def _in_the_place_of(module: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Calls of the module run this inside, between its hooks."""
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward  # that of its class is seen again
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
-        tokens = labels.view(head.num_parts, *hidden.shape[:2])
+        tokens = labels.view(head.num_shards, *hidden.shape[:2])
         largest, total, own = (torch.zeros(tokens.shape, dtype=torch.float32, device=hidden.device) for _ in range(3))
         for rows in _chunks(hidden, head):
             _statistics(hidden[rows], weight, tokens[:, rows], head, [x[:, rows] for x in (largest, total, own)])
-        lse, own = _over_the_vocabulary(largest, total, own, head)
+        lse, own = _reduce_over_vocabulary(largest, total, own, head)
         ctx.head = head
         ctx.save_for_backward(hidden, weight, labels, lse)
         return (lse - own).view(labels.shape)
@@ -112,76 +103,76 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in _chunks(hidden, head):
-            x = _gathered(hidden[rows], head)
+            x = _gather(hidden[rows], head)
             grad = _grad_logits(x, weight, tokens[:, rows], lse[:, rows], grad_losses[:, rows], head)
-            _scatter(grad @ weight, grad_hidden[rows], head)
+            _reduce_scatter(grad @ weight, grad_hidden[rows], head)
             if ctx.needs_input_grad[1]:
                 grad_weight += grad.flatten(0, 2).t() @ x.flatten(0, 2)
-            del grad  # before the next chunk's
+            del grad  # free it before the next chunk
         if head.group.size() > 1 and not head.sequence_parallel:
             dist.all_reduce(grad_hidden, group=head.group)
         return grad_hidden, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
 
 
 def _statistics(chunk: Tensor, weight: Tensor, labels: Tensor, head: Head, into: list[Tensor]) -> None:
-    """Of this rank's shard of the vocabulary: the largest logit, the sum of exp relative to it, the label's logit."""
+    """Write the largest logit of this rank's vocabulary, the sum of exp relative to it, and the label's logit."""
     largest, total, own = into
-    logits = _logits(_gathered(chunk, head), weight)
-    index, mine = _rows_of(labels, weight, head)
+    logits = _logits(_gather(chunk, head), weight)
+    index, is_local = _local_labels(labels, weight, head)
     largest.copy_(logits.amax(-1))
-    own.copy_(logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) * mine)
+    own.copy_(logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) * is_local)
     total.copy_(logits.sub_(largest.unsqueeze(-1)).exp_().sum(-1))
 
 
 def _grad_logits(x: Tensor, weight: Tensor, labels: Tensor, lse: Tensor, grad_losses: Tensor, head: Head) -> Tensor:
-    """`(softmax - one at the label) * gradient of the loss`, in the dtype of `x`."""
+    """Return `(softmax - one_hot(label)) * grad_loss` in the dtype of `x`."""
     grad = _logits(x, weight).sub_(lse.unsqueeze(-1)).exp_()
-    index, mine = _rows_of(labels, weight, head)
-    grad.scatter_add_(-1, index.unsqueeze(-1), -mine.to(grad.dtype).unsqueeze(-1))
+    index, is_local = _local_labels(labels, weight, head)
+    grad.scatter_add_(-1, index.unsqueeze(-1), -is_local.to(grad.dtype).unsqueeze(-1))
     return grad.mul_(grad_losses.unsqueeze(-1)).to(x.dtype)
 
 
 def _chunks(hidden: Tensor, head: Head) -> Iterator[slice]:
-    """Ranges of this rank's rows of `hidden`; equally many on all tensor-parallel ranks."""
-    size = max(1, head.chunk_tokens // (head.num_parts * hidden.shape[1]))
+    """Return ranges of this rank's rows of `hidden`; their number is equal on all tensor-parallel ranks."""
+    size = max(1, head.chunk_tokens // (head.num_shards * hidden.shape[1]))
     return (slice(start, start + size) for start in range(0, hidden.shape[0], size))
 
 
-def _gathered(chunk: Tensor, head: Head) -> Tensor:
-    """`[parts, c, b, h]`: the chunk of every rank whose tokens differ."""
-    if head.num_parts == 1:
+def _gather(chunk: Tensor, head: Head) -> Tensor:
+    """Return the chunks of all ranks whose tokens differ, `[shards, c, b, h]`."""
+    if head.num_shards == 1:
         return chunk.unsqueeze(0)
-    whole = chunk.new_empty(head.num_parts * chunk.shape[0], *chunk.shape[1:])
+    whole = chunk.new_empty(head.num_shards * chunk.shape[0], *chunk.shape[1:])
     dist.all_gather_into_tensor(whole, chunk.contiguous(), group=head.group)
-    return whole.view(head.num_parts, *chunk.shape)
+    return whole.view(head.num_shards, *chunk.shape)
 
 
-def _scatter(partial: Tensor, into: Tensor, head: Head) -> None:
-    """This rank's rows of the gradient `[parts, c, b, h]`, summed over the vocabulary where rows are sharded."""
-    if head.num_parts == 1:
+def _reduce_scatter(partial: Tensor, into: Tensor, head: Head) -> None:
+    """Write this rank's rows of the gradient `[shards, c, b, h]`, summed over the vocabulary if rows are sharded."""
+    if head.num_shards == 1:
         into.copy_(partial[0])
     else:
         dist.reduce_scatter_tensor(into, partial.flatten(0, 1), group=head.group)
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    """`[..., vocabulary / tp]` in fp32, a tensor of its own."""
+    """Return `[..., vocabulary / tp]` in fp32, in new memory."""
     return (x @ weight.t()).float()
 
 
-def _rows_of(labels: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Which of this rank's rows of the head a label is (0 where it is another's), and whether it is one of them."""
+def _local_labels(labels: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Return each label's row in this rank's shard of the head (0 if another rank has it), and whether it has one."""
     index = labels - dist.get_rank(head.group) * weight.shape[0]
-    mine = (index >= 0) & (index < weight.shape[0])
-    return index.where(mine, torch.zeros_like(index)), mine
+    is_local = (index >= 0) & (index < weight.shape[0])
+    return index.where(is_local, torch.zeros_like(index)), is_local
 
 
-def _over_the_vocabulary(largest: Tensor, total: Tensor, own: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """(log-sum-exp, logit of the label) over all shards of the vocabulary."""
+def _reduce_over_vocabulary(largest: Tensor, total: Tensor, own: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp and the label's logit over all shards of the vocabulary."""
     if head.group.size() > 1:
-        here = largest.clone()
+        local = largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=head.group)
-        both = torch.stack((total * (here - largest).exp(), own))
+        both = torch.stack((total * (local - largest).exp(), own))
         dist.all_reduce(both, group=head.group)
         total, own = both.unbind(0)
     return largest + total.log(), own

@@ -1,6 +1,6 @@
-"""Megatron's GPT over a sharded cache: its layers as they are, their core attention and positions switched.
+"""Megatron's GPT over a sharded cache: its own layers, with other core attention and positions.
 
-Megatron's own inference refuses context parallelism, so the model runs in a plain forward pass over the new tokens.
+Megatron's own inference refuses context parallelism, so the model runs a plain forward pass over the new tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
@@ -23,79 +22,61 @@ from ..config import Config, ParallelismConfig, RecomputeConfig
 from ..errors import refuse
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention, CacheShape
-from ..inference.choice import Chooser
-from ..inference.engine import EngineSettings, LongContextEngine
-from ..inference.figures import agreed_figures
+from ..inference.choice import Chooser, rule_inputs_of_rank_0
+from ..inference.engine import LongContextEngine
 from ..lowbit.crossover import Crossover
 from ..lowbit.reduction import ReductionPolicy
 from ..schedules.mask import Window
 from . import checkpoint
-from .direct import Attend, DirectLayer, why_not_direct
+from .core_attention import layer_window
+from .direct import AttentionFn, DirectLayer, why_not_direct
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
-from .rope import Rotations, ShardedRotaryEmbedding
+from .rope import Rotations
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import ShardedSequence, build_sequence
-from .settings import layer_window
 from .step import local_device
 from .tokenizer import build_tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-class NewTokens:
-    """Where the new tokens of one forward pass are, as all layers see it. now: int64 `[s]`."""
-
-    def __init__(self) -> None:
-        self.now = torch.empty(0, dtype=torch.int64)
-        self.rotations: Rotations | None = None
-
-
 class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
-    """Takes the place of a built layer's core attention. `layer` counts from 0."""
+    """Attention over the cache, in place of a built layer's core attention.
 
-    def __init__(self, original: Any, attention: CachedAttention, new: NewTokens) -> None:
+    Attributes:
+        layer: the layer's number, from 0.
+        rotations: RoPE of the current pass's new tokens, or None.
+    """
+
+    def __init__(self, original: Any, attention: CachedAttention) -> None:
         super().__init__(config=original.config)
         self.layer = original.layer_number - 1
         window, expected = original.window[0], attention.shape.window(self.layer)
         if window != expected:
             remedy = "Build the cache with the windows of the model's layers."
-            raise refuse("window", window, f"{expected}, as the cache's layer {self.layer} has it", remedy)
+            raise refuse("window", window, f"{expected}, the window of the cache's layer {self.layer}", remedy)
         self.softmax_scale = original.softmax_scale
         self.softmax_offset = original.softmax_offset
+        self.rotations: Rotations | None = None
         self._rotates, self.window = original.rotates, original.window
         self._attention = attention
-        self._new = new
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """`[s, 1, h/tp, d]`, `[s, 1, g/tp, d]` twice, to `[s, 1, h/tp * d]`; masks are the plan's matter."""
-        rotations = self._new.rotations
-        if rotations is not None and self._rotates and query.shape[0]:
-            rotation = rotations.of(self.window)
+        """Return `[s, 1, h/tp * d]` of query `[s, 1, h/tp, d]` and key, value `[s, 1, g/tp, d]`; the plan masks."""
+        if self.rotations is not None and self._rotates and query.shape[0]:
+            rotation = self.rotations.of(self.window)
             query, key = rotation(query), rotation(key)
         sink = self.softmax_offset
         return self._attention(self.layer, query, key, value, self.softmax_scale, sink).flatten(2)
 
 
-class CachedRotaryEmbedding(ShardedRotaryEmbedding):
-    """Leaves the rotation of the new tokens, whose positions differ in every forward pass, with them."""
-
-    def __init__(self, original: RotaryEmbedding, new: NewTokens) -> None:
-        super().__init__(original, None)
-        self._new = new
-
-    def of_new(self) -> Rotations:
-        return self.rotations(self._new.now.to(self.inv_freq.device))
-
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
-        self._new.rotations = self.of_new()
-
-
 class CachedGPT:
-    """A GPT of one pipeline stage whose attention goes through the cache. See `inference.engine.CachedModel`.
+    """A GPT of one pipeline stage whose attention goes through the cache. See `inference.cached_attention.CachedModel`.
 
     Args:
-        gpt: built by `model.build_model`, without sequence parallelism; it can no longer train.
-        vocab_size: entries that have a meaning; the rest of a padded embedding is never generated.
+        gpt: built by `model.build_model` without sequence parallelism; it can no longer train.
+        vocab_size: entries that have a meaning; the engine never generates the padding of the embedding.
+        max_positions: see `CachedModel`.
     """
 
     def __init__(self, gpt: GPTModel, attention: CachedAttention, vocab_size: int, max_positions: int | None) -> None:
@@ -103,43 +84,43 @@ class CachedGPT:
         self.max_positions = max_positions
         self.attention = attention
         self._gpt = gpt
-        self._new = NewTokens()
         for layer in gpt.decoder.layers:
             inner = layer.self_attention
-            inner.core_attention = CachedCoreAttention(inner.core_attention, attention, self._new)
-        if gpt.position_embedding_type == "rope":
-            gpt.rotary_pos_emb = CachedRotaryEmbedding(gpt.rotary_pos_emb, self._new)
-        gpt.post_process = False  # hidden states come out: logits of every row would not fit for long prompts
+            inner.core_attention = CachedCoreAttention(inner.core_attention, attention)
+        self._cores = [layer.self_attention.core_attention for layer in gpt.decoder.layers]
+        gpt.post_process = False  # return hidden states: the logits of all tokens of a long prompt would not fit
         gpt.eval()
         self._layers = self._direct_layers(gpt)
 
-    def _direct_layers(self, gpt: GPTModel) -> list[tuple[DirectLayer, Window, Attend]] | None:
-        """With the window of each and what it attends; None to run Megatron's own."""
+    def _direct_layers(self, gpt: GPTModel) -> list[tuple[DirectLayer, Window, AttentionFn]] | None:
+        """Return each layer with its window and attention; None to run Megatron's own layers."""
         why = why_not_direct(gpt)
         if why is not None:
             logger.info("layers run as Megatron's own, which takes the host longer: %s", why)
             return None
-        cores = [layer.self_attention.core_attention for layer in gpt.decoder.layers]
-        attends = [
-            partial(self.attention, core.layer, scale=core.softmax_scale, sink=core.softmax_offset) for core in cores
+        return [
+            (
+                DirectLayer(layer),
+                core.window,
+                partial(self.attention, core.layer, scale=core.softmax_scale, sink=core.softmax_offset),
+            )
+            for layer, core in zip(gpt.decoder.layers, self._cores, strict=True)
         ]
-        windows = [core.window for core in cores]
-        return list(zip(map(DirectLayer, gpt.decoder.layers), windows, attends, strict=True))
 
-    def follow(self, policy: ReductionPolicy) -> None:
-        """Let every layer that was built with a reduction sum by this policy from now on. All ranks call it."""
+    def set_reduction_policy(self, policy: ReductionPolicy) -> None:
+        """Let every layer that was built with a reduction sum by this policy in later calls. All ranks call it."""
         for module in self._reduced():
-            module.follow(policy)
+            module.set_policy(policy)
 
     def crossovers(self) -> dict[tuple[str, torch.dtype], Crossover]:
-        """By operation and dtype, what a policy of `auto` that is followed now has gone by so far."""
-        return {case: found for module in self._reduced() for case, found in module.crossovers.items()}
+        """Return the crossovers that a policy of `auto` has used so far, keyed by operation and dtype."""
+        return {case: found for module in self._reduced() for case, found in module.reducer.crossovers.items()}
 
     def _reduced(self) -> list[ReducedRowParallelLinear]:
         return [module for module in self._gpt.modules() if isinstance(module, ReducedRowParallelLinear)]
 
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """See `inference.engine.CachedModel.logits`."""
+        """See `inference.cached_attention.CachedModel.logits`."""
         found = self._logits(tokens, positions, rows)
         return found.to(torch.float32, copy=True)  # outlives the pass: a tensor like any other
 
@@ -148,8 +129,7 @@ class CachedGPT:
         if not tokens.numel():
             self._attend_without_tokens()
             return torch.empty(0, self.vocab_size, device=tokens.device)
-        self._new.now = positions
-        hidden = self._hidden(tokens[None], positions[None])
+        hidden = self._hidden(tokens, positions)
         weight = None
         if self._gpt.share_embeddings_and_output_weights:
             weight = self._gpt.shared_embedding_or_output_weight()
@@ -157,57 +137,57 @@ class CachedGPT:
         return logits[:, 0, : self.vocab_size]
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """`[1, s]` twice to `[s, 1, h]`, normalized."""
-        gpt = self._gpt
+        """Return the normalized hidden states `[s, 1, h]` of tokens and positions `[s]`."""
+        gpt, rotations = self._gpt, None
+        if gpt.position_embedding_type == "rope":
+            rotations = gpt.rotary_pos_emb.rotations(positions.to(gpt.rotary_pos_emb.inv_freq.device))
         if self._layers is None:
-            return gpt(tokens, positions, None)  # type: ignore[no-any-return]
-        hidden = gpt.embedding(tokens, positions)
-        rotations = gpt.rotary_pos_emb.of_new() if gpt.position_embedding_type == "rope" else None
+            for core in self._cores:
+                core.rotations = rotations
+            return gpt(tokens[None], positions[None], None)  # type: ignore[no-any-return]
+        hidden = gpt.embedding(tokens[None], positions[None])
         for layer, window, attend in self._layers:
             hidden = layer(hidden, None if rotations is None else rotations.of(window), attend)
         return gpt.decoder.final_layernorm(hidden)  # type: ignore[no-any-return]
 
     def _attend_without_tokens(self) -> None:
-        """This rank's part in the others' attention. Kernels are spared tensors of no rows."""
+        """Take part in the other ranks' attention, without launching other kernels on empty tensors."""
         shape, device = self.attention.shape, self.attention.device
         q = torch.empty(0, 1, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
         kv = torch.empty(0, 1, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
-        for layer in self._gpt.decoder.layers:
-            core = layer.self_attention.core_attention
+        for core in self._cores:
             core(q, kv, kv)
 
 
 def for_inference(config: Config) -> Config:
-    """A run's configuration without what only training needs.
+    """Return a run's configuration without the settings of training.
 
     Raises:
-        ValueError: sizes that inference does not run at.
+        ValueError: sizes or settings that inference does not support.
     """
     par = config.parallelism
     check_sizes(par)
     if config.model.latent:
-        rank = config.model.kv_lora_rank
-        raise refuse(
-            "model.kv_lora_rank", rank, "null for inference", "MLA is trained and evaluated by `ppl`, not served."
-        )
+        remedy = "MLA supports training and evaluation by `ppl` only."
+        raise refuse("model.kv_lora_rank", config.model.kv_lora_rank, "null for inference", remedy)
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if config.inference.transport == "peer":
             raise refuse("inference.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
         if config.inference.cuda_graphs == "true":
-            raise refuse("inference.cuda_graphs", "true", "auto or false on CPUs", "Only GPUs have them.")
-    # Megatron shards no biases of experts: every rank then holds all experts whole.
+            raise refuse("inference.cuda_graphs", "true", "auto or false on CPUs", "Only GPUs have CUDA graphs.")
+    # Megatron cannot shard the biases of experts, so every rank then holds whole experts.
     whole_experts = config.model.num_moe_experts is not None and config.model.bias
     plain = ParallelismConfig(
         context_parallel_size=par.context_parallel_size,
         tensor_parallel_size=par.tensor_parallel_size,
         data_parallel_size=1,
         expert_tensor_parallel_size=1 if whole_experts else None,
-        sequence_parallel=False,  # ranks hold any number of rows
+        sequence_parallel=False,  # a rank's number of tokens need not be a multiple of the size
         cluster=par.cluster,
         timeout_s=par.timeout_s,
     )
     inference = config.inference
-    if config.model.num_moe_experts is not None:  # whose shares the host reads
+    if config.model.num_moe_experts is not None:  # the host reads how many tokens each expert gets
         if inference.cuda_graphs == "true":
             raise refuse("inference.cuda_graphs", "true", "auto or false with experts", "Set it to auto.")
         inference = replace(inference, cuda_graphs="false")
@@ -215,14 +195,10 @@ def for_inference(config: Config) -> Config:
 
 
 def check_sizes(par: ParallelismConfig) -> None:
-    """Refuse what only training has, ValueError."""
+    """Raise ValueError for pipeline or data parallelism, which only training supports."""
     if par.pipeline_parallel_size != 1:
-        raise refuse(
-            "parallelism.pipeline_parallel_size",
-            par.pipeline_parallel_size,
-            "1 for inference",
-            "Set it to 1; checkpoints load at any sizes.",
-        )
+        remedy = "Set it to 1; checkpoints load at any sizes."
+        raise refuse("parallelism.pipeline_parallel_size", par.pipeline_parallel_size, "1 for inference", remedy)
     if par.data_parallel_size not in (None, 1):
         raise refuse("parallelism.data_parallel_size", par.data_parallel_size, "1 for inference", "Set it to 1.")
 
@@ -230,14 +206,15 @@ def check_sizes(par: ParallelismConfig) -> None:
 def build_engine(
     config: Config, groups: ProcessGroupCollection, checkpoints: Path | None, iteration: int | None = None
 ) -> tuple[LongContextEngine, MegatronTokenizerText]:
-    """The engine of a run's model, with its tokenizer. Collective over the world.
+    """Build the engine of a run's model, and its tokenizer. Collective over the world.
 
     Args:
-        config: what `for_inference` returns.
-        checkpoints: where the weights come from, saved at any sizes; None leaves them random.
+        config: a configuration that `for_inference` returned.
+        checkpoints: the folder of checkpoints, saved at any sizes; None leaves weights random.
+        iteration: the checkpoint to load; None for the latest.
 
     Raises:
-        ValueError: no checkpoint, one of another model, or a cache that does not fit.
+        ValueError: no checkpoint, a checkpoint of another model, or a cache that does not fit.
     """
     gpt, tokenizer = load_model(config, groups, build_sequence(config, groups.cp), checkpoints, iteration)
     device = local_device()
@@ -250,10 +227,8 @@ def build_engine(
     )
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
-    chooser = Chooser(agreed_figures(config, device), inference.mode, inference.rule if n > 1 else "bytes")
-    how = inference.decode, inference.cuda_graphs
-    settings = EngineSettings(inference.prefill_chunk, inference.evict, inference.exact_reuse, *how)
-    return LongContextEngine(cached, manager, chooser, settings), tokenizer
+    chooser = Chooser(rule_inputs_of_rank_0(config, device), inference.mode, inference.rule if n > 1 else "bytes")
+    return LongContextEngine(cached, manager, chooser, inference), tokenizer
 
 
 def load_model(
@@ -263,23 +238,23 @@ def load_model(
     checkpoints: Path | None,
     iteration: int | None = None,
 ) -> tuple[GPTModel, MegatronTokenizerText]:
-    """A run's model on this rank's device, with its tokenizer. See `build_engine`."""
+    """Load a run's model onto this rank's device, and its tokenizer. See `build_engine`."""
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
     gpt = build_model(config, transformer_config(config), groups, sequence, vocab_size)
     gpt.to(local_device())
     if checkpoints is not None:
         state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
-        # RoPE may differ where the user says so: how a model is tried beyond its length before it is trained there.
-        checkpoint.load(checkpoints, state, iteration=iteration, free=RETRAINABLE)
+        # RoPE may differ: users try a model beyond its length before they train it there.
+        checkpoint.load(checkpoints, state, iteration=iteration, ignore=RETRAINABLE)
     return gpt, tokenizer
 
 
 def check_cache(config: Config, capacity: int) -> None:
-    """Refuse a cache of which a rank's part alone does not fit into its `capacity` bytes.
+    """Refuse a cache whose part on a rank does not fit into its `capacity` bytes.
 
     Raises:
-        ValueError: names what the cache holds and how much would fit.
+        ValueError: with the tokens of the cache and how many would fit.
     """
     inference, token = config.inference, _cache_shape(config).token_bytes
     needed = pages_per_rank(config) * inference.page_tokens * token
@@ -287,7 +262,7 @@ def check_cache(config: Config, capacity: int) -> None:
         tokens = inference.cache_tokens or config.data.seq_length + inference.max_new_tokens
         most = capacity // token * config.parallelism.context_parallel_size
         expected = f"at most {most} tokens, which take the {capacity / 2**30:.1f} GiB that each rank has"
-        remedy = "Lower it, inference.max_new_tokens or inference.page_tokens, or take more context-parallel ranks."
+        remedy = "Lower it, inference.max_new_tokens or inference.page_tokens, or use more context-parallel ranks."
         raise refuse("inference.cache_tokens", tokens, expected, remedy)
 
 
@@ -299,15 +274,18 @@ def _cache_shape(config: Config) -> CacheShape:
         num_kv_heads=model.num_kv_heads // par.tensor_parallel_size,
         head_dim=model.kv_channels,
         dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
-        # A rank alone sends nothing and stays exact.
+        # A single rank sends nothing, and stays exact.
         int8=config.attention.kv_int8 and par.context_parallel_size > 1,
     )
 
 
 def pages_per_rank(config: Config) -> int:
-    """Pages that hold `inference.cache_tokens` on all ranks together; by default one sequence of the trained length."""
+    """Return the pages per rank that hold `inference.cache_tokens` on all ranks together.
+
+    By default they hold one sequence of the trained length and its new tokens.
+    """
     inference = config.inference
     tokens = inference.cache_tokens or config.data.seq_length + inference.max_new_tokens
     n = config.parallelism.context_parallel_size
-    # Ranks differ by 2 tokens of a session at most.
+    # Ranks differ by at most 2 tokens of a session.
     return -(-(-(-tokens // n) + 2) // inference.page_tokens)

@@ -1,4 +1,4 @@
-"""A run's losses by position: the training forward over held-out text of any length, without a cache."""
+"""A run's losses by position: training's forward pass, without a cache, over held-out text of any length."""
 
 from __future__ import annotations
 
@@ -22,24 +22,22 @@ _HEAD_CHUNK_TOKENS = 4096
 
 
 def for_losses(config: Config) -> Config:
-    """A run's configuration for its losses: its mode of context parallelism, and nothing kept for backward.
+    """Return a run's configuration for its losses: with its context-parallel mode, and nothing kept for backward.
 
     Raises:
-        ValueError: sizes that only training has.
+        ValueError: it has parallel sizes that only training supports.
     """
     par, recompute = config.parallelism, config.recompute
     check_sizes(par)
     if config.model.latent and par.tensor_parallel_size > 1:
-        expected = f"1 with model.kv_lora_rank={config.model.kv_lora_rank}"
-        raise refuse(
-            "parallelism.tensor_parallel_size", par.tensor_parallel_size, expected, "Take context parallelism."
-        )
+        key, expected = "parallelism.tensor_parallel_size", f"1 with model.kv_lora_rank={config.model.kv_lora_rank}"
+        raise refuse(key, par.tensor_parallel_size, expected, "Take context parallelism.")
     return replace(
         config,
         parallelism=replace(
             par,
             data_parallel_size=1,
-            sequence_parallel=False,  # lengths need not divide
+            sequence_parallel=False,  # lengths need not be divisible
             overlap_grad_reduce=False,
             overlap_param_gather="false",
         ),
@@ -52,16 +50,16 @@ def for_losses(config: Config) -> Config:
 
 
 def at_length(config: Config, length: int) -> Config:
-    """With samples of so many tokens."""
+    """Return the configuration with samples of `length` tokens."""
     return replace(config, data=replace(config.data, seq_length=length))
 
 
 class LossesByPosition:
-    """A run's model. Construction is collective, and so is every call.
+    """A run's model, which computes losses. Construction and every call are collective.
 
     Args:
-        config: what `for_losses` returns.
-        part: of `data.split`: 0 for training, 1 for validation.
+        config: the result of `for_losses`.
+        part: the part of `data.split`: 0 for training, 1 for validation.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class LossesByPosition:
         self._step = EvalStep([gpt], sequence, groups, micro_batch_size=1)
 
     def __call__(self, length: int, samples: int) -> Losses:
-        """Over the first samples, in the order of `train.seed`, of so many tokens."""
+        """Return the losses of the first samples, in the order of `train.seed`, with `length` tokens each."""
         vocab_size = padded_vocab_size(self._config.model, self._tokenizer.vocab_size)
         data = TrainingData(at_length(self._config, length), self._tokenizer, vocab_size, self._part)
         table = self._step.run(lambda number: data[[number]], range(samples), samples, edges(length)).sum(0)

@@ -1,4 +1,4 @@
-"""From the project's configuration to Megatron's: TransformerConfig and GPTModel."""
+"""Megatron's TransformerConfig and GPTModel, built from the project's configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from ..config import Config, LatentKeys, ModelConfig
+from ..config import LATENT_KEYS, Config, ModelConfig
+from ..errors import refuse
 from ..models.rope import frequencies_of
 from .experts import expert_settings
 from .head import ChunkedHeadGPT
@@ -29,8 +30,8 @@ from .spec import block_spec
 
 logger = logging.getLogger(__name__)
 
-# How keys of `fingerprint` begin that may differ where a run begins with another's weights: no weight that is used
-# depends on them.
+# Prefixes of `fingerprint` keys that may differ between a run and the checkpoint whose weights it starts from: no
+# weight in use depends on them.
 RETRAINABLE = ("rope_", "window_rope_base", "vocab_size")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": functional.silu,
@@ -38,31 +39,29 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": functools.partial(functional.gelu, approximate="tanh"),
     "swiglu_oai": quick_gelu,
 }
-# gpt-oss's: x * sigmoid(1.702 x) * (y + 1), of x at most 7 and y between -7 and 7.
+# gpt-oss's activation: x * sigmoid(1.702 x) * (y + 1), with x clamped to at most 7 and y to between -7 and 7.
 _OAI = {"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
 _SOFTMAX = {"none": "vanilla", "off_by_one": "off-by-one", "learnable": "learnable"}
 
 
 def padded_vocab_size(model: ModelConfig, tokenizer_size: int) -> int:
-    """Rows of the embedding: the model's own size, or the tokenizer's rounded up.
+    """Return the number of rows of the embedding: the model's own size, or the tokenizer's rounded up.
 
-    It does not depend on the tensor-parallel size, so that checkpoints load at any other.
+    It does not depend on the tensor-parallel size, so checkpoints load at any other.
 
     Raises:
-        ValueError: a model with fewer entries than the tokenizer.
+        ValueError: the model has fewer entries than the tokenizer.
     """
     if model.vocab_size is None:
         return -(-tokenizer_size // model.vocab_multiple) * model.vocab_multiple
     if model.vocab_size < tokenizer_size:
-        raise ValueError(
-            f"model.vocab_size={model.vocab_size}: expected at least the tokenizer's {tokenizer_size}. "
-            "Raise it, or set it to null to take the tokenizer's size."
-        )
+        expected = f"at least the tokenizer's {tokenizer_size}"
+        raise refuse("model.vocab_size", model.vocab_size, expected, "Raise it, or set it to null to use that size.")
     return model.vocab_size
 
 
 def uses_transformer_engine(model: ModelConfig) -> bool:
-    """Whether layers come from TransformerEngine; `auto` takes it where it is installed."""
+    """Whether layers are TransformerEngine's; `auto` uses it if it is installed."""
     return model.implementation == "transformer_engine" or (
         model.implementation == "auto"
         and torch.cuda.is_available()
@@ -71,14 +70,14 @@ def uses_transformer_engine(model: ModelConfig) -> bool:
 
 
 def transformer_config(config: Config) -> TransformerConfig:
-    """Megatron's configuration of the model and its parallelism.
+    """Return Megatron's configuration of the model and its parallelism.
 
-    Fusions that need TransformerEngine or Apex follow what is installed; on CPU all are off.
+    Fusions that need TransformerEngine or Apex are on if these are installed; on CPU all are off.
     """
     model, par = config.model, config.parallelism
     cuda = torch.cuda.is_available()
     bf16 = config.train.precision == "bf16"
-    # Tiles of the MLP add their gradients up themselves.
+    # Tiles of the MLP accumulate their gradients themselves.
     tiled = config.recompute.mlp_tile_tokens is not None
     fused_accumulation = cuda and not tiled and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     recompute: dict[str, Any] = {}
@@ -114,7 +113,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         pipeline_model_parallel_size=par.pipeline_parallel_size,
         context_parallel_size=par.context_parallel_size,
         sequence_parallel=par.uses_sequence_parallel,
-        # Initialising on the CPU gives the same weights at every tensor-parallel size, but is slow for big models.
+        # Initialization on the CPU gives the same weights at every tensor-parallel size, but is slow for big models.
         use_cpu_initialization=not cuda,
         # Ranks may hold unequal numbers of tokens: gradients are summed and divided once by the number of tokens.
         calculate_per_token_loss=True,
@@ -136,7 +135,10 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 
 def _latent_settings(config: Config) -> dict[str, Any]:
-    """Megatron's fields of MLA; none without. Frequencies and scale are our own, but YaRN's layers take a stretch."""
+    """Return Megatron's settings of MLA; none for other models.
+
+    RoPE frequencies and the scale are our own, but only layers with `rope_type="yarn"` apply a stretch.
+    """
     model = config.model
     if not model.latent:
         return {}
@@ -144,7 +146,7 @@ def _latent_settings(config: Config) -> dict[str, Any]:
     return {name: getattr(model, name) for name in sizes} | {
         "rope_type": "yarn" if model.rope_scaling.kind == "yarn" else "rope",
         "rotary_scaling_factor": 1.0,
-        # Of a table that is replaced, and that Megatron cuts in zigzag.
+        # For a table that `LatentSelfAttention` replaces, and that Megatron divides in zigzag order.
         "original_max_position_embeddings": 2 * config.parallelism.context_parallel_size,
         "rotary_base": model.rope_base,
     }
@@ -157,13 +159,13 @@ def build_model(
     sequence: ShardedSequence,
     vocab_size: int,
 ) -> GPTModel:
-    """This pipeline stage's share of the GPT, with context-parallel attention and positions of the layout in use."""
+    """Build this pipeline stage's part of the GPT, with context-parallel attention, and RoPE for its layout."""
     model = config.model
     use_te = uses_transformer_engine(model)
     if torch.distributed.get_rank() == 0:
         logger.info("transformer layers: %s", "TransformerEngine" if use_te else "Megatron-Core (local)")
     chunk = config.recompute.head_chunk_tokens
-    turns = frequencies_of(model)
+    frequencies = frequencies_of(model)
     gpt_class = GPTModel if chunk is None else functools.partial(ChunkedHeadGPT, chunk_tokens=chunk)
     gpt: GPTModel = gpt_class(
         config=megatron,
@@ -174,7 +176,7 @@ def build_model(
             recompute=config.recompute,
             reductions=RowReductions.of(config.reduction),
             post_norms=model.post_norms,
-            latent_frequencies=turns[0],
+            latent_frequencies=frequencies[0],
         ),
         vocab_size=vocab_size,
         max_sequence_length=config.data.seq_length,
@@ -186,38 +188,34 @@ def build_model(
         pg_collection=groups,
     )
     if use_te and config.recompute.mlp_tile_tokens is None:
-        _fuse_accumulation(gpt)
+        # TransformerEngine then accumulates weights' gradients in DDP's fp32 buffers. Megatron's one setting for it,
+        # `gradient_accumulation_fusion`, includes the LM head, which needs Apex for that.
+        for module in gpt.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
     if model.position_embedding == "rope" and not model.latent:
-        gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence, *turns)
+        gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence, *frequencies)
     if model.scale_embedding and gpt.pre_process:
-        gpt.embedding.register_forward_hook(_scaled)
+        gpt.embedding.register_forward_hook(_scale_embedding)
     return gpt
 
 
-def _fuse_accumulation(gpt: Any) -> None:
-    """TransformerEngine's products add weights' gradients up in DDP's fp32 buffers. Megatron's one field for it,
-    `gradient_accumulation_fusion`, is for the LM head too, which needs Apex for that."""
-    for module in gpt.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
-
-
-def _scaled(embedding: torch.nn.Module, given: Any, found: Tensor) -> Tensor:
-    """Gemma's embedding; the factor is rounded as its authors' was."""
-    return found * torch.tensor(math.sqrt(found.shape[-1]), dtype=found.dtype)
+def _scale_embedding(embedding: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Multiply the embedding as Gemma does, with the same rounding of the factor."""
+    return output * torch.tensor(math.sqrt(output.shape[-1]), dtype=output.dtype)
 
 
 def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
-    """What a checkpoint must agree on with the model that loads it; nothing about parallel sizes."""
+    """Return the properties of a model that must equal those of a checkpoint it loads; no parallel sizes."""
     model = config.model
-    # Only where set, so that checkpoints from before these keys load.
-    keys = (
+    # Included only if set, so that checkpoints written before these keys existed load.
+    optional = (
         *("window", "window_pattern", "window_rope_base", "sinks", "qkv_bias"),
         *("zero_centered_norms", "qk_norm", "post_norms", "attention_scale", "scale_embedding"),
     )
-    special = {key: getattr(model, key) for key in keys}
+    special = {key: getattr(model, key) for key in optional}
     if model.latent:
-        special |= {field.name: getattr(model, field.name) for field in fields(LatentKeys)}
+        special |= {key: getattr(model, key) for key in LATENT_KEYS}
     if model.rope_scaling.kind != "none":
         special["rope_scaling"] = asdict(model.rope_scaling)
     if model.num_moe_experts is not None:
@@ -230,18 +228,12 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
             "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
             "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         }
-    return {key: value for key, value in special.items() if value not in (None, "none", False)} | {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.kv_channels,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "vocab_size": vocab_size,
-        "normalization": model.normalization,
-        "activation": model.activation,
-        "position_embedding": model.position_embedding,
-        "rope_base": model.rope_base,
-        "bias": model.bias,
-        "tie_embeddings": model.tie_embeddings,
+    keys = (
+        *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),
+        *("vocab_size", "normalization", "activation", "position_embedding", "rope_base", "bias", "tie_embeddings"),
+    )
+    return {
+        **{key: value for key, value in special.items() if value not in (None, "none", False)},
+        **{key: getattr(model, key) for key in keys},
+        **{"head_dim": model.kv_channels, "vocab_size": vocab_size},  # the configuration may leave them null
     }

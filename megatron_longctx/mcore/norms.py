@@ -1,8 +1,8 @@
-"""torch's norms for Megatron layer specs, and norms behind attention and the MLP.
+"""Norms for Megatron layer specs: torch's, and norms behind attention and the MLP.
 
-Megatron's ``WrappedTorchNorm`` refuses sequence parallelism, so without TransformerEngine or Apex no norm of
-Megatron's can be used with it. Those here mark their parameters with ``sequence_parallel``: that is how Megatron's
-gradient finalization knows to sum their gradients over the tensor-parallel ranks, each of which saw other tokens.
+Megatron's `WrappedTorchNorm` refuses sequence parallelism, so without TransformerEngine or Apex none of Megatron's
+norms supports it. The norms here mark their parameters with `sequence_parallel`, which tells Megatron's gradient
+finalization to sum their gradients over the tensor-parallel ranks, each of which has processed other tokens.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerCon
 from torch import Tensor
 from torch.nn import functional
 
-from .version import copied
+from .version import copy_spec
 
 
 class _MegatronNorm(torch.nn.Module):
-    """Over the last dimension, of ``hidden_size``.
+    """A norm over the last dimension, of `hidden_size`.
 
     Args:
-        config: the model's configuration; ``params_dtype``, ``sequence_parallel`` and ``layernorm_zero_centered_gamma``
-            (``weight`` is kept less 1) are read from it.
+        config: the model's configuration. The norm reads `params_dtype`, `sequence_parallel` and
+            `layernorm_zero_centered_gamma` (`weight` is stored minus 1).
         eps: added to the mean square, or to the variance.
     """
 
@@ -40,69 +40,52 @@ class _MegatronNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` of shape [..., hidden_size] to the same shape and dtype; statistics in fp32."""
+        """Normalize `x` of shape [..., hidden_size], with statistics in fp32, to the same shape and dtype."""
         bias: Tensor | None = getattr(self, "bias", None)
         if x.dtype == self.weight.dtype and not self._zero_centered:
-            return self._of(x, self.weight, bias)
+            return self._normalize(x, self.weight, bias)
         # Mixed dtypes have no fused kernel, and 1 + weight must not be rounded: compute in fp32 and round once.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(wide) + (1 if self._zero_centered else 0)
-        return self._of(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)
+        return self._normalize(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)
 
-    def _of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
 
 class RMSNorm(_MegatronNorm, torch.nn.RMSNorm):
-    """``x / rms(x) * weight``."""
+    """`x / rms(x) * weight`."""
 
-    def _of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class LayerNorm(_MegatronNorm, torch.nn.LayerNorm):
-    """``(x - mean(x)) / std(x) * weight + bias``."""
+    """`(x - mean(x)) / std(x) * weight + bias`."""
 
-    def _of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-_NORMS: dict[str, type[torch.nn.Module]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
-
-
-def norm_class(normalization: str) -> type[torch.nn.Module]:
-    """The norm called "RMSNorm" or "LayerNorm", in Megatron's spelling or in lower case.
-
-    Raises:
-        ValueError: for any other name.
-    """
-    norm = _NORMS.get(normalization.lower())
-    if norm is None:
-        raise ValueError(
-            f"normalization is {normalization!r}, expected rmsnorm or layernorm: "
-            "set the model's normalization to one of these"
-        )
-    return norm
-
-
-Add = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+NORMS: dict[str, type[torch.nn.Module]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+"""Norms by Megatron's names."""
 
 
 class PostNormAdd(MegatronModule):  # type: ignore[misc]
-    """Takes the place of Megatron's bias-dropout-add, which a layer calls with what it is to do; without dropout.
+    """A norm of a layer part's output before the residual is added, with the interface of bias-dropout-add.
+
+    It has no dropout.
 
     Args:
-        norm: its class.
-
-    Attributes:
-        norm: of `[s, b, h]`.
+        norm: the class of the norm over `[s, b, h]`.
     """
 
     def __init__(self, config: TransformerConfig, norm: Any) -> None:
         super().__init__(config=config)
         self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
-    def forward(self, training: bool, fused: bool) -> Add:
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """Return the function that Megatron's layer calls with (output, bias), the residual and the dropout."""
         return self._add
 
     def _add(self, output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -111,8 +94,8 @@ class PostNormAdd(MegatronModule):  # type: ignore[misc]
 
 
 def with_post_norms(layer: ModuleSpec, config: TransformerConfig, norm: type) -> ModuleSpec:
-    """A copy of a transformer layer's spec with a norm behind attention and one behind the MLP."""
-    layer = copied(layer)
+    """Return a copy of a transformer layer's spec with a norm behind attention and one behind the MLP."""
+    layer = copy_spec(layer)
     for name in ("self_attn_bda", "mlp_bda"):
         setattr(layer.submodules, name, ModuleSpec(module=PostNormAdd, params={"config": config, "norm": norm}))
     return layer

@@ -1,5 +1,4 @@
-"""Megatron's DDP wrapper, optimizer and learning-rate schedule, as a configuration says that is `config.validate`d; and
-the gradients between backward and the optimizer."""
+"""Megatron's DDP wrapper, optimizer and learning-rate schedule of a validated configuration, and reduced gradients."""
 
 from __future__ import annotations
 
@@ -18,63 +17,51 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from ..config import OptimConfig
-from .experts import numbered
+from .experts import expert_name
 from .optimizer_host import keep_on_host
 
 _LAYERS = "decoder.layers."
 
 
 def wrap_ddp(
-    model_chunks: Sequence[MegatronModule],
+    models: Sequence[MegatronModule],
     config: TransformerConfig,
     groups: ProcessGroupCollection,
     *,
     distributed: bool,
     overlap_grad_reduce: bool = False,
     overlap_param_gather: bool = False,
-    bucket_size: int | None = None,
 ) -> list[DistributedDataParallel]:
-    """Move model chunks to this rank's device, to bf16 if the configuration says so, and into Megatron's DDP.
+    """Move models to this rank's device, to bf16 if ``config.bf16`` is set, and into Megatron's DDP.
 
     Gradients are accumulated and reduced in fp32.
 
     Args:
-        model_chunks: one model per virtual pipeline stage of this rank.
-        config: the models' configuration (``bf16`` is read).
-        groups: as ``groups.initialize`` returns them.
         distributed: shard the optimizer's state over the data- and context-parallel ranks.
         overlap_grad_reduce: reduce gradients during the backward pass.
-        overlap_param_gather: gather parameters during the next forward pass; needs the other two.
-        bucket_size: parameters that are reduced and gathered together, where that is overlapped; None: Megatron's own.
+        overlap_param_gather: gather parameters during the next forward pass; requires the other two.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=distributed,
-        bucket_size=bucket_size,
     )
-    wrapped = []
-    for index, chunk in enumerate(model_chunks):
-        if torch.cuda.is_available():
-            chunk = chunk.cuda(torch.cuda.current_device())
-        if config.bf16:
-            chunk = Float16Module(config, chunk)
-        # Buckets serve overlap; later chunks run when the first ones' communication already fills the time.
-        ddp = DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=groups)
-        wrapped.append(ddp)
-    return wrapped
+    if torch.cuda.is_available():
+        models = [model.cuda(torch.cuda.current_device()) for model in models]
+    if config.bf16:
+        models = [Float16Module(config, model) for model in models]
+    return [DistributedDataParallel(config, ddp_config, model, pg_collection=groups) for model in models]
 
 
 def build_optimizer(
-    model_chunks: Sequence[DistributedDataParallel], optim: OptimConfig, groups: ProcessGroupCollection
+    models: Sequence[DistributedDataParallel], optim: OptimConfig, groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
-    """Megatron's optimizer over wrapped chunks: fused Adam of TransformerEngine or Apex if installed, else torch's.
+    """Return Megatron's optimizer: fused Adam of TransformerEngine or Apex if installed, else torch's.
 
-    Biases and norm weights are not decayed; bf16 parameters have fp32 main parameters beside them. Collective: every
-    rank of the world must call it.
+    Biases and norm weights have no weight decay; bf16 parameters have fp32 main parameters. Collective over the world.
     """
-    wrapped, bf16 = model_chunks[0].ddp_config, model_chunks[0].config.bf16
+    wrapped, bf16 = models[0].ddp_config, models[0].config.bf16
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -89,25 +76,23 @@ def build_optimizer(
         use_distributed_optimizer=wrapped.use_distributed_optimizer,
         overlap_param_gather=wrapped.overlap_param_gather,
     )
-    found = get_megatron_optimizer(config, list(model_chunks), use_gloo_process_groups=False, pg_collection=groups)
+    optimizer = get_megatron_optimizer(config, list(models), use_gloo_process_groups=False, pg_collection=groups)
     if optim.states_on_host:
-        keep_on_host(found)
-    return found
+        keep_on_host(optimizer)
+    return optimizer
 
 
 def build_scheduler(
     optimizer: MegatronOptimizer, optim: OptimConfig, steps: int, global_batch_size: int
 ) -> OptimizerParamScheduler:
-    """The learning-rate schedule, which counts in samples: call ``step(increment=global_batch_size)`` after each step.
+    """Return the learning-rate schedule, which counts samples: call ``step(increment=global_batch_size)`` per step.
 
-    The rate rises linearly from 0 to ``lr`` over ``warmup_steps`` and falls to ``min_lr`` at ``decay_steps`` (warm-up
-    included), as ``decay_style`` says. After a checkpoint is loaded the position comes from the checkpoint and all else
-    from ``optim``.
+    The rate rises linearly from 0 to ``lr`` over ``warmup_steps`` and falls to ``min_lr`` at ``decay_steps``, which
+    include the warm-up, in the form of ``decay_style``. After a load, only the position comes from the checkpoint.
 
     Args:
-        optimizer: whose parameter groups get the rate.
         optim: the schedule, in optimizer steps.
-        steps: of the run, which the decay takes where ``optim.decay_steps`` is null.
+        steps: the run's steps, the default of ``optim.decay_steps``.
         global_batch_size: samples per optimizer step, over all ranks.
     """
     decay_samples = (optim.decay_steps or steps) * global_batch_size
@@ -130,56 +115,52 @@ def build_scheduler(
     )
 
 
-def connect(
-    config: TransformerConfig, model_chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
-) -> None:
-    """Set on ``config`` the hooks by which Megatron's schedules reduce gradients and scale the loss.
+def connect(config: TransformerConfig, models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Set the hooks on ``config`` with which Megatron's schedules reduce gradients and scale the loss.
 
-    Call it once, before the first ``forward_backward_func``. Then a training step is: ``zero_grad_buffer()`` of every
-    chunk, ``optimizer.zero_grad()``, ``forward_backward_func(...)``, ``optimizer.step()``, ``scheduler.step(...)``.
+    Call this once, before the first ``forward_backward_func``. A training step then calls ``zero_grad_buffer()`` of
+    every model, ``optimizer.zero_grad()``, ``forward_backward_func(...)``, ``optimizer.step()`` and
+    ``scheduler.step(...)``.
     """
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if model_chunks[0].ddp_config.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in model_chunks]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    (model,) = models
+    if model.ddp_config.overlap_grad_reduce:
+        config.no_sync_func = model.no_sync
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """The rate that the next ``optimizer.step()`` will use."""
+    """Return the rate that the next ``optimizer.step()`` will use."""
     rate: float | None = get_canonical_lr_for_logging(optimizer.param_groups)
     assert rate is not None, "every optimizer of this module has a default parameter group"
     return rate
 
 
 def named_parameters(models: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """This rank's parameters, to which DDP gives `main_grad`, by names that count layers over all pipeline
-    stages, and experts over all ranks."""
+    """Return this rank's parameters. Their names count layers over all pipeline stages, and experts over all ranks."""
     (gpt,) = unwrap_model(list(models))
     before = gpt.decoder.layers[0].layer_number - 1
-    found = {}
+    parameters = {}
     for name, parameter in gpt.named_parameters():
         if name.startswith(_LAYERS):
             number, _, rest = name.removeprefix(_LAYERS).partition(".")
             name = f"{_LAYERS}{before + int(number)}.{rest}"
-            name = numbered(name, getattr(gpt.decoder.layers[int(number)].mlp, "local_expert_indices", [0])[0])
-        found[name] = parameter
-    return found
+            name = expert_name(name, getattr(gpt.decoder.layers[int(number)].mlp, "local_expert_indices", [0])[0])
+        parameters[name] = parameter
+    return parameters
 
 
 def whole_gradients(
     models: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, distributed: bool
 ) -> dict[str, Tensor]:
-    """A copy of the gradients of this rank's parameters, reduced over data- and context-parallel ranks. All call it.
+    """Return copies of the reduced gradients (`main_grad`) of this rank's parameters. Collective over the world.
 
-    distributed: whether the optimizer is; each of these ranks has then reduced one piece of each bucket.
+    Args:
+        distributed: whether the optimizer is distributed: each rank has then reduced only its piece of every bucket.
     """
     if distributed:
         for model in models:
-            for buffers, group in (
-                (model.buffers, groups.dp_cp),
-                (model.expert_parallel_buffers, groups.expt_dp),
-            ):
+            for buffers, group in ((model.buffers, groups.dp_cp), (model.expert_parallel_buffers, groups.expt_dp)):
                 for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                     pieces = bucket.grad_data.chunk(group.size())
                     dist.all_gather(list(pieces), pieces[group.rank()].clone(), group=group)

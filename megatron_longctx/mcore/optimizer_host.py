@@ -1,8 +1,8 @@
-"""Optimizer states that wait in host memory: the device holds those of a few parameters, while they are stepped.
+"""Optimizer states in host memory: the device holds those of a few parameters while these are stepped.
 
-ZeRO-Offload (arXiv:2101.06840) has states on the host, and Adam too. Here Adam stays on the device, with its numbers
-unchanged to the bit: pieces of the states come, are stepped and leave, on streams beside it. Megatron's own
-``optimizer_cpu_offload`` steps on the CPU, with states that checkpoints of other runs do not have.
+ZeRO-Offload (arXiv:2101.06840) keeps states and Adam on the host. Here Adam stays on the device and its results are
+bit-identical: the states are copied to the device, stepped and copied back piece by piece, on streams beside it.
+Megatron's own ``optimizer_cpu_offload`` steps on the CPU, and its states are not those of other runs' checkpoints.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..memory import STATES_PIECE
 
-BLOCK = 2**28
-"""Bytes of host memory allocated at once, or more for a larger state: torch rounds each up to a power of two."""
-_ALIGNED = 512
+_BLOCK_BYTES = 2**28  # allocated together, or more for a larger state: torch rounds each allocation to a power of two
+_ALIGNMENT = 512
 
 
 def keep_on_host(optimizer: MegatronOptimizer) -> None:
-    """From now on states of the optimizer are on the host but in its steps. To be called before any step or load.
+    """Keep an optimizer's states on the host except during its steps. Call this before any step or load.
 
     Args:
-        optimizer: a distributed one, or several of them.
+        optimizer: a distributed optimizer, or a chain of them.
     """
     for part in parts_of(optimizer):
         assert isinstance(part, DistributedOptimizer), part
@@ -37,18 +36,18 @@ def keep_on_host(optimizer: MegatronOptimizer) -> None:
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Those that are chained; one that is not is its only part."""
+    """Return the optimizers of a chain, or the optimizer itself as the only one."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def host_states(optimizer: MegatronOptimizer) -> HostStates | None:
-    """Those of one optimizer that `keep_on_host` was called with; None: they stay on the device."""
+    """Return the states of an optimizer that `keep_on_host` was called with; None if they stay on the device."""
     return getattr(optimizer, "states_on_host", None)
 
 
 @dataclass
 class _Piece:
-    """Parameters by number of their group, and when copies of their states have ended."""
+    """Parameters that are stepped together, keyed by the number of their group, and the event after their last copy."""
 
     groups: dict[int, list[Tensor]] = field(default_factory=dict)
     copied: torch.cuda.Event | None = None
@@ -60,11 +59,12 @@ class _Piece:
 
 
 class HostStates:
-    """Of one distributed optimizer: main parameters of bf16 weights, and moments. A tensor whose values are on the host
-    has an empty storage on the device, as FSDP's parameters have.
+    """The main parameters of bf16 weights, and the moments, of one distributed optimizer.
+
+    A tensor whose values are on the host has an empty storage on the device, like FSDP's parameters.
 
     Args:
-        optimizer: Megatron's; its inner optimizer is torch's, TransformerEngine's or Apex's Adam.
+        optimizer: Megatron's; its inner optimizer is the Adam of torch, TransformerEngine or Apex.
     """
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
@@ -77,7 +77,7 @@ class HostStates:
             for weight, main in zip(weights, mains, strict=True)
         }
         self._host: Any = WeakTensorKeyDictionary()
-        self._memory = _HostMemory()
+        self._block = torch.empty(0, dtype=torch.uint8)
         self._streams: tuple[torch.cuda.Stream, ...] = ()
         if any(parameter.is_cuda for group in self._inner.param_groups for parameter in group["params"]):
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -85,26 +85,26 @@ class HostStates:
         self._read_weights = optimizer._copy_model_params_to_main_params
         optimizer._copy_model_params_to_main_params = self._read_all_weights
         optimizer._copy_main_params_to_model_params = lambda: None  # each piece does it
-        self.leave()
+        self.offload()
 
     def values(self, state: Tensor) -> Tensor:
-        """`state` itself, or where its values are on the host. They may be read and written until the next step."""
-        found: Tensor = self._host.get(state, state)
-        return found
+        """Return the tensor with a state's values, on either device. It may be read and written until the next step."""
+        values: Tensor = self._host.get(state, state)
+        return values
 
     def replace(self, old: Tensor, new: Tensor) -> None:
-        """`new` takes the place and the values of `old`, which has left the device."""
+        """Let `new` take over the values of `old`, which are on the host."""
         self._host[new] = self._host.pop(old)
         new.untyped_storage().resize_(0)
 
-    def leave(self) -> None:
-        """What has come to the device otherwise, as by loading, goes to the host."""
+    def offload(self) -> None:
+        """Copy states that something else, such as a load, has put on the device to the host, and free them."""
         for piece in self._pieces():
             self._send(piece)
             self._free(piece)
 
-    def settle(self) -> None:
-        """Wait until the host has what is on its way."""
+    def synchronize(self) -> None:
+        """Wait until all copies to the host have ended."""
         for stream in self._streams:
             stream.synchronize()
 
@@ -118,14 +118,14 @@ class HostStates:
             if index + 1 < len(pieces):
                 self._fetch(pieces[index + 1])
             self._wait(piece)
-            # An Adam that counts steps in its groups counts from the same number in every piece of a group.
-            found = {number: groups[number] | {"params": params} for number, params in piece.groups.items()}
-            self._inner.param_groups = list(found.values())
+            # An Adam that counts steps per group starts from the same count in every piece of a group.
+            own_groups = {number: groups[number] | {"params": params} for number, params in piece.groups.items()}
+            self._inner.param_groups = list(own_groups.values())
             try:
                 self._step()
             finally:
                 self._inner.param_groups = groups
-            stepped |= found
+            stepped |= own_groups
             for parameter in piece.parameters:
                 if parameter in self._weights:
                     self._weights[parameter].copy_(parameter.detach())
@@ -139,12 +139,12 @@ class HostStates:
             self._fetch(piece)
             self._wait(piece)
         self._read_weights(**options)
-        self.leave()
+        self.offload()
 
     def _pieces(self) -> list[_Piece]:
         pieces, size = [_Piece()], 0
         for number, group in enumerate(self._inner.param_groups):
-            if not group["params"]:  # of which other ranks have some: Adams count its steps, too
+            if not group["params"]:  # its parameters are on other ranks; Adam counts its steps here too
                 pieces[-1].groups[number] = []
             for parameter in group["params"]:
                 if size >= STATES_PIECE:
@@ -155,7 +155,7 @@ class HostStates:
         return pieces
 
     def _states(self, piece: _Piece) -> Iterator[Tensor]:
-        """What waits on the host of them: not weights themselves, nor counts of steps."""
+        """Yield a piece's tensors that are kept on the host: neither the weights nor step counts are."""
         for parameter in piece.parameters:
             if parameter in self._weights:
                 yield parameter
@@ -164,17 +164,17 @@ class HostStates:
                     yield state
 
     def _fetch(self, piece: _Piece) -> None:
-        away = [state for state in self._states(piece) if state in self._host]
-        for state in away:
+        on_host = [state for state in self._states(piece) if state in self._host]
+        for state in on_host:
             state.untyped_storage().resize_(state.numel() * state.element_size())
-        self._copy(piece, [(self._host[state], state) for state in away], self._streams[:1])
+        self._copy(piece, [(self._host[state], state) for state in on_host], self._streams[:1])
 
     def _send(self, piece: _Piece) -> None:
-        here = [state for state in self._states(piece) if state.untyped_storage().size()]
-        for state in here:
+        on_device = [state for state in self._states(piece) if state.untyped_storage().size()]
+        for state in on_device:
             if state not in self._host:
-                self._host[state] = self._memory.take(state)
-        self._copy(piece, [(state, self._host[state]) for state in here], self._streams[1:])
+                self._host[state] = self._allocate(state)
+        self._copy(piece, [(state, self._host[state]) for state in on_device], self._streams[1:])
 
     def _free(self, piece: _Piece) -> None:
         self._wait(piece)
@@ -197,16 +197,10 @@ class HostStates:
             torch.cuda.current_stream().wait_event(piece.copied)
             piece.copied = None
 
-
-class _HostMemory:
-    """Pinned where there is a GPU, and never given back: as long as a run, states are of the same sizes."""
-
-    def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, like: Tensor) -> Tensor:
+    def _allocate(self, like: Tensor) -> Tensor:
+        """Return host memory, pinned if there is a GPU. It is never freed: a run's states keep their sizes."""
         size = like.numel() * like.element_size()
-        if size > len(self._left):
-            self._left = torch.empty(max(size, BLOCK), dtype=torch.uint8, pin_memory=like.is_cuda)
-        taken, self._left = self._left[:size], self._left[-(-size // _ALIGNED) * _ALIGNED :]
+        if size > len(self._block):
+            self._block = torch.empty(max(size, _BLOCK_BYTES), dtype=torch.uint8, pin_memory=like.is_cuda)
+        taken, self._block = self._block[:size], self._block[-(-size // _ALIGNMENT) * _ALIGNMENT :]
         return taken.view(like.dtype).view(like.shape)

@@ -1,4 +1,4 @@
-"""One micro-batch's sequence as all layers see it: which documents it is made of, and what this rank has of them."""
+"""The sequence of one micro-batch as all layers see it: its documents, and this rank's tokens of them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ UNBOUNDED: Window = (None, None)
 
 
 class Turns(Protocol):
-    """How tokens turn."""
+    """The rotations (RoPE) of a pack's tokens on this rank."""
 
     def of(self, window: Window) -> Callable[[Tensor], Tensor] | None:
-        """What turns queries and keys in layers with this window, where core attention does."""
+        """Return what rotates queries and keys in layers with this window; None if core attention does not rotate."""
 
 
 class Pack(PackedSeqParams):  # type: ignore[misc]
-    """Documents that lie one after the other and see nothing of each other; `ShardedSequence.pack` makes it.
+    """Documents that follow each other and do not attend to each other; `ShardedSequence.pack` makes it.
 
-    Give it to the model as `packed_seq_params`. It belongs to its micro-batch, so that layers which are recomputed in
-    backward, and pipelines with several micro-batches in flight, attend what theirs says. All rows of a batch `[b, S]`
-    have these documents. To Megatron its format is that of any other batch (`sbhd`).
+    Pass it to the model as `packed_seq_params`. It belongs to its micro-batch, so layers that are recomputed in
+    backward, and pipelines with several micro-batches in flight, use the right documents. All rows of a batch `[b, S]`
+    have these documents. For Megatron its format is that of any other batch (`sbhd`).
     """
 
     def __init__(self, attention: ContextParallelAttention, documents: Sequence[int]) -> None:
@@ -43,17 +43,17 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         self._masks: dict[tuple[bool, Window], Mask] = {}
         self._tokens: dict[torch.device, Tensor] = {}
 
-    __eq__ = object.__eq__  # a pack is itself alone: Megatron's class compares fields
+    __eq__ = object.__eq__  # identity: Megatron's class compares fields
     __hash__ = object.__hash__
 
     @property
     def length(self) -> int:
-        """Tokens of all documents, on all ranks."""
+        """The number of tokens of all documents, on all ranks."""
         return self.mask().length
 
     @property
     def layout(self) -> Layout:
-        """The one that all layers share: windows do not change it."""
+        """The layout that all layers share; windows do not change it."""
         return self._attention.layout(self.mask())
 
     @property
@@ -61,40 +61,40 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         return self.layout.num_tokens(self._attention.rank)
 
     def mask(self, causal: bool = True, window: Window = UNBOUNDED) -> Mask:
-        """What a layer with this window sees."""
+        """Return the mask of a layer with this window."""
         key = causal, window
         if key not in self._masks:
             self._masks[key] = mask.documents(self.documents, causal=causal, window=window)
         return self._masks[key]
 
     def tokens(self, device: torch.device) -> Tensor:
-        """Which tokens of the sequence this rank holds, int64 `[s]`, in slot order."""
+        """Return the global positions of this rank's tokens, int64 `[s]`, in slot order."""
         if device not in self._tokens:
             spans = self.layout.spans[self._attention.rank]
             ranges = [torch.arange(span.start, span.stop, span.step) for span in spans if len(span)]
-            self._tokens[device] = _moved(torch.cat(ranges or [torch.empty(0, dtype=torch.int64)]), device)
+            self._tokens[device] = _to_device(torch.cat(ranges or [torch.empty(0, dtype=torch.int64)]), device)
         return self._tokens[device]
 
     def positions(self, device: torch.device) -> Tensor:
-        """Where in their documents this rank's tokens lie, int64 `[s]`, in slot order."""
+        """Return the positions of this rank's tokens in their documents, int64 `[s]`, in slot order."""
         tokens, stops = self.tokens(torch.device("cpu")), torch.tensor([*accumulate(self.documents)])
         starts = stops - torch.tensor(self.documents)
-        return _moved(tokens - starts[torch.bucketize(tokens, stops, right=True)], device)
+        return _to_device(tokens - starts[torch.bucketize(tokens, stops, right=True)], device)
 
 
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for what is under way there."""
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device without waiting for work in flight there."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def documents_of(params: PackedSeqParams) -> tuple[int, ...]:
-    """The lengths that Megatron's own parameters mean, read from the device once.
+    """Return the lengths of documents in Megatron's own parameters, which are read from the device once.
 
-    Tokens between the end of a document and the padded start of the next one are a document of their own.
+    Tokens between the end of a document and the padded start of the next one are a separate document.
 
     Raises:
-        ValueError: another format than thd, keys that are not the queries' own, a context-parallel group of its own, or
-            lengths that are none.
+        ValueError: the format is not thd, keys differ from queries, there is a separate context-parallel group, or the
+            values are not sums of lengths.
     """
     if params.qkv_format != "thd":
         raise refuse("packed_seq_params.qkv_format", params.qkv_format, "thd", "Give cu_seqlens_q in that format.")
@@ -102,22 +102,23 @@ def documents_of(params: PackedSeqParams) -> tuple[int, ...]:
         if getattr(params, name) is not None:
             remedy = "Unset it: all documents are spread over the group that the attention was built with."
             raise refuse(f"packed_seq_params.{name}", "given", "None", remedy)
-    stops, padded = (_same(params, f"cu_seqlens_q{suffix}", f"cu_seqlens_kv{suffix}") for suffix in ("", "_padded"))
+    stops, padded = (_cu_seqlens(params, suffix) for suffix in ("", "_padded"))
     padded = padded or stops
     if len(stops) < 2 or len(padded) != len(stops) or stops[0] != 0 or padded[0] != 0:
         expected = "sums of lengths that begin with 0, and padded ones of as many documents or None"
         raise refuse("packed_seq_params.cu_seqlens_q", f"{stops}, padded {padded}", expected, "Correct them.")
-    found = []
+    lengths = []
     for (start, stop), (first, last) in zip(pairwise(stops), pairwise(padded), strict=True):
         if not 0 <= stop - start <= last - first:
             expected = "lengths from 0 on, each at most its padded one"
             raise refuse("packed_seq_params.cu_seqlens_q", f"{stops}, padded {padded}", expected, "Correct them.")
-        found += [stop - start, last - first - (stop - start)]
-    return tuple(length for length in found if length)
+        lengths += [stop - start, last - first - (stop - start)]
+    return tuple(length for length in lengths if length)
 
 
-def _same(params: PackedSeqParams, name: str, of_keys: str) -> list[int]:
-    """What both say; empty where neither says anything."""
+def _cu_seqlens(params: PackedSeqParams, suffix: str) -> list[int]:
+    """Return the sums of lengths, which queries and keys must share; empty if there are none."""
+    name, of_keys = f"cu_seqlens_q{suffix}", f"cu_seqlens_kv{suffix}"
     queries, keys = getattr(params, name), getattr(params, of_keys)
     if keys is not None and (queries is None or not torch.equal(queries, keys)):
         remedy = "Keys are those of the same tokens here: give the same sums twice, or leave those of the keys out."

@@ -1,6 +1,6 @@
-"""Which tokens make a sample: documents in an order of the seed alone, joined and cut, packed, or blended.
+"""Which tokens make up a sample: documents in an order that depends on the seed alone, joined, packed or blended.
 
-An order is the same for every number of ranks and workers, and any sample of it is found without those before it.
+The order is the same for every number of ranks and workers, and any sample is found without those before it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy
 from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
-_PERIOD = 2**16  # samples after which a blend repeats: so its order is known at any sample
+_PERIOD = 2**16  # samples after which a blend repeats, so that any sample's place is known
 
 
-class Pieces(NamedTuple):
-    """What a sample is read from, in its order: `length` tokens of each document from `offset` on. int64 `[pieces]`."""
+class Spans(NamedTuple):
+    """The spans of documents that a sample is read from, in its order. int64 `[spans]` each."""
 
     documents: numpy.ndarray
     offsets: numpy.ndarray
     lengths: numpy.ndarray
 
 
-class Order(ABC):
-    """The samples of a dataset without end: pass after pass over its documents, each with a shuffle of its own.
+class SampleOrder(ABC):
+    """An endless order of a dataset's samples: pass after pass over its documents, each shuffled differently.
 
-    size: samples of a pass.
+    size: the number of samples in a pass.
     """
 
     size: int
@@ -38,31 +38,31 @@ class Order(ABC):
         self._number = -1
         self._pass: tuple[numpy.ndarray, ...] = ()
 
-    def pieces(self, sample: int) -> Pieces:
-        """Where its tokens are, and the token after its last where that is of the sample, too; then they sum to one
-        more than the sequence has."""
+    def spans(self, sample: int) -> Spans:
+        """Return where a sample's tokens are. If the token after its last one belongs to it too, they include that one,
+        and their lengths sum to one more than the sequence's."""
         number, index = divmod(sample, self.size)
         if number != self._number:
             random = numpy.random.RandomState((self._seed + number) % 2**32)
-            self._number, self._pass = number, self._begin(random)
-        return self._pieces(index)
+            self._number, self._pass = number, self._begin_pass(random)
+        return self._spans(index)
 
     @abstractmethod
-    def _begin(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
-        """What `_pieces` goes by in a pass."""
+    def _begin_pass(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
+        """Return the arrays that `_spans` uses during a pass, as `self._pass`."""
 
     @abstractmethod
-    def _pieces(self, index: int) -> Pieces:
-        """Of a sample of the pass under way."""
+    def _spans(self, index: int) -> Spans:
+        """Return the spans of a sample of the current pass."""
 
 
-class Stream(Order):
-    """Megatron's `GPTDataset`: the documents in random order are one stream, cut every `seq_length` tokens.
+class Stream(SampleOrder):
+    """The order of Megatron's `GPTDataset`: documents in random order form one stream, cut every `seq_length` tokens.
 
-    Its indices are kept in memory instead of in files, so that no rank waits for another when a pass begins.
+    Its indices are kept in memory and not in files, so that no rank waits for another when a pass begins.
 
     Args:
-        lengths: tokens of every document, int32.
+        lengths: the tokens of every document, int32.
     """
 
     def __init__(self, lengths: numpy.ndarray, seq_length: int, seed: int) -> None:
@@ -71,29 +71,29 @@ class Stream(Order):
         self._tokens = int(lengths.sum(dtype=numpy.int64))
         self.size = (self._tokens - 1) // seq_length
 
-    def _pieces(self, index: int) -> Pieces:
+    def _spans(self, index: int) -> Spans:
         documents, cuts, shuffled = self._pass
         at = int(shuffled[index])
         (first, begin), (last, end) = cuts[at].tolist(), cuts[at + 1].tolist()
-        found = documents[first : last + 1].astype(numpy.int64)
-        offsets, ends = numpy.zeros_like(found), self._lengths[found].astype(numpy.int64)
+        numbers = documents[first : last + 1].astype(numpy.int64)
+        offsets, ends = numpy.zeros_like(numbers), self._lengths[numbers].astype(numpy.int64)
         offsets[0], ends[-1] = begin, end + 1
         some = ends > offsets
-        return Pieces(found[some], offsets[some], (ends - offsets)[some])
+        return Spans(numbers[some], offsets[some], (ends - offsets)[some])
 
-    def _begin(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
+    def _begin_pass(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
         documents = _build_document_index(numpy.arange(len(self._lengths), dtype=numpy.int32), 1, random, False)
         cuts = helpers.build_sample_idx(self._lengths, documents, self._seq_length, 1, self._tokens, True, True)
         return documents, cuts, _build_shuffle_index(self.size, self.size, random)
 
 
-class Packs(Order):
-    """Whole documents, packed by `best_fit`; one longer than `seq_length` is cut into pieces of that and a rest.
+class Packs(SampleOrder):
+    """Whole documents packed by `best_fit`. A longer document is cut into pieces of `seq_length` tokens and a rest.
 
-    The lengths in a pack are the same in every pass; which documents of these lengths, and which pack when, is not.
+    The lengths in a pack are the same in every pass. The documents with these lengths, and the order of packs, change.
 
     Args:
-        lengths: tokens of every document, int32.
+        lengths: the tokens of every document, int32.
     """
 
     def __init__(self, lengths: numpy.ndarray, seq_length: int, seed: int) -> None:
@@ -112,42 +112,42 @@ class Packs(Order):
         self._places = numpy.argsort(packs, kind="stable").astype(numpy.int32)
         self._ends = numpy.cumsum(numpy.bincount(packs))
 
-    def _pieces(self, index: int) -> Pieces:
-        found, order = self._pass
-        taken = found[self._places_of(int(order[index]))]
+    def _spans(self, index: int) -> Spans:
+        pieces, order = self._pass
+        taken = pieces[self._places_of(int(order[index]))]
         documents, offsets, lengths = self._documents[taken], self._offsets[taken], self._lengths[taken]
-        goes_on = offsets + lengths < self._whole[documents]  # in its next piece: this one is a pack of its own
-        return Pieces(documents.astype(numpy.int64), offsets, lengths + goes_on.astype(numpy.int64))
+        continues = offsets + lengths < self._whole[documents]  # the document has a next piece; this one fills its pack
+        return Spans(documents.astype(numpy.int64), offsets, lengths + continues.astype(numpy.int64))
 
     def documents(self, pack: int) -> list[int]:
-        """The lengths of documents in a pack, the longest first. Packs are counted as `tokens` counts them."""
+        """Return the lengths of documents in a pack, the longest first. Packs are numbered as in `tokens`."""
         lengths: list[int] = self._longest_first[self._places_of(pack)].tolist()
         return lengths
 
     def longest(self) -> numpy.ndarray:
-        """Tokens of the longest document of every pack."""
+        """Return the tokens of the longest document of every pack."""
         return self._longest_first[self._places[self._ends - numpy.diff(self._ends, prepend=0)]]
 
     def _places_of(self, pack: int) -> numpy.ndarray:
         return self._places[self._ends[pack - 1] if pack else 0 : self._ends[pack]]
 
-    def _begin(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
-        """What takes each place, the places being in the order of their lengths; and the order of packs."""
+    def _begin_pass(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
+        """Return the piece at each place, where places are ordered by length, and the order of packs."""
         shuffled = _build_shuffle_index(len(self._lengths), len(self._lengths), random)
-        found = shuffled[numpy.argsort(-self._lengths[shuffled], kind="stable")]
-        return found, _build_shuffle_index(self.size, self.size, random)
+        pieces = shuffled[numpy.argsort(-self._lengths[shuffled], kind="stable")]
+        return pieces, _build_shuffle_index(self.size, self.size, random)
 
 
 def best_fit(lengths: numpy.ndarray, capacity: int) -> numpy.ndarray:
-    """The pack of every document: each goes where it leaves least room, into a new one where it fits nowhere.
+    """Return the pack of every document: the one that it fills best, or a new one if it fits into none.
 
-    Packs of equal room are taken together, and so are documents of equal length: ten million documents take seconds.
+    Packs with equal room are filled together by documents of equal length: ten million documents take seconds.
 
     Args:
         lengths: in descending order, each from 1 to `capacity`.
 
     Returns:
-        int64 of the same length, from 0 on.
+        The packs' numbers from 0 on, int64 of the same shape.
     """
     packs, num_packs = numpy.empty(len(lengths), dtype=numpy.int64), 0
     rooms: list[int] = []  # in ascending order
@@ -158,13 +158,13 @@ def best_fit(lengths: numpy.ndarray, capacity: int) -> numpy.ndarray:
         while at < end:
             if (place := bisect_left(rooms, length)) < len(rooms):
                 room = rooms.pop(place)
-                found = by_room.pop(room)
-                open_packs = numpy.concatenate(found) if len(found) > 1 else found[0]
+                same_room = by_room.pop(room)
+                open_packs = numpy.concatenate(same_room) if len(same_room) > 1 else same_room[0]
             else:
                 room, needed = capacity, -(-(end - at) // (capacity // length))
                 open_packs = numpy.arange(num_packs, num_packs + needed)
                 num_packs += needed
-            each = room // length  # one after the other: after the first it is the one with least room
+            each = room // length  # fill one pack after another: once begun, a pack has the least room
             placed = min(end - at, each * len(open_packs))
             full, more = divmod(placed, each)
             packs[at : at + placed] = numpy.repeat(open_packs[: full + 1], each)[:placed]
@@ -183,17 +183,17 @@ def best_fit(lengths: numpy.ndarray, capacity: int) -> numpy.ndarray:
 
 
 class Blend:
-    """Which dataset a sample comes from, and its place in that one's own order, by Megatron's rule: always the dataset
-    that is furthest behind its weight."""
+    """A blend of datasets by Megatron's rule: the next sample is from the dataset furthest behind its weight."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._datasets = numpy.zeros(_PERIOD, dtype=numpy.int16)
         self._samples = numpy.zeros(_PERIOD, dtype=numpy.int64)
-        shares = numpy.asarray(weights, dtype=numpy.float64) / sum(weights)
-        helpers.build_blending_indices(self._datasets, self._samples, shares, len(weights), _PERIOD, False)
+        fractions = numpy.asarray(weights, dtype=numpy.float64) / sum(weights)
+        helpers.build_blending_indices(self._datasets, self._samples, fractions, len(weights), _PERIOD, False)
         self._counts = numpy.bincount(self._datasets, minlength=len(weights))
 
     def locate(self, sample: int) -> tuple[int, int]:
+        """Return a sample's dataset, and its place in that dataset's own order."""
         period, at = divmod(sample, _PERIOD)
         dataset = int(self._datasets[at])
         return dataset, period * int(self._counts[dataset]) + int(self._samples[at])

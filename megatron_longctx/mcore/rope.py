@@ -1,16 +1,24 @@
-"""RoPE for any layout, applied to queries and keys just before attention.
+"""RoPE for any layout: in core attention, and in Megatron's multi-latent attention (MLA).
 
-Megatron's own application reads and writes them five times over without TransformerEngine, and rounds cosines to the
-model's dtype; here one fused pass computes in fp32 and rounds once.
+Without TransformerEngine, Megatron's own RoPE reads and writes queries and keys five times, and rounds cosines to the
+model's dtype. Here core attention applies it in one fused pass, which computes in fp32 and rounds once. MLA keeps
+Megatron's code, but gets the angles of the positions that a rank holds.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from ..errors import refuse
@@ -19,85 +27,88 @@ from ..kernels.rotate import rotate
 from ..models.rope import Frequencies
 from ..schedules.mask import Window
 from .pack import UNBOUNDED, Pack
-from .sequence import ShardedSequence
+from .sequence import Rope, ShardedSequence
+from .version import norms_of_latents
 
 
 @dataclass(frozen=True)
 class Rotation:
     """The rotation of one rank's tokens.
 
-    cos, sin: fp32 `[s, r / 2]`: of the angle of every token and pair of elements, times what scaling stretches them by;
-    r is at most the head dimension, and elements from r on stay as they are. interleaved: elements (2i, 2i + 1) make a
-    pair, otherwise (i, i + r / 2).
+    `cos` and `sin` are fp32 `[s, r / 2]`, for every token and pair of elements, and include the scaling's stretch. r is
+    at most the head dimension; elements from r on are not rotated.
     """
 
     cos: Tensor
     sin: Tensor
-    interleaved: bool = False
+    interleaved: bool = False  # whether elements (2i, 2i + 1) form a pair; otherwise (i, i + r / 2) do
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[s, b, h, d]` to the same, contiguous, in x's dtype; differentiable in x."""
+        """Rotate `[s, b, h, d]`, differentiably; return it contiguous, in x's dtype."""
         return _Rotate.apply(x, self.cos, self.sin, self.interleaved)  # type: ignore[no-any-return, no-untyped-call]
 
-    def of_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys in one go, without gradients: each `[s, ..., d]` to the same, contiguous, in its dtype."""
+    def rotate_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys `[s, ..., d]` in one launch, without gradients; return each contiguous."""
         q, k = rotate((q, k), self.cos, self.sin, self.interleaved)
         return q, k
 
 
 @dataclass(frozen=True)
 class Rotations:
-    """Of layers that see everything, and of those with a window, which may turn tokens otherwise."""
+    """The rotations of layers with full attention and of layers with a window, which may differ."""
 
-    everywhere: Rotation
+    full: Rotation
     windowed: Rotation
 
     def of(self, window: Window) -> Rotation:
-        return self.everywhere if window == UNBOUNDED else self.windowed
+        return self.full if window == UNBOUNDED else self.windowed
 
 
 class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
-    """Replaces `GPTModel.rotary_pos_emb`, which knows the zigzag layout of even lengths only.
+    """RoPE for any layout, in place of `GPTModel.rotary_pos_emb`, which supports only zigzag of even lengths.
 
-    It tells the sequence how tokens turn, whose core attention turns them; called by the model it returns None, so that
+    It gives the sequence its rotations, which core attention applies. When the model calls it, it returns None, so
     Megatron's layers rotate nothing themselves.
 
     Args:
-        original: what it replaces.
-        sequence: None: one that is told otherwise.
-        everywhere: how fast tokens turn; None: as `original` says.
-        windowed: the same in layers with a window; None: as in the others.
+        original: the embedding that it replaces.
+        sequence: the model's sequence.
+        full: frequencies of layers with full attention; None for those of `original`.
+        windowed: frequencies of layers with a window; None for those of the other layers.
 
     Raises:
-        ValueError: an embedding of another kind, whose angles or sizes its own methods say (YaRN, multimodal), or a
-            sequence that a model of other angles has.
+        ValueError: an embedding that overrides the computation of angles (YaRN, multimodal), or a sequence of a model
+            with other angles.
     """
 
     def __init__(
         self,
         original: RotaryEmbedding,
-        sequence: ShardedSequence | None,
-        everywhere: Frequencies | None = None,
+        sequence: ShardedSequence,
+        full: Frequencies | None = None,
         windowed: Frequencies | None = None,
     ) -> None:
-        _refuse_other_kinds(original)
+        overridden = ("forward", "get_emb", "get_freqs_non_repeated")
+        if any(getattr(type(original), name, None) is not getattr(RotaryEmbedding, name) for name in overridden):
+            raise refuse(
+                "rotary_pos_emb",
+                type(original).__name__,
+                "Megatron's RotaryEmbedding (position_embedding_type=rope)",
+                "Multimodal positions are not supported. YaRN is, with ShardedRotaryEmbedding's own frequencies "
+                "(model.rope_scaling), and so are rope_scaling and seq_len_interpolation_factor.",
+            )
         torch.nn.Module.__init__(self)
         self.rotary_interleaved = original.rotary_interleaved
         self.seq_len_interpolation_factor = original.seq_len_interpolation_factor
         self.inv_freq = original.inv_freq
         self.cp_group = original.cp_group
-        self._frequencies: tuple[Frequencies, ...]  # of layers that see everything, of those with a window
-        if isinstance(original, ShardedRotaryEmbedding):
-            self._frequencies = original._frequencies
-        else:
-            found = everywhere or Frequencies(original.inv_freq), *([windowed] if windowed is not None else [])
-            apart = len(found) > 1 and not found[0].equals(found[1])
-            self._frequencies = tuple(x.to(original.inv_freq.device) for x in found[: 1 + apart])
-        if sequence is not None:
-            sequence.turn_by(self)
+        frequencies = [full or Frequencies(original.inv_freq)]
+        if windowed is not None and not frequencies[0].equals(windowed):
+            frequencies.append(windowed)
+        self._frequencies = tuple(x.to(original.inv_freq.device) for x in frequencies)
+        sequence.set_rope(self)
 
     def equals(self, other: Any) -> bool:
-        """Whether tokens turn alike by both."""
         return (
             isinstance(other, ShardedRotaryEmbedding)
             and len(other._frequencies) == len(self._frequencies)
@@ -106,43 +117,27 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
             and other.seq_len_interpolation_factor == self.seq_len_interpolation_factor
         )
 
-    def of_pack(self, pack: Pack) -> Rotations:
-        """Of this rank's tokens, by where they lie in their documents."""
+    def rotations_of(self, pack: Pack) -> Rotations:
+        """Return the rotations of this rank's tokens, at their positions inside their documents."""
         return self.rotations(pack.positions(self.inv_freq.device))
 
     def rotations(self, positions: Tensor) -> Rotations:
-        """Of tokens at these positions, int64 `[s]`."""
-        turns = [self._rotation(positions, found) for found in self._frequencies]
-        return Rotations(turns[0], turns[-1])
+        """Return the rotations of tokens at these positions, int64 `[s]`."""
+        rotations = [self._rotation(positions, frequencies) for frequencies in self._frequencies]
+        return Rotations(rotations[0], rotations[-1])
 
-    def _rotation(self, positions: Tensor, found: Frequencies) -> Rotation:
-        """Angles in fp64, as at a million tokens those in fp32 are off by 0.03 rad."""
-        exact = positions.double()
+    def _rotation(self, positions: Tensor, frequencies: Frequencies) -> Rotation:
+        exact = positions.double()  # at a million tokens, fp32 angles are off by 0.03 rad
         if self.seq_len_interpolation_factor is not None:
             exact = exact * (1 / self.seq_len_interpolation_factor)
-        angles = torch.outer(exact, found.inverse.double())
+        angles = torch.outer(exact, frequencies.inverse.double())
         cos, sin = angles.cos(), angles.sin()
-        if found.stretch != 1:
-            cos, sin = cos * found.stretch, sin * found.stretch
+        if frequencies.stretch != 1:
+            cos, sin = cos * frequencies.stretch, sin * frequencies.stretch
         return Rotation(cos.float(), sin.float(), self.rotary_interleaved)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
-        """Nothing to turn by outside of core attention."""
-
-
-def _refuse_other_kinds(original: torch.nn.Module) -> None:
-    """Subclasses may choose other frequencies; what is made of these is worked out here."""
-    if not isinstance(original, ShardedRotaryEmbedding) and any(
-        getattr(type(original), name, None) is not getattr(RotaryEmbedding, name)
-        for name in ("forward", "get_emb", "get_freqs_non_repeated")
-    ):
-        raise refuse(
-            "rotary_pos_emb",
-            type(original).__name__,
-            "Megatron's RotaryEmbedding (position_embedding_type=rope)",
-            "Multimodal positions are not served; YaRN is, as ShardedRotaryEmbedding's own frequencies "
-            "(model.rope_scaling), and so are rope_scaling and seq_len_interpolation_factor.",
-        )
+        """Return None: Megatron's layers rotate nothing."""
 
 
 class _Rotate(torch.autograd.Function):
@@ -157,3 +152,134 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return rotate(grads[:1], cos, sin, ctx.interleaved, inverse=True)[0], None, None, None
+
+
+_REFUSED_WITH_LATENTS = {
+    "apply_rope_fusion": "Its kernel rotates tokens in Megatron's own zigzag layout.",
+    "cache_mla_latents": "It is for Megatron's inference.",
+    "mla_down_proj_fusion": "It is another layer.",
+}
+
+
+class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
+    """Megatron's MLA over sharded sequences; `spec.with_context_parallel` puts it into a spec.
+
+    Args:
+        sequence: shared by all layers of the model.
+        frequencies: RoPE frequencies; None for those of Megatron's embedding.
+        The others are Megatron's own.
+
+    Raises:
+        ValueError: settings that assume Megatron's layout, or a sequence of a model with other angles.
+    """
+
+    def __init__(
+        self, *args: Any, sequence: ShardedSequence, frequencies: Frequencies | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        for name, remedy in _REFUSED_WITH_LATENTS.items():
+            if getattr(self.config, name, False):
+                raise refuse(name, True, "False with context-parallel attention", f"{remedy} Unset it.")
+        if self.config.softmax_scale is not None:
+            self.softmax_scale = self.core_attention.softmax_scale = self.config.softmax_scale
+        self._sequence = sequence
+        original: Any = self.rotary_pos_emb
+        del self.rotary_pos_emb  # a registered submodule can only be replaced by another module
+        frequencies = (frequencies or _frequencies_of(original)).to(original.inv_freq.device)
+        self.rotary_pos_emb: Any = _LatentRope(sequence, frequencies, self.config.rope_type != "rope")
+        sequence.set_rope(self.rotary_pos_emb)
+        if self.tp_group.size() > 1:
+            if not self.config.sequence_parallel:
+                remedy = (
+                    "Without it, Megatron sums gradients of norms and of the keys' rotated part incorrectly (0.16.1, "
+                    "0.19.2)."
+                )
+                raise refuse("sequence_parallel", False, "True with MLA and tensor parallelism", remedy)
+            self.linear_kv_down_proj.register_forward_hook(self._gather_columns)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Run Megatron's layer.
+
+        Args:
+            packed_seq_params: see `ShardedSequence.pack_of`.
+
+        Raises:
+            ValueError: a call of Megatron's inference.
+        """
+        if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
+            raise refuse("inference_context", "given", "None with MLA", "MLA supports training, but not inference.")
+        if (packed := kwargs.get("packed_seq_params")) is not None:
+            # For its own parameters, Megatron would lay out the documents itself.
+            kwargs["packed_seq_params"] = self._sequence.pack_of(packed)
+        return super().forward(hidden_states, attention_mask, **kwargs)  # type: ignore[no-any-return]
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return norms_of_latents(self.config, submodules)
+
+    def _gather_columns(self, module: torch.nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        """Return all columns of the latent and of the keys' rotated part, for this tensor-parallel rank's rows.
+
+        From these, Megatron gathers the rows of the rotated part, and sums its gradient, of which every rank has the
+        part of its own heads. If Megatron gathers columns itself (local layers of 0.16.1 and 0.19.2), it sums nothing.
+        """
+        columns, bias = output
+        if columns.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
+            columns = gather_from_tensor_model_parallel_region(columns, group=self.tp_group)
+            # A view would keep the rows of all ranks alive.
+            columns = scatter_to_sequence_parallel_region(columns, group=self.tp_group).clone()
+        return columns, bias
+
+
+@dataclass(frozen=True)
+class _Angles:
+    """The angles of one rank's tokens."""
+
+    radians: Tensor  # fp32 `[s, r]`, from 0 to 2 pi, for all r elements as in Megatron
+    stretch: float  # see `Frequencies`
+
+    def of(self, window: Window) -> None:
+        """Return None: core attention rotates nothing, because Megatron's layer does."""
+
+
+class _LatentRope:
+    """RoPE of a model with MLA: its `ShardedSequence.rope`, and the `rotary_pos_emb` that Megatron's layers call.
+
+    Args:
+        returns_stretch: whether Megatron expects angles and their stretch.
+    """
+
+    def __init__(self, sequence: ShardedSequence, frequencies: Frequencies, returns_stretch: bool) -> None:
+        self._sequence, self._frequencies, self._returns_stretch = sequence, frequencies, returns_stretch
+
+    def equals(self, other: Rope) -> bool:
+        return isinstance(other, _LatentRope) and other._frequencies.equals(self._frequencies)
+
+    def rotations_of(self, pack: Pack) -> _Angles:
+        inverse = self._frequencies.inverse.double()  # at a million tokens, fp32 angles are off by 0.03 rad
+        angles = torch.outer(pack.positions(inverse.device).double(), inverse).remainder(2 * math.pi).float()
+        return _Angles(torch.cat((angles, angles), dim=-1), self._frequencies.stretch)
+
+    def get_rotary_seq_len(
+        self, context: Any, transformer: Any, hidden: Tensor, config: Any, packed: PackedSeqParams | None
+    ) -> tuple[Pack, int]:
+        """Return the micro-batch's pack and the number of dimensions of queries.
+
+        Queries are `[s, b, h, d]`; Megatron drops b if a pack has one sequence.
+        """
+        return self._sequence.pack_of(packed), 3 if packed is not None and hidden.shape[1] == 1 else 4
+
+    def __call__(self, pack_and_ndim: tuple[Pack, int], packed_seq: bool = False) -> Any:
+        """Return the angles as `[s, 1, r]` or `[s, 1, 1, r]`."""
+        pack, ndim = pack_and_ndim
+        self._sequence.rotation(pack)
+        angles = pack.rotations
+        assert isinstance(angles, _Angles), "the sequence belongs to this model"
+        radians = angles.radians.view(-1, *(1,) * (ndim - 2), angles.radians.shape[-1])
+        return (radians, angles.stretch) if self._returns_stretch else radians
+
+
+def _frequencies_of(original: RotaryEmbedding) -> Frequencies:
+    """Return the frequencies of Megatron's embedding: its angles at position 1."""
+    embedding = original.get_emb(2)
+    angles, stretch = embedding if isinstance(embedding, tuple) else (embedding, 1.0)
+    return Frequencies(angles[1].flatten()[: angles.shape[-1] // 2].clone(), stretch)

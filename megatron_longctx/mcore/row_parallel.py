@@ -1,4 +1,4 @@
-"""Row-parallel layers whose sums over tensor-parallel ranks follow a policy: quantized, or as they are."""
+"""Row-parallel layers whose sums over tensor-parallel ranks follow a policy: quantized or exact."""
 
 from __future__ import annotations
 
@@ -19,32 +19,28 @@ from torch import Tensor
 from ..config import ReductionConfig
 from ..errors import refuse
 from ..kernels.no_grad import first_order
-from ..lowbit.crossover import Crossover
 from ..lowbit.reduction import Reducer, ReductionPolicy
-from .version import builder_of, copied, mlp_of
+from .version import as_builder, copy_spec, mlp_spec
 
-_EXACT = {
+_OPERATIONS = {
     False: ("all_reduce", reduce_from_tensor_model_parallel_region),
     True: ("reduce_scatter", reduce_scatter_to_sequence_parallel_region),
 }
-"""By sequence parallelism, the reducer's operation and Megatron's own, which sums in the product's memory."""
+"""The reducer's operation, and Megatron's exact one that sums in place; keyed by sequence parallelism."""
 
 
 @dataclass
 class RowReductions:
-    """The policies of a model's row-parallel layers; layers of the same group and policy share a reducer.
+    """The policies of a model's row-parallel layers; layers of the same group and policy share a reducer."""
 
-    output_projection: of attention. down_projection: of dense MLPs. in_training: also in modules in training mode.
-    """
-
-    output_projection: ReductionPolicy = field(default_factory=ReductionPolicy)
-    down_projection: ReductionPolicy = field(default_factory=ReductionPolicy)
-    in_training: bool = False
+    output_projection: ReductionPolicy = field(default_factory=ReductionPolicy)  # of attention
+    down_projection: ReductionPolicy = field(default_factory=ReductionPolicy)  # of dense MLPs
+    in_training: bool = False  # whether policies also apply to modules in training mode
     _reducers: dict[tuple[dist.ProcessGroup, ReductionPolicy], Reducer] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(config: ReductionConfig) -> RowReductions:
-        """The policies that a configuration asks for."""
+        """Return the policies of a configuration."""
         output, down = (
             ReductionPolicy(mode, config.group_size, config.symmetric, config.min_kib, config.transport)
             for mode in (config.output_projection, config.down_projection)
@@ -59,47 +55,43 @@ class RowReductions:
 
 
 def with_reductions(layer: ModuleSpec, reductions: RowReductions) -> ModuleSpec:
-    """A copy of a transformer layer's spec whose output and down projections follow `reductions`.
+    """Return a copy of a transformer layer's spec whose output and down projections follow `reductions`.
 
-    Only layers whose policy is not `none` are replaced, by Megatron's own row-parallel layer with our sum (in a spec of
-    TransformerEngine's too: these projections are then computed by torch). Weights keep their names.
+    Projections whose policy is not `none` become `ReducedRowParallelLinear`. In a spec of TransformerEngine's, torch
+    then computes these projections. Weights keep their names.
 
     Raises:
-        ValueError: a spec without the projection that has a policy, such as the MLP of experts.
+        ValueError: a spec without a projection that has a policy, such as the MLP of experts.
     """
-    layer = copied(layer)
+    layer = copy_spec(layer)
     for policy, name, part, linear in (
         (reductions.output_projection, "output_projection", "self_attention", "linear_proj"),
         (reductions.down_projection, "down_projection", "mlp", "linear_fc2"),
     ):
         if policy.mode == "none":
             continue
-        inner: Any = mlp_of(layer) if part == "mlp" else getattr(layer.submodules, part, None)
+        inner: Any = mlp_spec(layer) if part == "mlp" else getattr(layer.submodules, part, None)
         if getattr(getattr(inner, "submodules", None), linear, None) is None:
-            raise refuse(
-                f"reduction.{name}",
-                policy.mode,
-                f"none for a layer of {layer.module} without {part}.{linear}",
-                "Set it to none.",
-            )
+            expected = f"none for a layer of {layer.module} without {part}.{linear}"
+            raise refuse(f"reduction.{name}", policy.mode, expected, "Set it to none.")
         params = {"reductions": reductions, "policy": policy}
-        inner = copied(inner)
+        inner = copy_spec(inner)
         setattr(inner.submodules, linear, ModuleSpec(module=ReducedRowParallelLinear, params=params))
-        setattr(layer.submodules, part, builder_of(inner) if part == "mlp" else inner)
+        setattr(layer.submodules, part, as_builder(inner) if part == "mlp" else inner)
     return layer
 
 
 class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
-    """Megatron's `RowParallelLinear`, whose output is summed by a `Reducer`: all-reduced, or reduce-scattered along the
-    sequence with sequence parallelism.
+    """Megatron's `RowParallelLinear` with a `Reducer` that sums its output over ranks.
 
-    In training mode (`module.training`) it is Megatron's own layer unless `reductions.in_training`; there, gradients
-    pass as they do through the exact sum (straight through the quantizer).
+    With sequence parallelism, the sum is reduce-scattered along the sequence; otherwise it is all-reduced. In training
+    mode (`module.training`) this is Megatron's own layer, unless `reductions.in_training`. Then gradients are those of
+    the exact sum (a straight-through estimator).
 
     Args:
         reductions: the model's policies, which hold the reducers.
-        policy: this layer's.
-        The others: as for `RowParallelLinear`.
+        policy: this layer's policy.
+        The others are those of `RowParallelLinear`.
 
     Raises:
         ValueError: a layer of experts, an input that is not parallel, or CPU offloading.
@@ -115,20 +107,18 @@ class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             if value:
                 raise refuse(key, getattr(self, key, value), "a plain parallel layer", "Set its reduction to none.")
         self._reductions = reductions
-        self.follow(policy)
+        self.set_policy(policy)
 
-    def follow(self, policy: ReductionPolicy) -> None:
-        """Sum by this policy from now on; with `none` it is Megatron's own layer. All ranks call it."""
-        self._reducer = self._reductions.reducer(self.tp_group, policy)
-
-    @property
-    def crossovers(self) -> dict[tuple[str, torch.dtype], Crossover]:
-        """See `Reducer`; of the policy that is followed now."""
-        return self._reducer.crossovers
+    def set_policy(self, policy: ReductionPolicy) -> None:
+        """Sum by this policy in later calls; with `none` this is Megatron's own layer. All ranks call it."""
+        self.reducer = self._reductions.reducer(self.tp_group, policy)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`[s, b, input / n]` to (`[s, b, output]`, bias or None); `[s / n, b, output]` with sequence parallelism."""
-        if self._reducer.policy.mode == "none" or (self.training and not self._reductions.in_training):
+        """Return (output, bias or None) of `[s, b, input / n]`.
+
+        The output is `[s, b, output]`, or `[s / n, b, output]` with sequence parallelism.
+        """
+        if self.reducer.policy.mode == "none" or (self.training and not self._reductions.in_training):
             output, bias = super().forward(input_)
             return output, bias
         partial = self._forward_impl(
@@ -141,22 +131,22 @@ class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             tp_group=None,
             grad_output_buffer=None,
         )
-        name, exact = _EXACT[self.sequence_parallel]
-        if self._reducer.bits(name, partial) is None:
+        name, exact = _OPERATIONS[self.sequence_parallel]
+        if self.reducer.bits(name, partial) is None:
             output = exact(partial, group=self.tp_group)
         else:
-            output = _Sum.apply(partial, self._reducer, self.sequence_parallel)  # type: ignore[no-untyped-call]
+            output = _StraightThroughSum.apply(partial, self.reducer, self.sequence_parallel)  # type: ignore[no-untyped-call]
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
 
-    def sum_of(self, partial: Tensor) -> Tensor:
-        """Every rank's product summed, without gradients, in `partial`'s own memory where that saves a copy."""
-        return self._reducer.all_reduce(partial, overwrite=True)
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """Return the sum of all ranks' products, without gradients, in `partial`'s memory if that saves a copy."""
+        return self.reducer.all_reduce(partial, overwrite=True)
 
 
-class _Sum(torch.autograd.Function):
-    """The reducer's sum, with the gradient of the exact one."""
+class _StraightThroughSum(torch.autograd.Function):
+    """The reducer's sum, with the gradient of the exact sum."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, reducer: Reducer, scatter: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Megatron's GPT layer specs with our attention put in."""
+"""Megatron's GPT layer specs with context-parallel attention."""
 
 from __future__ import annotations
 
@@ -16,48 +16,43 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from ..config import RecomputeConfig
 from ..errors import refuse
 from ..models.rope import Frequencies
-from ..recompute import DeviceStore, HostStore
+from ..recompute import HostStore, Store
 from .core_attention import ContextParallelCoreAttention
 from .experts import experts_spec
-from .latent import LatentSelfAttention
-from .norms import norm_class, with_post_norms
-from .recompute import with_recompute
+from .norms import NORMS, with_post_norms
+from .recompute import with_mlp_tiles, with_recompute
+from .rope import LatentSelfAttention
 from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
-from .tiles import with_mlp_tiles
-from .version import copied
-
-KEEP_ALL = RecomputeConfig()
+from .version import copy_spec
 
 
 def with_context_parallel(
     layer: ModuleSpec, sequence: ShardedSequence, latent_frequencies: Frequencies | None = None
 ) -> ModuleSpec:
-    """A copy of a transformer layer's spec whose self-attention computes context-parallel attention.
+    """Return a copy of a transformer layer's spec whose self-attention computes context-parallel attention.
 
-    Works on every spec with a `self_attention` submodule: Megatron's local and TransformerEngine layers and specs made
-    from them, with multi-latent attention (MLA), too.
+    Every spec with a `self_attention` submodule is supported: those of Megatron's local and TransformerEngine layers
+    and specs derived from them, also with multi-latent attention (MLA).
 
     Args:
-        latent_frequencies: how fast tokens turn in MLA; None: as Megatron's configuration says.
+        latent_frequencies: RoPE frequencies of MLA; None for those of Megatron's configuration.
 
     Raises:
-        ValueError: a spec without self-attention, or of MLA whose projections are fused.
+        ValueError: a spec without self-attention, or of MLA with fused projections.
     """
     attention = getattr(layer.submodules, "self_attention", None)
     if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
         raise ValueError(f"layer spec of {layer.module}: expected a self_attention with a core_attention to replace.")
-    layer, attention = copied(layer), copied(attention)
+    layer, attention = copy_spec(layer), copy_spec(attention)
     layer.submodules.self_attention = attention
     if isinstance(attention.module, type) and issubclass(attention.module, MultiLatentAttention):
         if attention.module is not MLASelfAttention:
-            raise refuse(
-                "self_attention", attention.module.__name__, "MLASelfAttention", "Take Megatron's plain layer."
-            )
+            remedy = "Use Megatron's plain layer."
+            raise refuse("self_attention", attention.module.__name__, "MLASelfAttention", remedy)
         attention.module = LatentSelfAttention
         attention.params = {**attention.params, "sequence": sequence, "frequencies": latent_frequencies}
-    core = ModuleSpec(module=ContextParallelCoreAttention, params={"sequence": sequence})
-    attention.submodules.core_attention = core
+    attention.submodules.core_attention = ModuleSpec(ContextParallelCoreAttention, params={"sequence": sequence})
     return layer
 
 
@@ -67,7 +62,7 @@ def require_transformer_engine() -> None:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken installation fails in other ways than ImportError
         raise ValueError(
-            f"model.implementation: expected TransformerEngine to be usable ({error}). "
+            f"model.implementation: expected a working TransformerEngine ({error}). "
             "Repair it (the gpu extra), or set model.implementation=local."
         ) from error
 
@@ -77,22 +72,23 @@ def block_spec(
     sequence: ShardedSequence,
     *,
     transformer_engine: bool,
-    recompute: RecomputeConfig = KEEP_ALL,
+    recompute: RecomputeConfig | None = None,
     reductions: RowReductions | None = None,
     post_norms: bool = False,
     latent_frequencies: Frequencies | None = None,
 ) -> TransformerBlockSubmodules:
-    """The spec of this pipeline stage's layers: Megatron's own, local or TransformerEngine's, with our attention and,
-    where `reductions` says so, our sums over tensor-parallel ranks.
+    """Return the spec of this pipeline stage's layers, local or TransformerEngine's, with context-parallel attention.
 
     Args:
-        recompute: the mode `layer` is `config`'s own business.
-        post_norms: see `norms.PostNormAdd`.
+        recompute: what layers store for backward; the mode `layer` is part of `config` instead.
+        reductions: sums over tensor-parallel ranks (see `row_parallel.with_reductions`).
+        post_norms: whether layers have norms behind attention and MLP (see `norms.PostNormAdd`).
         latent_frequencies: see `with_context_parallel`.
 
     Raises:
-        ValueError: TransformerEngine asked for and not importable.
+        ValueError: TransformerEngine was requested and cannot be imported.
     """
+    recompute = recompute or RecomputeConfig()
     latent = config.multi_latent_attention
     if transformer_engine:
         require_transformer_engine()
@@ -103,16 +99,13 @@ def block_spec(
         )
         final_norm = TENorm
     else:
-        layer, final_norm = (
-            get_gpt_layer_local_spec(normalization=config.normalization, multi_latent_attention=latent),
-            norm_class(config.normalization),
-        )
-        # Megatron's torch norms refuse sequence parallelism; ours take it.
-        layer.submodules.input_layernorm = final_norm
-        layer.submodules.pre_mlp_layernorm = final_norm
+        layer = get_gpt_layer_local_spec(normalization=config.normalization, multi_latent_attention=latent)
+        final_norm = NORMS[config.normalization]
+        # Megatron's torch norms refuse sequence parallelism; these support it.
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = final_norm
         if config.qk_layernorm:
             inner = layer.submodules.self_attention.submodules
-            if not latent or config.q_lora_rank is not None:  # the norm is of the latent
+            if not latent or config.q_lora_rank is not None:  # MLA's norm is of the latent
                 inner.q_layernorm = final_norm
             setattr(inner, "kv_layernorm" if latent else "k_layernorm", final_norm)
     layer = with_context_parallel(layer, sequence, latent_frequencies)
@@ -121,24 +114,24 @@ def block_spec(
     if recompute.mlp_tile_tokens is not None:
         layer = with_mlp_tiles(layer, recompute.mlp_tile_tokens)
     if recompute.mode.startswith("attention_output"):
-        layer = with_recompute(layer, HostStore() if recompute.mode.endswith("offload") else DeviceStore())
+        layer = with_recompute(layer, HostStore() if recompute.mode.endswith("offload") else Store())
     layer = with_reductions(layer, reductions or RowReductions())
     layers = [layer] * get_num_layers_to_build(config)
     if config.num_moe_experts is not None:
-        before = get_transformer_layer_offset(config)
-        of_experts = _with_experts(layer, config.num_moe_experts, final_norm, transformer_engine)
-        layers = [of_experts if config.moe_layer_freq[before + i] else layer for i in range(len(layers))]
+        first = get_transformer_layer_offset(config)
+        expert_layer = _with_experts(layer, config.num_moe_experts, final_norm, transformer_engine)
+        layers = [expert_layer if config.moe_layer_freq[first + i] else layer for i in range(len(layers))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
 
 
 def _with_experts(layer: ModuleSpec, num_experts: int, norm: type, transformer_engine: bool) -> ModuleSpec:
-    """A copy of a layer's spec whose MLP is a mixture of experts, with a norm of its own before it."""
-    layer = copied(layer)
+    """Return a copy of a layer's spec whose MLP is a mixture of experts, with a separate norm before it."""
+    layer = copy_spec(layer)
     layer.submodules.mlp = experts_spec(num_experts, transformer_engine)
     layer.submodules.pre_mlp_layernorm = norm
-    # In checkpoints, that norm is not a part of the MLP's first product, as it is in TransformerEngine's dense layers.
+    # In checkpoints of TransformerEngine's dense layers, that norm is part of the MLP's first product; here it is not.
     names = layer.submodules.sharded_state_dict_keys_map
     layer.submodules.sharded_state_dict_keys_map = {
-        ours: theirs for ours, theirs in names.items() if not ours.startswith("pre_mlp")
+        name: stored for name, stored in names.items() if not name.startswith("pre_mlp")
     }
     return layer

@@ -1,4 +1,4 @@
-"""Steps through Megatron's schedules: forward and backward of training, and forward alone for losses of other text."""
+"""Steps with Megatron's pipeline schedules: forward and backward for training, forward alone for evaluation."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from ..comm import Times
+from ..comm import AttentionTimes
 from ..metrics.flops import Work
 from ..schedules.mask import Window
+from .core_attention import layer_window
 from .data import Batch
 from .pack import Pack
 from .sequence import ShardedSequence
-from .settings import layer_window
 
 
 @dataclass(frozen=True)
 class LossSum:
-    """Summed token losses and what their mask sums to, over all ranks and micro-batches, and what these were.
+    """The sums of token losses and of their mask over all ranks and micro-batches, and the work of the step.
 
-    waited_s: seconds that this rank's attention has waited for messages; None: not measured. computed_s: those that
-    every data- and context-parallel rank has computed attention, `[dp, cp]`; zeros: not measured.
+    waited_s: the seconds that this rank's attention waited for messages; None: not measured.
+    computed_s: the seconds that every data- and context-parallel rank computed attention, `[dp, cp]`; zeros: not
+        measured.
     """
 
     loss_sum: float
@@ -48,40 +49,37 @@ class LossSum:
 
     @property
     def imbalance_pct(self) -> float | None:
-        """By how much the slowest context-parallel rank computed attention for longer than the average of its group,
-        in the group where that is most; None: not measured."""
-        found = [100 * (max(seconds) / fmean(seconds) - 1) for seconds in self.computed_s if any(seconds)]
-        return max(found, default=None)
+        """How much longer the slowest context-parallel rank computed attention than the average of its group, in the
+        most uneven group; None: not measured."""
+        return max((100 * (max(each) / fmean(each) - 1) for each in self.computed_s if any(each)), default=None)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """`models` are this rank's chunks, `sequence` says which tokens it has."""
-
     models: Sequence[Any]
     sequence: ShardedSequence
     groups: ProcessGroupCollection
     micro_batch_size: int
 
-    def _scheduled(
+    def _run_schedule(
         self, forward: Callable[..., Any], batches: Iterator[Batch], count: int, forward_only: bool
     ) -> list[dict[str, Any]]:
-        """What the losses of `count` micro-batches gave, on the last pipeline stage."""
-        share = self.sequence.whole.num_local_tokens
+        """Return what the loss functions of `count` micro-batches returned, on the last pipeline stage."""
+        num_tokens = self.sequence.whole.num_local_tokens
         if self.groups.pp.size() > 1:
             taken = list(islice(batches, count))
-            shares = {self.sequence.pack(batch.lengths).num_local_tokens for batch in taken}
-            share, batches = max(shares), iter(taken)
-            # Stages tell each other the shape of every tensor only where shapes differ. All see the same batches.
-            self._config.variable_seq_lengths = len(shares) > 1
+            counts = {self.sequence.pack(batch.lengths).num_local_tokens for batch in taken}
+            num_tokens, batches = max(counts), iter(taken)
+            # Stages exchange the shape of every tensor only if shapes differ. All stages have the same batches.
+            self._config.variable_seq_lengths = len(counts) > 1
         results: list[dict[str, Any]] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=batches,
             model=list(self.models),
             num_microbatches=count,
-            # Megatron divides this by the context-parallel size to get the shape that pipeline stages exchange. Ranks
-            # may hold unequal shares, but all stages of one context-parallel rank hold the same.
-            seq_length=share * self.groups.cp.size(),
+            # Megatron divides this by the context-parallel size to get the shape that pipeline stages exchange.
+            # Context-parallel ranks may hold unequal numbers of tokens, but all stages of one rank hold the same.
+            seq_length=num_tokens * self.groups.cp.size(),
             micro_batch_size=self.micro_batch_size,
             forward_only=forward_only,
         )
@@ -95,19 +93,19 @@ class _Step:
 
 @dataclass(frozen=True)
 class TrainStep(_Step):
-    """Forward and backward of one step, of chunks in DDP."""
+    """Forward and backward of one step, with model chunks in DDP."""
 
     num_micro_batches: int
 
     def run(self, batches: Iterator[Batch]) -> LossSum:
-        """Gradients end up reduced over ranks and divided by what the loss masks of the whole step sum to.
+        """Compute gradients, reduced over ranks and divided by the sum of the loss masks of the whole step.
 
         Args:
-            batches: `num_micro_batches` whole micro-batches; this rank takes its share of each. They may be of any
-                lengths; with pipeline parallelism all are taken at once.
+            batches: `num_micro_batches` whole micro-batches of any lengths; this rank computes its tokens of each. With
+                pipeline parallelism, all are read before the first is computed.
         """
         forward = partial(_forward_step, sequence=self.sequence, windows=self._windows)
-        results = self._scheduled(forward, batches, self.num_micro_batches, forward_only=False)
+        results = self._run_schedule(forward, batches, self.num_micro_batches, forward_only=False)
         loss = _reduce(results, self.groups, self.sequence.attention.times())
         if loss.num_tokens > 0:
             for model in self.models:
@@ -116,24 +114,24 @@ class TrainStep(_Step):
 
     @cached_property
     def _windows(self) -> Counter[Window]:
-        """How many layers of all stages have them."""
+        """The number of layers, over all stages, with each window."""
         config = self._config
         return Counter(layer_window(config, number + 1) for number in range(config.num_layers))
 
 
 @dataclass(frozen=True)
 class EvalStep(_Step):
-    """Token losses of a model, in DDP or not, which is left as it was."""
+    """Token losses of a model, in DDP or not, which is not changed."""
 
     def run(self, read: Callable[[int], Batch], numbers: Sequence[int], total: int, edges: Sequence[int]) -> Tensor:
-        """Sums of token losses and of their masks, by micro-batch and range of positions. Collective over the world.
+        """Return the sums of token losses and of their masks in each range of positions. Collective over the world.
 
-        A row is the same, to the bit, for every number of data-parallel ranks and pipeline stages.
+        A micro-batch's row is bit-identical for every number of data-parallel ranks and pipeline stages.
 
         Args:
-            read: gives a whole micro-batch by its number.
-            numbers: of this data-parallel rank's micro-batches, out of `total`.
-            edges: the first position of every range, and the one after the last.
+            read: returns a whole micro-batch by its number.
+            numbers: this data-parallel rank's micro-batches, out of `total`.
+            edges: the first position of every range, and the position after the last range.
 
         Returns:
             fp64 `[total, ranges, 2]`, on every rank.
@@ -142,9 +140,9 @@ class EvalStep(_Step):
         forward = partial(_forward_alone, sequence=self.sequence, edges=edges)
         with _evaluating(self.models), torch.no_grad():
             if numbers:
-                results = self._scheduled(forward, map(read, numbers), len(numbers), forward_only=True)
-                if self.groups.tp.rank() == 0:  # tensor-parallel ranks all have the same losses
-                    for number, result in zip(numbers, results, strict=False):  # none before the last stage
+                results = self._run_schedule(forward, map(read, numbers), len(numbers), forward_only=True)
+                if self.groups.tp.rank() == 0:  # all tensor-parallel ranks have the same losses
+                    for number, result in zip(numbers, results, strict=False):  # no results before the last stage
                         table[number] = result["loss"]
         dist.all_reduce(table)
         return table.cpu()
@@ -152,7 +150,7 @@ class EvalStep(_Step):
 
 @contextmanager
 def _evaluating(models: Sequence[Any]) -> Iterator[None]:
-    """In evaluation mode, with parameters whole: those that a next step of training would gather as it goes."""
+    """Switch models to evaluation mode, and complete gathers of parameters that overlap the next training step."""
     overlapped = [model for model in models if getattr(model, "use_forward_hook", False)]
     training = [model.training for model in models]
     for model in overlapped:
@@ -169,7 +167,7 @@ def _evaluating(models: Sequence[Any]) -> Iterator[None]:
 
 
 def local_device() -> torch.device:
-    """The device of this rank's model."""
+    """Return the device of this rank's model."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -177,59 +175,58 @@ def _forward_step(
     batches: Iterator[Batch], model: Any, sequence: ShardedSequence, windows: Counter[Window]
 ) -> tuple[Tensor, Any]:
     batch = next(batches)
-    losses, mine, pack = _token_losses(batch, model, sequence)
+    losses, local, pack = _token_losses(batch, model, sequence)
     rows = len(batch.tokens)
     pairs = sum(count * pack.mask(window=window).pairs for window, count in windows.items())
     work = rows * pack.length, rows * pairs, rows * pack.length**2
-    return losses, partial(_loss, mine["loss_mask"], work)
+    return losses, partial(_loss, local["loss_mask"], work)
 
 
 def _forward_alone(
     batches: Iterator[Batch], model: Any, sequence: ShardedSequence, edges: Sequence[int]
 ) -> tuple[Tensor, Any]:
-    losses, mine, _ = _token_losses(next(batches), model, sequence)
-    return losses, partial(_loss_by_position, mine, edges)
+    losses, local, _ = _token_losses(next(batches), model, sequence)
+    return losses, partial(_loss_by_position, local, edges)
 
 
 def _token_losses(batch: Batch, model: Any, sequence: ShardedSequence) -> tuple[Tensor, dict[str, Tensor], Pack]:
-    """`[b, s]` of this rank's tokens on the last stage, with what it has of the batch."""
+    """Return the losses of this rank's tokens `[b, s]` (on the last stage), its part of the batch, and the pack."""
     device, pack = local_device(), sequence.pack(batch.lengths)
-    mine = {name: x.to(device, non_blocking=True) for name, x in sequence.shard_batch(batch.tensors, pack).items()}
-    return (
-        model(mine["tokens"], mine["position_ids"], None, labels=mine["labels"], packed_seq_params=pack),
-        mine,
-        pack,
-    )
+    local = {name: x.to(device, non_blocking=True) for name, x in sequence.shard_batch(batch.tensors, pack).items()}
+    losses = model(local["tokens"], local["position_ids"], None, labels=local["labels"], packed_seq_params=pack)
+    return losses, local, pack
 
 
 def _loss_by_position(
     batch: Mapping[str, Tensor], edges: Sequence[int], losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Megatron's three-part form; sums by range one after the other, in the same order always."""
+    """Return a loss in Megatron's three-part form. Ranges are summed one by one, so the result is deterministic."""
     mask, positions = batch["loss_mask"].double(), batch["position_ids"]
     values = torch.stack((losses.double() * mask, mask))
-    found = [(values * ((first <= positions) & (positions < stop))).sum((1, 2)) for first, stop in pairwise(edges)]
-    return losses.sum(), torch.zeros((), dtype=torch.int), {"loss": torch.stack(found)}
+    sums = [(values * ((first <= positions) & (positions < stop))).sum((1, 2)) for first, stop in pairwise(edges)]
+    return losses.sum(), torch.zeros((), dtype=torch.int), {"loss": torch.stack(sums)}
 
 
 def _loss(mask: Tensor, work: tuple[int, ...], losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Megatron's three-part form. It would sum numbers of tokens as integers, and a mask may have fractions: told of no
-    tokens it leaves the division to `TrainStep.run`."""
+    """Return a loss in Megatron's three-part form.
+
+    Megatron sums numbers of tokens as integers, but a mask may have fractions. With zero tokens it leaves the division
+    to `TrainStep.run`.
+    """
     loss_sum = (losses.float() * mask).sum()
-    num_tokens = mask.sum(dtype=torch.float64)
-    found = torch.stack((loss_sum.detach().double(), num_tokens))
-    return loss_sum, torch.zeros((), dtype=torch.int), {"loss": found, "work": work}
+    sums = torch.stack((loss_sum.detach().double(), mask.sum(dtype=torch.float64)))
+    return loss_sum, torch.zeros((), dtype=torch.int), {"loss": sums, "work": work}
 
 
-def _reduce(results: list[dict[str, Any]], groups: ProcessGroupCollection, times: Times | None) -> LossSum:
-    """Sum over the ranks that computed a loss, and tell every rank."""
+def _reduce(results: list[dict[str, Any]], groups: ProcessGroupCollection, times: AttentionTimes | None) -> LossSum:
+    """Return, on every rank, the sums over the ranks that computed a loss."""
     dp, cp = groups.dp.size(), groups.cp.size()
     total = torch.zeros(5 + dp * cp, dtype=torch.float64, device=local_device())
     total[5 + groups.dp.rank() * cp + groups.cp.rank()] = 0.0 if times is None else times.computed_s
     last_stage = groups.pp.rank() == groups.pp.size() - 1
-    if last_stage and groups.tp.rank() == 0:  # tensor-parallel ranks all have the same loss
+    if last_stage and groups.tp.rank() == 0:  # all tensor-parallel ranks have the same loss
         total[:2] += sum(result["loss"] for result in results)
-        if groups.cp.rank() == 0:  # context-parallel ones all have the same work
+        if groups.cp.rank() == 0:  # all context-parallel ranks report the same work
             total[2:5] += torch.tensor([sum(of) for of in zip(*(r["work"] for r in results), strict=True)]).to(total)
     dist.all_reduce(total)
     loss_sum, num_tokens, *work = total[:5].tolist()

@@ -1,10 +1,11 @@
-"""Megatron-Core's tokenizers by name."""
+"""Megatron-Core's tokenizers, built by library name, and what identifies one."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
 BYTE_LEVEL_EOD = 256
-BYTE_LEVEL_PAD = 257
+_BYTE_LEVEL_PAD = 257
 _TIKTOKEN_SPECIAL = 1000  # tokens that Megatron-Core puts before those of the file
 _PACKAGES = {
     "huggingface": "transformers",
@@ -20,20 +21,25 @@ _PACKAGES = {
     "sentencepiece": "sentencepiece",
     "tiktoken": "tiktoken",
 }
+# Files of a tokenizer's folder; others, such as weights and chat templates, do not change a text's tokens.
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "*.model", "*.tiktoken", "vocab*", "merges*"),
+    *("added_tokens*", "special_tokens*"),
+)
 
 
 def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerText:
-    """The tokenizer `library` of Megatron-Core, from `path` where it needs one.
+    """Return Megatron-Core's tokenizer of a library, read from `path` if it has files.
 
-    The byte-level one has ids 0..255 for bytes; its end-of-document id is set to 256, since Megatron's default 0 is a
-    byte that occurs in text.
+    The byte-level tokenizer has ids 0..255 for bytes. Its end-of-document id is set to 256, because Megatron's default
+    0 is a byte that occurs in text.
 
     Raises:
-        ValueError: a path that is missing or that the library cannot read.
+        ValueError: the path is missing, or the library cannot read it.
     """
     if library == "byte-level":
         return MegatronTokenizer.from_pretrained(
-            metadata_path={"library": library}, _eos_id=BYTE_LEVEL_EOD, _pad_id=BYTE_LEVEL_PAD
+            metadata_path={"library": library}, _eos_id=BYTE_LEVEL_EOD, _pad_id=_BYTE_LEVEL_PAD
         )
     remedy = "Set data.tokenizer_path to what the tokenizer library reads, or use data.tokenizer=byte-level."
     if path is not None and not Path(path).is_absolute():
@@ -41,30 +47,33 @@ def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerT
     if path is None or not (Path(path).exists() or library == "huggingface"):
         raise ValueError(f"data.tokenizer_path={path}: expected the files of a {library} tokenizer. {remedy}")
     try:
-        more: dict[str, Any] = _vocabulary_of_tiktoken(path) if library == "tiktoken" else {}
+        options: dict[str, Any] = _tiktoken_options(path) if library == "tiktoken" else {}
         if library == "huggingface":
-            more["include_special_tokens"] = False  # Megatron-Core 0.19 would begin every text of a dataset with BOS
-        # What transformers reads of a folder it does not read of a file.
+            # Megatron-Core 0.19 would begin every text of a dataset with BOS.
+            options["include_special_tokens"] = False
+        # transformers reads more from a folder than from a file in it.
         read = str(Path(path).parent) if library == "huggingface" and Path(path).is_file() else path
-        found = MegatronTokenizer.from_pretrained(tokenizer_path=read, metadata_path={"library": library}, **more)
-    except Exception as error:  # every library raises its own kind
+        tokenizer = MegatronTokenizer.from_pretrained(
+            tokenizer_path=read, metadata_path={"library": library}, **options
+        )
+    except Exception as error:  # every library raises its own classes
         if (package := _PACKAGES.get(library)) and importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"data.tokenizer={library}: expected the package {package}, which is not installed. "
                 f"Run pip install {package}, or use data.tokenizer=byte-level."
             ) from None
         raise ValueError(f"data.tokenizer_path={path}: cannot be read by {library} ({error}). {remedy}") from error
-    if found.eod is None:
+    if tokenizer.eod is None:
         remedy = "Name it: eos_token in the tokenizer_config.json beside its other files."
         raise ValueError(f"data.tokenizer_path={path}: expected a tokenizer with a token that ends a text. {remedy}")
-    return found
+    return tokenizer
 
 
-def _vocabulary_of_tiktoken(path: str) -> dict[str, int]:
-    """What Megatron-Core's reader has to be told of a vocabulary that is smaller than the 2^17 it takes for granted.
+def _tiktoken_options(path: str) -> dict[str, int]:
+    """Return the options for a vocabulary below 2^17 tokens, the size that Megatron-Core's reader assumes.
 
     Raises:
-        ValueError: a file that has no patterns and no special tokens, or is none.
+        ValueError: the file is not a vocabulary in JSON.
     """
     try:
         count = len(json.loads(Path(path).read_text(encoding="utf-8")))
@@ -74,24 +83,24 @@ def _vocabulary_of_tiktoken(path: str) -> dict[str, int]:
     return {"vocab_size": min(2**17, count + _TIKTOKEN_SPECIAL)}
 
 
-def beginning(tokenizer: MegatronTokenizerText) -> list[int]:
-    """The special tokens (BOS) with which a Hugging Face tokenizer begins every text; none where it says none.
+def bos_tokens(tokenizer: MegatronTokenizerText) -> list[int]:
+    """Return the special tokens (BOS) with which a Hugging Face tokenizer begins every text, if any.
 
-    Megatron-Core's `tokenize` leaves them out, as in datasets documents lie one after the other.
+    Megatron-Core's `tokenize` omits them, because in datasets one document follows another.
     """
     if tokenizer.library != "huggingface":
         return []
     encode = tokenizer._tokenizer.tokenizer
     plain, whole = (list(encode("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
-    found = [start for start in range(len(whole)) if whole[start : start + len(plain)] == plain]
-    return whole[: found[0]] if found else []
+    starts = [start for start in range(len(whole)) if whole[start : start + len(plain)] == plain]
+    return whole[: starts[0]] if starts else []
 
 
 def text_of(tokenizer: MegatronTokenizerText, ids: Sequence[int]) -> str:
-    """The text of `ids`; bytes that are no text yet become U+FFFD.
+    """Return the text of `ids`, with U+FFFD for bytes that are not valid UTF-8 yet.
 
-    Megatron's byte-level tokenizer would strip spaces at the end and fail on its own special ids, and its tiktoken one
-    takes every token for text of its own, so that letters of several are lost.
+    Megatron's byte-level tokenizer would strip trailing spaces and fail on its own special ids. Its tiktoken one
+    decodes token by token, which loses characters of several tokens.
     """
     if tokenizer.library == "byte-level":
         return bytes(i for i in ids if i < BYTE_LEVEL_EOD).decode("utf-8", errors="replace")
@@ -101,10 +110,31 @@ def text_of(tokenizer: MegatronTokenizerText, ids: Sequence[int]) -> str:
 
 
 def token_chars(tokenizer: MegatronTokenizerText) -> int | None:
-    """How many characters a token stands for at most; None where the tokenizer does not say."""
+    """Return the largest number of characters in a token; None if the tokenizer does not tell."""
     if tokenizer.library == "byte-level":
         return 1
     try:
         return max(len(piece) for piece in tokenizer.vocab)
     except (AttributeError, NotImplementedError, TypeError, ValueError):
         return None
+
+
+def tokenizer_digest(tokenizer: MegatronTokenizerText) -> str:
+    """Return the SHA-256 of the library, the number of tokens and the files, or the name if there are no files here."""
+    digest = hashlib.sha256(f"{tokenizer.library} {tokenizer.vocab_size}".encode())
+    path = Path(tokenizer.path or "")
+    if tokenizer.path and path.is_dir():
+        names = {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)}
+        add_files(digest, sorted(file for file in names or path.iterdir() if file.is_file()))
+    elif path.is_file():
+        add_files(digest, [path])
+    else:
+        digest.update(str(tokenizer.path).encode())
+    return digest.hexdigest()
+
+
+def add_files(digest: Any, paths: Iterable[Path]) -> None:
+    """Update a digest with the SHA-256 of each file."""
+    for path in paths:
+        with path.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())

@@ -1,6 +1,6 @@
-"""What differs between the releases of Megatron-Core that are served: 0.16.1 on Python 3.11, 0.19 from 3.12 on.
+"""Differences between the supported releases of Megatron-Core: 0.16.1 on Python 3.11, and 0.19 from Python 3.12 on.
 
-No other file asks for the release.
+No other file depends on the release.
 """
 
 from __future__ import annotations
@@ -17,28 +17,36 @@ from megatron.core.transformer import ModuleSpec
 RELEASE: tuple[int, int] = tuple(map(int, version("megatron-core").split(".")[:2]))  # type: ignore[assignment]
 _NEW = RELEASE >= (0, 19)
 
-
 SAVE_ARGUMENTS = {"async_strategy": "mcore"} if _NEW else {}
-"""Of `dist_checkpointing.save`: 0.19 would take a package that may be missing where nobody waits for the save."""
+"""Arguments of `dist_checkpointing.save`. By default, 0.19 saves asynchronously with a package that may be missing."""
 
 
-def common_loader() -> tuple[Any, str]:
-    """Whose attribute of which name reads `common.pt`, given its folder last: a strategy's method until 0.16."""
+def common_state_loader() -> tuple[Any, str]:
+    """Return the object and the name of its function that reads `common.pt`; the folder is its last argument.
+
+    In 0.16 it is a strategy's method.
+    """
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import common
 
     return (serialization, "load_common_state_dict") if _NEW else (common.TorchCommonLoadStrategy, "load_common")
 
 
-def take_common(sharded: dict[str, Any]) -> dict[str, Any] | None:
-    """What 0.19 would write as one of the sharded objects; 0.16 has written it into `common.pt`, which both read."""
-    found = sharded.pop("common_state", None)
-    return None if found is None else found.data
+def pop_common_state(sharded: dict[str, Any]) -> dict[str, Any] | None:
+    """Remove and return the state that 0.19 would write as a sharded object.
+
+    0.16 writes it into `common.pt`, which both releases read.
+    """
+    common = sharded.pop("common_state", None)
+    return None if common is None else common.data
 
 
 def complete_without_transformer_engine() -> None:
-    """0.16's experts read a name that only TransformerEngine defines, and its MLA takes stand-ins for classes; 0.19 has
-    None for both."""
+    """Let 0.16 run experts and MLA without TransformerEngine.
+
+    Its experts read a name that only TransformerEngine defines, and its MLA mistakes placeholders for classes. 0.19 has
+    None for both.
+    """
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
@@ -49,38 +57,44 @@ def complete_without_transformer_engine() -> None:
 
 
 def norms_of_latents(config: Any, submodules: Any) -> dict[str, Any]:
-    """Of 0.19 alone, which asks for it: the norms and projections of MLA.
+    """Return the norms and projections of MLA; only 0.19 calls this.
 
-    Queries without a latent keep the projection of the spec. 0.19 puts a norm of the layer's input before it, which
-    0.16 and published models do not have.
+    Queries without a latent keep the projection of the spec. By default, 0.19 puts a norm of the layer's input before
+    it, which 0.16 and published models do not have.
     """
     from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 
     class Resolver(QKNormConfigResolver):  # type: ignore[misc]
         def _mla_fused_linear_or_default(self, spec: Any, name: str) -> Any:
-            given = name == "linear_q_proj" and spec is not None
-            return spec if given else super()._mla_fused_linear_or_default(spec, name)
+            keep = name == "linear_q_proj" and spec is not None
+            return spec if keep else super()._mla_fused_linear_or_default(spec, name)
 
     return Resolver(config, submodules).resolve()  # type: ignore[no-any-return]
 
 
 @contextmanager
-def groups_by_kind() -> Iterator[None]:
-    """Optimizers load parameter groups by their kind alone: 0.19 also compares the rates, which a run may change."""
+def match_groups_by_kind() -> Iterator[None]:
+    """Let optimizers match the parameter groups of a checkpoint by kind only.
+
+    0.19 also compares the learning rates, which a run may change.
+    """
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
-    kept = optimizer.param_group_identifier_keys
+    original = optimizer.param_group_identifier_keys
     if _NEW:
-        of_kind = tuple(key for key in kept if key not in ("max_lr", "min_lr"))
-        optimizer.param_group_identifier_keys = distrib_optimizer.param_group_identifier_keys = of_kind
+        without_rates = tuple(key for key in original if key not in ("max_lr", "min_lr"))
+        optimizer.param_group_identifier_keys = distrib_optimizer.param_group_identifier_keys = without_rates
     try:
         yield
     finally:
-        optimizer.param_group_identifier_keys = distrib_optimizer.param_group_identifier_keys = kept
+        optimizer.param_group_identifier_keys = distrib_optimizer.param_group_identifier_keys = original
 
 
-def spec_of(builder: Any) -> Any:
-    """What builds a part of a layer, as a spec of its class: 0.19 has a partial of the class, or of its own builder."""
+def as_spec(builder: Any) -> Any:
+    """Return the spec of the class that builds a part of a layer.
+
+    In 0.19 the builder is a partial of the class or of one of its methods.
+    """
     if not isinstance(builder, functools.partial):
         return builder
     params = dict(builder.keywords)
@@ -88,22 +102,27 @@ def spec_of(builder: Any) -> Any:
     return ModuleSpec(module=getattr(builder.func, "__self__", builder.func), params=params, submodules=submodules)
 
 
-def builder_of(spec: Any) -> Any:
-    """The reverse of `spec_of`: 0.19 calls what builds an MLP with more than the class takes."""
+def as_builder(spec: Any) -> Any:
+    """Return a spec as the builder that a layer calls: the reverse of `as_spec`.
+
+    0.19 calls the builder of an MLP with more arguments than the class has.
+    """
     if not _NEW:
         return spec
     build = getattr(spec.module, "as_mlp_submodule", spec.module)
     return functools.partial(build, submodules=spec.submodules, **spec.params)
 
 
-def copied(spec: Any) -> Any:
-    """A copy of a spec whose submodules can be replaced. What these hold is not copied: process groups cannot be, and
-    some things equal themselves alone."""
+def copy_spec(spec: Any) -> Any:
+    """Return a copy of a spec whose submodules can be replaced.
+
+    The submodules themselves are not copied: process groups cannot be copied, and some objects equal only themselves.
+    """
     spec = copy.copy(spec)
     spec.submodules = copy.copy(spec.submodules)
     return spec
 
 
-def mlp_of(layer: ModuleSpec) -> Any:
-    """The spec of a layer's MLP, if it has one."""
-    return spec_of(getattr(layer.submodules, "mlp", None))
+def mlp_spec(layer: ModuleSpec) -> Any:
+    """Return the spec of a layer's MLP, or None."""
+    return as_spec(getattr(layer.submodules, "mlp", None))

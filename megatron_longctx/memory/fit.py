@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..config import MOST_TOKENS, RECOMPUTES
+from ..config import MAX_TOKENS, RECOMPUTES
 from ..errors import refuse
 from ..topology.cluster import GIB
 from .model import OFFLOAD, checkpoint_bytes, predict
@@ -65,7 +65,7 @@ def check(job: Job, capacity: int, host_capacity: int | None = None) -> str | No
 def max_length(job: Job, capacity: int) -> int:
     """Return the longest `data.seq_length` whose step fits, or 0 if none does.
 
-    It is a multiple of the lengths that divide evenly among the ranks, and at most `MOST_TOKENS`.
+    It is a multiple of the lengths that divide evenly among the ranks, and at most `MAX_TOKENS`.
 
     Args:
         capacity: bytes for live tensors.
@@ -78,7 +78,7 @@ def max_length(job: Job, capacity: int) -> int:
 
     if not fits(1):
         return 0
-    fitting, most = 1, MOST_TOKENS // unit
+    fitting, most = 1, MAX_TOKENS // unit
     while 2 * fitting <= most and fits(2 * fitting):
         fitting *= 2
     step = fitting

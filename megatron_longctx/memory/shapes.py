@@ -15,12 +15,12 @@ from ..schedules import (
     Target,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
     keeps_received,
-    summing_in_nodes,
+    sum_in_nodes,
 )
 from ..schedules.footprint import Footprint, footprint
-from ..schedules.kernel_calls import of_gpus
+from ..schedules.kernel_calls import fa4_takes
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Job:
             raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
         mask, unit = planned_mask(self.config), token_unit(par)
         plan = build_plan(par.schedule, par.context_parallel_size, mask, mode_options(par), unit, par.layout)
-        return summing_in_nodes(keeping(plan) if self.keeps_received else plan, ranks_summed(self.config))
+        return sum_in_nodes(keep_received(plan) if self.keeps_received else plan, ranks_summed(self.config))
 
     @cached_property
     def backward(self) -> Plan:
@@ -72,7 +72,7 @@ class Job:
         n = self.config.parallelism.context_parallel_size
         over_peers = self.fused and n > 1 and self.config.attention.transport != "p2p"
         hosts = (tuple(range(n)),) * n if over_peers else None
-        return Target(workload_of(self.config), of_gpus(self.config.attention.deterministic), hosts)
+        return Target(workload_of(self.config), fa4_takes(self.config.attention.deterministic), hosts)
 
     @cached_property
     def programs(self) -> tuple[list[Program], list[Program]]:

@@ -5,20 +5,8 @@ A family is a file in `families/` whose `FAMILY` is a `Family`: the fields that 
 RoPE's fields and computes its frequencies. `chat` turns messages into text. Nothing here depends on ranks or Megatron.
 """
 
-from .families import FAMILIES
-from .family import Dims, Family, Weight
+from .families import FAMILIES, family_of_model, family_of_source
+from .family import Family, check_same_function
 from .fields import Fields
-from .known import family_of_model, family_of_source
 from .rope import read_rope, write_rope
-
-__all__ = [
-    "FAMILIES",
-    "Dims",
-    "Family",
-    "Fields",
-    "Weight",
-    "family_of_model",
-    "family_of_source",
-    "read_rope",
-    "write_rope",
-]
+from .weights import Dims, Weight, in_file_order

@@ -1,39 +1,37 @@
-"""Conversations to text.
+"""Formats conversations as text.
 
-A conversation is laid out by a Jinja template: that of `inference.chat_template`, else the tokenizer's own. Without one
-it is plain text, a message a line. A conversation's text is a function of its messages alone, so that each turn begins
-with the turns before it and finds their cache.
+A Jinja template formats a conversation: that of `inference.chat_template`, else the tokenizer's own. Without one, it is
+plain text with one message per line. The text depends only on the conversation's messages, so every turn begins with
+the previous turns, whose tokens are found in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import refuse
-from .chat_template import ChatTemplate, NotATemplate
+from .chat_template import ChatTemplate, InvalidTemplate
 
 KEY = "inference.chat_template"
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_REMEDY = "Correct it, or name another file with {}."
-
-_MOST_BYTES = 2**20  # of a template's file
-_MOST_CPU_S = 10.0  # of one conversation's layout: 10 MB take 0.1 s
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MAX_BYTES = 2**20  # of a template's file
+_MAX_CPU_S = 10.0  # for one conversation: 10 MB take 0.1 s
 
 Message = Mapping[str, Any]
-"""role and content."""
+"""A message, with `role` and `content`."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How conversations become text.
+    """The format of conversations.
 
     Attributes:
-        template: None for plain text, a message a line.
-        variables: what the template is given besides the messages.
-        stop_tokens, stop_texts: the template's end of a turn, where it is a single token, or where it is not.
+        template: None: plain text, with one message per line.
+        variables: given to the template in addition to the messages.
+        stop_tokens, stop_texts: the end of a reply in the template, as a token if it is a single one, else as text.
     """
 
     template: ChatTemplate | None = None
@@ -42,7 +40,7 @@ class Chat:
     stop_texts: tuple[str, ...] = ()
 
     def text(self, messages: Sequence[Message], reply: bool = True) -> str:
-        """The conversation. reply: up to where the model goes on.
+        """Return the text of a conversation. reply: let it end where the model's reply begins.
 
         Raises:
             ValueError: the template refuses the messages, or fails on them.
@@ -58,64 +56,65 @@ class Chat:
             raise ValueError(f"messages: {error}") from None
 
 
-def chat_of(path: str | None, tokenizer: Any, key: str = KEY) -> Chat:
-    """The layout of a model's chats: by the template at `path`, else the tokenizer's, else plain. key: the user's name
-    for `path`.
+def load_chat(path: str | None, tokenizer: Any, key: str = KEY) -> Chat:
+    """Return a model's chat format: by the template at `path`, else the tokenizer's, else plain text.
+
+    Args:
+        key: the user's name for `path`, for messages.
 
     Raises:
-        ValueError: a template that cannot be read, is not Jinja, or cannot lay out a question.
+        ValueError: the template cannot be read, is not Jinja, or fails on a question.
     """
-    source, where = template_of(tokenizer), "of the tokenizer"
-    if path is not None:
-        source, where = _read(path, key), path
+    source, origin = (template_of(tokenizer), "of the tokenizer") if path is None else (_read(path, key), path)
     if source is None:
         return Chat()
     try:
-        template = ChatTemplate(source, _MOST_CPU_S)
-    except NotATemplate as error:
-        raise refuse(key, where, f"a Jinja template ({error})", _REMEDY.format(key)) from None
+        template = ChatTemplate(source, _MAX_CPU_S)
+    except InvalidTemplate as error:
+        raise refuse(key, origin, f"a Jinja template ({error})", _remedy(key)) from None
     chat = Chat(template, special_tokens(tokenizer))
     try:
         chat.text([{"role": "user", "content": "question"}])
     except ValueError as error:
-        raise refuse(key, where, f"a template that lays out a user's question ({error})", _REMEDY.format(key)) from None
-    return _with_end(chat, tokenizer.tokenize)
+        raise refuse(key, origin, f"a template that formats a user's question ({error})", _remedy(key)) from None
+    if not (end := _end_of_reply(chat)):
+        return chat
+    ids = tuple(tokenizer.tokenize(end))
+    return replace(chat, stop_tokens=ids) if len(ids) == 1 else replace(chat, stop_texts=(end,))
+
+
+def _remedy(key: str) -> str:
+    return f"Correct it, or name another file with {key}."
 
 
 def _read(path: str, key: str) -> str:
     try:
-        if Path(path).stat().st_size > _MOST_BYTES:
-            raise refuse(key, path, f"a file of at most {_MOST_BYTES:,} bytes", _REMEDY.format(key))
+        if Path(path).stat().st_size > _MAX_BYTES:
+            raise refuse(key, path, f"a file of at most {_MAX_BYTES:,} bytes", _remedy(key))
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise refuse(key, path, f"a file with a Jinja template ({reason})", _REMEDY.format(key)) from None
+        raise refuse(key, path, f"a file with a Jinja template ({reason})", _remedy(key)) from None
 
 
-def _with_end(chat: Chat, encode: Callable[[str], Sequence[int]]) -> Chat:
-    """The chat, with what its template writes behind an answer as an end of answers."""
+def _end_of_reply(chat: Chat) -> str:
+    """Return the text that the template writes after a reply."""
     question, answer = "question", "the-answer"
     try:
         text = chat.text([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], reply=False)
-    except ValueError:  # the template will say so again when such a conversation comes
-        return chat
-    end = text.rpartition(answer)[2].strip() if answer in text else ""
-    if not end:
-        return chat
-    ids = tuple(encode(end))
-    if len(ids) == 1:
-        return Chat(chat.template, chat.variables, stop_tokens=ids)
-    return Chat(chat.template, chat.variables, stop_texts=(end,))
+    except ValueError:  # raised again when a user sends such a conversation
+        return ""
+    return text.rpartition(answer)[2].strip() if answer in text else ""
 
 
 def template_of(tokenizer: Any) -> str | None:
-    """The Jinja chat template that came with the tokenizer; of several, the one called default."""
+    """Return the tokenizer's own Jinja chat template; if it has several, the one named default."""
     template = getattr(tokenizer, "chat_template", None)
     return template.get("default") if isinstance(template, dict) else template
 
 
 def special_tokens(tokenizer: Any) -> dict[str, str]:
-    """The texts of special tokens that chat templates name, empty where the tokenizer has none."""
+    """Return the texts of the special tokens that chat templates use, empty for those that the tokenizer lacks."""
     library = tokenizer._tokenizer
-    texts = {name: getattr(library, name, None) for name in _NAMED_TOKENS}
+    texts = {name: getattr(library, name, None) for name in _SPECIAL_TOKENS}
     return {name: text if isinstance(text, str) else "" for name, text in texts.items()}

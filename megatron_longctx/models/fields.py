@@ -1,13 +1,14 @@
-"""The fields of a published `config.json`, of which none may go unread."""
+"""The fields of a published `config.json`, none of which may be left unread."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from ..config import TYPE_NAMES, has_type
 from ..errors import refuse
 
-# What changes no number of a forward pass: how a model was made, saved or is to be sampled from.
+# Fields that change no number of a forward pass: how a model was made, is saved, or is to be sampled from.
 HARMLESS = frozenset((
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "id2label", "label2id", "problem_type"),
@@ -16,83 +17,78 @@ HARMLESS = frozenset((
     *("transformers.js_config",),
     *("do_sample", "temperature", "top_p", "top_k", "max_length"),
 ))  # fmt: skip
-_KINDS = {int: "an integer", float: "a number", bool: "true or false", dict: "an object", list: "a list", str: "text"}
+RESTORE = "Take the config.json that was published with the model."
 
 
 class Fields:
-    """A `config.json` that is read field by field; `finish` refuses what nobody has read.
-
-    Args:
-        values: the file's content.
-    """
+    """The content of a `config.json`, read field by field; `refuse_unread` refuses the rest."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self._read: set[str] = set()
 
-    def take(self, name: str, default: Any, kind: type | None = None) -> Any:
-        """The value of a field; `default`, that of `transformers`, where it is absent or null.
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def get(self, name: str, default: Any, kind: type | None = None) -> Any:
+        """Return the value of a field, or `default` if it is absent or null.
 
         Args:
-            kind: of the value; None: that of `default`.
+            default: the default of `transformers`.
+            kind: the type of the value; None: that of `default`.
 
         Raises:
-            ValueError: it is of another kind.
+            ValueError: the value is of another type.
         """
         self._read.add(name)
         value = self._values.get(name)
         if value is None:
             return default
         kind = type(default) if kind is None else kind
-        right = (int, float) if kind is float else kind
-        if kind is not type(None) and (not isinstance(value, right) or isinstance(value, bool) is not (kind is bool)):
-            raise refused(name, value, _KINDS[kind], "Take the config.json that was published with the model.")
+        if kind is not type(None) and not has_type(value, kind):
+            raise refuse_field(name, value, TYPE_NAMES[kind], RESTORE)
         return value
 
-    def has(self, name: str) -> bool:
-        """Whether a field is there, be it null."""
-        return name in self._values
-
-    def need(self, name: str) -> int:
-        """The value of a field without which there is no model.
+    def require(self, name: str) -> int:
+        """Return the value of a field.
 
         Raises:
-            ValueError: it is absent, or no integer.
+            ValueError: the field is absent, or not an integer.
         """
-        value = self.take(name, None, int)
+        value = self.get(name, None, int)
         if value is None:
-            raise refused(name, None, "an integer", "Take the config.json that was published with the model.")
+            raise refuse_field(name, None, "an integer", RESTORE)
         return int(value)
 
-    def only(self, name: str, *served: Any, remedy: str = "Models with another value are not served yet.") -> None:
-        """Refuse a field that is there and none of `served`, of which the first is the default of `transformers`.
+    def expect(self, name: str, *supported: Any, remedy: str = "Models with another value are not supported.") -> None:
+        """Refuse a field with a value other than null and `supported`, of which the first is the default.
 
         Raises:
             ValueError: names the field.
         """
-        value = self._values.get(name, served[0])
+        value = self._values.get(name, supported[0])
         self._read.add(name)
-        if value is not None and value not in served:
-            raise refused(name, value, " or ".join(map(str, served)), remedy)
+        if value is not None and value not in supported:
+            raise refuse_field(name, value, " or ".join(map(str, supported)), remedy)
 
-    def harmless(self, *names: str) -> None:
-        """Fields of this family that change no number of a forward pass."""
+    def ignore(self, *names: str) -> None:
+        """Mark fields that change no number of a forward pass in this family as read."""
         self._read.update(names)
 
-    def finish(self) -> None:
-        """Refuse fields that were not read.
+    def refuse_unread(self) -> None:
+        """Refuse fields that were not read: ignoring them could change results.
 
         Raises:
-            ValueError: names one; what it does is not known here, and to ignore it could give other numbers.
+            ValueError: names the first of them.
         """
         for name, value in self._values.items():
             if name == "is_encoder_decoder" and value is False:
                 continue
             if name not in self._read and name not in HARMLESS and value is not None:
-                remedy = "What it changes is not known here; delete it from the file if that is nothing."
-                raise refused(name, value, "fields that this family is known to have", remedy)
+                remedy = "Its effect is not known here; delete it from the file if it has none."
+                raise refuse_field(name, value, "fields that this family is known to have", remedy)
 
 
-def refused(name: str, value: object, expected: str, remedy: str) -> ValueError:
-    """The form of all refusals of fields."""
+def refuse_field(name: str, value: object, expected: str, remedy: str) -> ValueError:
+    """Return the error of a field of `config.json`, as `errors.refuse`."""
     return refuse(f"config.json: {name}", value, expected, remedy)

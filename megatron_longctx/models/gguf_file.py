@@ -1,4 +1,4 @@
-"""GGUF files, llama.cpp's format: weights dequantized, and metadata in the words of a `config.json`."""
+"""GGUF files, the format of llama.cpp: dequantized weights, and metadata as the fields of a `config.json`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..errors import refuse
 from .gguf_tokenizer import write_tokenizer
-from .source import Stored, need_package
+from .source import TensorInfo, require_package
 
-# GGUF's key after the architecture's name, and that of config.json.
+# Fields of config.json, keyed by the metadata's keys without the architecture's name.
 _FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -30,19 +30,19 @@ _FIELDS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
-_CHECKED = ("attention.value_length", "rope.dimension_count")  # equal to the head's
+_EQUAL_TO_HEAD_DIM = ("attention.value_length", "rope.dimension_count")
 
 
 @dataclass(frozen=True)
 class _Architecture:
-    """What llama.cpp's converter makes of a model of Hugging Face's.
+    """How llama.cpp's converter changes a model of Hugging Face.
 
-    Args:
-        published: its class.
-        model_type: its family.
-        pairs: rows of queries and keys are in the order of rotated pairs.
-        norm_shift: is added to the weights of norms.
-        fields: more of `_FIELDS`; those of an object have its name in front.
+    Attributes:
+        published: the class of the model.
+        model_type: the name of its family.
+        pairs: whether rows of queries and keys are in the order of rotated pairs.
+        norm_shift: the number that is added to the weights of norms.
+        fields: more of `_FIELDS`. A dot separates the name of an object from the field inside it.
     """
 
     published: str
@@ -70,8 +70,8 @@ _ARCHITECTURES = {
     ),
 }
 _HARMLESS = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")
-_TIED = "lm_head.weight"
-# Of the names that `gguf` knows for a tensor, those of the families above.
+_SAFETENSORS = "Take the model's safetensors instead."
+# The names of the families above, among all those that `gguf` knows for a tensor.
 _PUBLISHED = re.compile(
     r"model\.layers\.\d+\.(self_attn\.([qkvo]_proj|[qk]_norm)|mlp\.(gate|up|down)_proj"
     r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm)|model\.(embed_tokens|norm)|lm_head"
@@ -79,51 +79,61 @@ _PUBLISHED = re.compile(
 
 
 class GgufFile:
-    """A `models.source.Source`. Tensors have the names and the order of rows of Hugging Face's.
+    """A `models.source.Source`. Tensors have the names and the order of rows of Hugging Face.
 
     Raises:
-        ValueError: a file that is damaged, of an architecture or with a key that is not served.
+        ValueError: the file is damaged, or has an architecture or a key that is not supported.
     """
 
     def __init__(self, path: Path) -> None:
-        need_package("gguf", str(path))
+        require_package("gguf", str(path))
         import gguf
 
         self._path = path
         try:
             self._reader = gguf.GGUFReader(path)
             self._metadata = {name: field.contents() for name, field in self._reader.fields.items()}
-        except Exception as error:  # what a damaged file makes of the reader
-            raise ValueError(f"{path}: damaged, or no GGUF file ({error}). Fetch it again.") from None
+        except Exception as error:  # a damaged file makes the reader raise various types
+            raise ValueError(f"{path}: damaged, or not a GGUF file ({error}). Fetch it again.") from None
         name = str(self._metadata.get("general.architecture"))
         if name not in _ARCHITECTURES:
-            known = ", ".join(_ARCHITECTURES)
-            raise refuse("general.architecture", name, f"one of {known}", "Take the model's safetensors instead.")
+            raise refuse("general.architecture", name, f"one of {', '.join(_ARCHITECTURES)}", _SAFETENSORS)
         if self._metadata.get("split.count", 1) > 1:
             raise refuse("split.count", self._metadata["split.count"], "one file", "Merge them with llama-gguf-split.")
-        self.config: Mapping[str, Any] = self._config(name)
-        self._made = _ARCHITECTURES[name]
-        self._by_name = self._named(gguf.MODEL_ARCH_NAMES, name)
-        if _TIED not in self._by_name:
-            self.config = {**self.config, "tie_word_embeddings": True}
+        self._architecture = _ARCHITECTURES[name]
+        config = self._read_config(name)
+        arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+        published_names = {
+            own: published
+            for published, (_, own) in gguf.get_tensor_name_map(arch, config["num_hidden_layers"]).mapping.items()
+            if _PUBLISHED.fullmatch(published)
+        }
+        self._by_name = {}
+        for tensor in self._reader.tensors:
+            stem, _, kind = tensor.name.rpartition(".")
+            # A tensor without a published name keeps its own, by which it is refused as no weight of the family.
+            self._by_name[f"{published_names[stem]}.{kind}" if stem in published_names else tensor.name] = tensor
+        self.config: Mapping[str, Any] = config | {"tie_word_embeddings": "lm_head.weight" not in self._by_name}
         self.tensors = {
-            each: Stored(tuple(int(size) for size in tensor.shape[::-1]), torch.float32)
-            for each, tensor in self._by_name.items()
+            name: TensorInfo(tuple(int(size) for size in tensor.shape[::-1]), torch.float32)
+            for name, tensor in self._by_name.items()
         }
 
     def read(self, name: str) -> Tensor:
         import gguf
 
         tensor = self._by_name[name]
-        # Values that need no dequantizing are the mapped file's own: a copy, so that nothing holds it.
+        # Values that need no dequantizing are part of the mapped file: a copy, so that nothing keeps it mapped.
         values = numpy.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=numpy.float32)
-        found = torch.from_numpy(values).view(self.tensors[name].shape)
+        weight = torch.from_numpy(values).view(self.tensors[name].shape)
         if name.endswith("norm.weight"):
-            found -= self._made.norm_shift
-        if self._made.pairs and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+            weight -= self._architecture.norm_shift
+        if self._architecture.pairs and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             heads = self.config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-            found = _halves(found, heads)
-        return found
+            # RoPE rotates neighbouring rows here, but the two halves of a head's rows in Hugging Face's models.
+            pairs = weight.view(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+            weight = pairs.transpose(1, 2).reshape(weight.shape)
+        return weight
 
     def write_tokenizer(self, folder: Path) -> None:
         if "tokenizer.ggml.model" in self._metadata:
@@ -131,67 +141,38 @@ class GgufFile:
             write_tokenizer(folder, self._metadata, self._path)
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
 
-    def _config(self, name: str) -> dict[str, Any]:
-        made = _ARCHITECTURES[name]
-        fields = {**_FIELDS, **made.fields}
+    def _read_config(self, name: str) -> dict[str, Any]:
+        """Return the fields of a `config.json` except `tie_word_embeddings`, which tensors decide."""
+        fields = {**_FIELDS, **self._architecture.fields}
         config: dict[str, Any] = {
-            "architectures": [made.published],
-            "model_type": made.model_type,
-            "tie_word_embeddings": False,
+            "architectures": [self._architecture.published],
+            "model_type": self._architecture.model_type,
         }
         for key, value in self._metadata.items():
             own = key.removeprefix(f"{name}.")
             if own == key:
                 if not key.startswith(_HARMLESS):
-                    raise refuse(key, value, "keys that are known here", "Take the model's safetensors instead.")
+                    raise refuse(key, value, "keys that are known here", _SAFETENSORS)
             elif own in fields:
-                of, _, inner = fields[own].rpartition(".")
-                # A float is of 32 bits: the shortest decimal that gives it is what was meant.
+                section, _, inner = fields[own].rpartition(".")
+                # Floats have 32 bits: the shortest decimal with this value is the original one.
                 exact = float(str(numpy.float32(value))) if isinstance(value, float) else value
-                (config.setdefault(of, {}) if of else config)[inner] = exact
-            elif own not in _CHECKED:
-                remedy = "What it changes is not known here; take the model's safetensors instead."
+                (config.setdefault(section, {}) if section else config)[inner] = exact
+            elif own not in _EQUAL_TO_HEAD_DIM:
+                remedy = "Its effect is not known here; take the model's safetensors instead."
                 raise refuse(key, value, "keys that are known here", remedy)
         config.setdefault("vocab_size", len(self._metadata.get("tokenizer.ggml.tokens", [])))
-        for name_of_id in ("bos", "eos"):
-            if (token := self._metadata.get(f"tokenizer.ggml.{name_of_id}_token_id")) is not None:
-                config[f"{name_of_id}_token_id"] = token
+        for token in ("bos", "eos"):
+            if (token_id := self._metadata.get(f"tokenizer.ggml.{token}_token_id")) is not None:
+                config[f"{token}_token_id"] = token_id
         heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
         head = config.get("head_dim") or (hidden // heads if heads and hidden else None)
-        for own in _CHECKED:
+        for own in _EQUAL_TO_HEAD_DIM:
             value = self._metadata.get(f"{name}.{own}", head)
             if value != head:
-                raise refuse(f"{name}.{own}", value, f"{head}, the head's size", "Take the safetensors instead.")
+                raise refuse(f"{name}.{own}", value, f"{head}, the head's size", _SAFETENSORS)
         if name == "gemma3" and heads and hidden and head:
-            config |= _known_of_gemma3(config, head, hidden // heads)
+            # Fields that files do not have, as in llama.cpp (`src/llama-model.cpp`). Only the 27B model has 62 layers.
+            config["query_pre_attn_scalar"] = hidden // heads if config.get("num_hidden_layers") == 62 else head
+            config.setdefault("sliding_window_pattern", 6 if config.get("sliding_window") else 1)
         return config
-
-    def _named(self, architectures: Mapping[Any, str], name: str) -> dict[str, Any]:
-        """The file's tensors by Hugging Face's names."""
-        import gguf
-
-        arch = next(key for key, value in architectures.items() if value == name)
-        names = gguf.get_tensor_name_map(arch, self.config["num_hidden_layers"]).mapping
-        theirs: dict[str, str] = {}
-        for published, (_, ours) in names.items():
-            if _PUBLISHED.fullmatch(published):
-                theirs[ours] = published
-        found = {}
-        for tensor in self._reader.tensors:
-            stem, _, kind = tensor.name.rpartition(".")
-            # What has no published name is refused by that name, as no weight of the family.
-            found[f"{theirs[stem]}.{kind}" if stem in theirs else tensor.name] = tensor
-        return found
-
-
-def _known_of_gemma3(config: Mapping[str, Any], head: int, share: int) -> dict[str, Any]:
-    """Fields that files do not have, as llama.cpp has them (`src/llama-model.cpp`). share: hidden size by heads."""
-    return {
-        "query_pre_attn_scalar": share if config.get("num_hidden_layers") == 62 else head,  # layers of the 27B model
-        "sliding_window_pattern": config.get("sliding_window_pattern", 6 if config.get("sliding_window") else 1),
-    }
-
-
-def _halves(rows: Tensor, heads: int) -> Tensor:
-    """A head's rows as two halves that are rotated together, of neighbouring pairs of them."""
-    return rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

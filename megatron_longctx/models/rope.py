@@ -1,6 +1,6 @@
-"""RoPE: what a `config.json` says of it, as all families have it, and its frequencies, plain or scaled.
+"""RoPE: its fields in a `config.json`, which all families share, and its frequencies, plain or scaled.
 
-These are, bit for bit, those of `transformers.modeling_rope_utils` on the CPU.
+The frequencies equal those of `transformers.modeling_rope_utils` on the CPU, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ..config import ModelConfig, RopeScaling
 from ..errors import refuse
-from .fields import Fields, refused
+from .fields import RESTORE, Fields, refuse_field
 
-_DEFAULT_BASE = 10_000.0
 _LENGTH = "original_max_position_embeddings"
-# By kind, the parameters without which there is none, and those that may be left out.
+# Parameters keyed by kind: those that are required, and those that are optional.
 _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -29,106 +28,109 @@ _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
-_OURS = {_LENGTH: "original_length"}
-_REMEDY = "Take the config.json that was published with the model."
+_KEYS = {_LENGTH: "original_length"}  # the other parameters have the names of `RopeScaling`
 
 
-def read_rope(given: Fields, default_base: float = _DEFAULT_BASE) -> dict[str, Any]:
-    """Keys of `ModelConfig` for RoPE, of `rope_theta` and `rope_scaling` or, as later versions of `transformers` write
-    them, of `rope_parameters`.
+def read_rope(fields: Fields, default_base: float = 10_000.0) -> dict[str, Any]:
+    """Read `rope_theta` and `rope_scaling` or, as later versions of `transformers` write them, `rope_parameters`.
+
+    Returns:
+        keys of `ModelConfig`.
 
     Raises:
-        ValueError: a scaling that is not served, or two that differ.
+        ValueError: a scaling that is not supported, or fields that contradict each other.
     """
-    base = given.take("rope_theta", None, float)
+    base = fields.get("rope_theta", None, float)
     scaling: dict[str, Any] = {}
     name = "rope_parameters"
     for source in ("rope_parameters", "rope_scaling"):
-        if said := given.take(source, {}):
-            if any(scaling[key] != said[key] for key in scaling.keys() & said.keys()):
-                raise refused(name, scaling, f"what {source} says, {said}", "Set both alike, or delete one.")
+        if given := fields.get(source, {}):
+            if any(scaling[key] != given[key] for key in scaling.keys() & given.keys()):
+                expected = f"the values of {source}, {given}"
+                raise refuse_field(name, scaling, expected, "Set both to the same values, or delete one.")
             name = source
-            scaling |= said
+            scaling |= given
     inner = scaling.pop("rope_theta", None)
     if base is not None and inner is not None and base != inner:
-        raise refused("rope_theta", base, f"{inner}, as in rope_parameters", "Set both alike.")
-    given.only("partial_rotary_factor", 1.0)
-    given.only("rope_interleaved", False)
-    found = base if inner is None else inner
-    lengths = given.take(_LENGTH, None, int), given.need("max_position_embeddings")
+        raise refuse_field("rope_theta", base, f"{inner}, as in rope_parameters", "Set both to the same value.")
+    fields.expect("partial_rotary_factor", 1.0)
+    fields.expect("rope_interleaved", False)
+    lengths = fields.get(_LENGTH, None, int), fields.require("max_position_embeddings")
+    base = base if inner is None else inner
     return {
         "position_embedding": "rope",
-        "rope_base": default_base if found is None else found,
+        "rope_base": default_base if base is None else base,
         "rope_scaling": read_scaling(scaling, lengths, name),
     }
 
 
-def read_scaling(said: Mapping[str, Any], lengths: tuple[int | None, int], name: str) -> RopeScaling:
-    """What `rope_scaling` says, or without its base `rope_parameters`, as `transformers` understands it.
+def read_scaling(parameters: Mapping[str, Any], lengths: tuple[int | None, int], name: str) -> RopeScaling:
+    """Read `rope_scaling`, or `rope_parameters` without its base, as `transformers` does.
 
     Args:
-        lengths: of a config.json, `original_max_position_embeddings` and `max_position_embeddings`.
+        lengths: `original_max_position_embeddings` and `max_position_embeddings` of the config.json.
         name: the field, for messages.
 
     Raises:
-        ValueError: a kind that is not known or goes by a sequence's length (dynamic, longrope), a parameter that is
+        ValueError: a kind that is unknown or depends on a sequence's length (dynamic, longrope), a parameter that is
             missing or that the kind does not have.
     """
-    values = {key: value for key, value in said.items() if value is not None and key not in ("rope_type", "type")}
-    kind = said.get("rope_type") or said.get("type") or "default"
+    values = {key: value for key, value in parameters.items() if value is not None and key not in ("rope_type", "type")}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _PARAMETERS:
         expected = "rope_type " + " or ".join(_PARAMETERS)
-        raise refused(name, dict(said), expected, "Scaling of other kinds is not served.")
+        raise refuse_field(name, dict(parameters), expected, "Other kinds of scaling are not supported.")
     if values.get("partial_rotary_factor") == 1:
         del values["partial_rotary_factor"]
-    needed, optional = _PARAMETERS[kind]
+    required, optional = _PARAMETERS[kind]
     for key, value in values.items():
-        if key not in (*needed, *optional):
-            raise refused(f"{name}.{key}", value, f"no such parameter with rope_type {kind}", _REMEDY)
+        if key not in (*required, *optional):
+            raise refuse_field(f"{name}.{key}", value, f"no such parameter with rope_type {kind}", RESTORE)
         if isinstance(value, bool) is not (key == "truncate") or not isinstance(value, (int, float)):
-            raise refused(f"{name}.{key}", value, "true or false" if key == "truncate" else "a number", _REMEDY)
-    if _LENGTH in needed:
+            raise refuse_field(f"{name}.{key}", value, "true or false" if key == "truncate" else "a number", RESTORE)
+    if _LENGTH in required:
         values[_LENGTH] = lengths[0] or values.get(_LENGTH) or lengths[1]
-    for key in needed:
+    for key in required:
         if key not in values:
-            raise refused(f"{name}.{key}", None, f"a number with rope_type {kind}", _REMEDY)
+            raise refuse_field(f"{name}.{key}", None, f"a number with rope_type {kind}", RESTORE)
     mscales = [values.pop(key, None) for key in ("mscale", "mscale_all_dim")]
     if all(mscales) and "attention_factor" not in values:
-        of_one, of_all = (yarn_stretch(values["factor"], mscale) for mscale in mscales)
-        values["attention_factor"] = of_one / of_all
+        numerator, denominator = (yarn_stretch(values["factor"], mscale) for mscale in mscales)
+        values["attention_factor"] = numerator / denominator
     for key in ("beta_fast", "beta_slow"):
         if values.get(key) == 0:
-            del values[key]  # the default
-    return RopeScaling("none" if kind == "default" else kind, **{_OURS.get(key, key): values[key] for key in values})
+            del values[key]  # 0 means the default
+    return RopeScaling("none" if kind == "default" else kind, **{_KEYS.get(key, key): values[key] for key in values})
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """The fields that `read_rope` takes, in the form that all versions of `transformers` read."""
+    """Return the fields that `read_rope` reads, in the form that all versions of `transformers` read."""
     return {"rope_theta": model.rope_base, "rope_scaling": write_scaling(model.rope_scaling)}
 
 
 def write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
-    """What `read_scaling` takes.
+    """Return the parameters that `read_scaling` reads.
 
     Raises:
-        ValueError: a kind that has no name there.
+        ValueError: `transformers` has no such kind.
     """
     if scaling.kind == "none":
         return None
     if scaling.kind not in _PARAMETERS:
         remedy = "It is RoPE with a larger base: give model.rope_base that value, and leave kind at none."
         raise refuse("model.rope_scaling.kind", scaling.kind, "none, linear, llama3 or yarn in a config.json", remedy)
-    needed, optional = _PARAMETERS[scaling.kind]
-    values = {key: getattr(scaling, _OURS.get(key, key), None) for key in (*needed, *optional)}
+    required, optional = _PARAMETERS[scaling.kind]
+    values = {key: getattr(scaling, _KEYS.get(key, key), None) for key in (*required, *optional)}
     return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
 
 
 @dataclass(frozen=True)
 class Frequencies:
-    """How fast pairs of elements turn.
+    """The frequencies of rotated pairs.
 
-    inverse: fp32 `[d / 2]`, radians a token. stretch: what cosines and sines, and so queries and keys, are multiplied
-    by.
+    Attributes:
+        inverse: radians per token, fp32 `[d / 2]`.
+        stretch: a factor for cosines and sines, and thereby for queries and keys.
     """
 
     inverse: Tensor
@@ -142,10 +144,10 @@ class Frequencies:
 
 
 def frequencies(scaling: RopeScaling, base: float, dim: int) -> Frequencies:
-    """Of heads of `dim` elements."""
+    """Return the frequencies of heads with `dim` elements."""
     if scaling.kind == "ntk":
         base = base * scaling.factor ** (dim / (dim - 2))
-    periods = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # over 2 pi
+    periods = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # divided by 2 pi
     plain = 1.0 / periods
     if scaling.kind == "linear":
         return Frequencies(plain / scaling.factor)
@@ -158,44 +160,40 @@ def frequencies(scaling: RopeScaling, base: float, dim: int) -> Frequencies:
 
 
 def frequencies_of(model: ModelConfig) -> tuple[Frequencies, Frequencies]:
-    """Of the layers that see everything, and of those with a window, whose own base is not scaled."""
+    """Return the frequencies of layers without and with a window. A window's own base is not scaled."""
     everywhere = frequencies(model.rope_scaling, model.rope_base, model.rope_channels)
     if model.window_rope_base is None:
         return everywhere, everywhere
     return everywhere, frequencies(RopeScaling(), model.window_rope_base, model.rope_channels)
 
 
-def _original_length(scaling: RopeScaling) -> int:
-    assert scaling.original_length is not None, "checked with the configuration"
-    return scaling.original_length
-
-
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, _original_length(scaling)
+    low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length
+    assert length is not None, "checked with the configuration"
     wavelength = 2 * math.pi / plain
     slow, fast = wavelength > length / low, wavelength < length / high
-    part = (length / wavelength - low) / (high - low)  # of what stays
-    between = (1 - part) * plain / scaling.factor + part * plain
-    return torch.where(slow, plain / scaling.factor, torch.where(fast, plain, between))
+    unscaled = (length / wavelength - low) / (high - low)  # the weight of the plain frequency in the ramp
+    ramp = (1 - unscaled) * plain / scaling.factor + unscaled * plain
+    return torch.where(slow, plain / scaling.factor, torch.where(fast, plain, ramp))
 
 
 def _yarn(periods: Tensor, scaling: RopeScaling, base: float) -> Tensor:
-    dim, length = 2 * len(periods), _original_length(scaling)
-
-    def pair_that_turns(times: float) -> float:
-        """In `length` tokens."""
-        return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(base))
-
-    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    dim, length = 2 * len(periods), scaling.original_length
+    assert length is not None, "checked with the configuration"
+    # The indices, not rounded, of the pairs that rotate beta_fast and beta_slow times in `length` tokens.
+    first, last = (
+        dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        for rotations in (scaling.beta_fast, scaling.beta_slow)
+    )
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     if first == last:
         last += 0.001
-    stays = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
-    return 1.0 / (scaling.factor * periods) * (1 - stays) + 1.0 / periods * stays
+    unscaled = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (scaling.factor * periods) * (1 - unscaled) + 1.0 / periods * unscaled
 
 
 def yarn_stretch(factor: float, mscale: float = 1) -> float:
-    """What cosines and sines are multiplied by for contexts of `factor` times the length."""
+    """Return YaRN's factor for cosines and sines with contexts of `factor` times the original length."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

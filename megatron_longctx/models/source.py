@@ -1,4 +1,4 @@
-"""Published models as they lie on disk, whatever their format."""
+"""Published models on disk, whatever their format."""
 
 from __future__ import annotations
 
@@ -11,79 +11,83 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# What a tokenizer consists of, beside weights. The model's own config.json says of some which class they are for.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "chat_template.jinja"),
 )
-BESIDE = ("config.json", "generation_config.json")
+# Copied with a tokenizer: `transformers` finds the class of some tokenizers only in the model's config.json.
+CONFIG_FILES = ("config.json", "generation_config.json")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class Stored(NamedTuple):
-    """A tensor that has not been read."""
+class TensorInfo(NamedTuple):
+    """The shape and dtype of a tensor on disk."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class Source(Protocol):
     """A published model.
 
     Attributes:
-        config: its `config.json`, or what says the same.
-        tensors: by the names that families use.
+        config: the content of its `config.json`, or the equivalent.
+        tensors: keyed by the published names that families use.
     """
 
     @property
     def config(self) -> Mapping[str, Any]: ...
 
     @property
-    def tensors(self) -> Mapping[str, Stored]: ...
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str) -> Tensor:
-        """One tensor, from disk.
+        """Read a tensor from disk.
 
         Raises:
-            ValueError: it cannot be read.
+            ValueError: the tensor cannot be read.
         """
         ...
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Its tokenizer's files, chat template and `config.json`, as `transformers` reads them; nothing if it has none.
+        """Write the tokenizer, its chat template and `config.json` as `transformers` reads them, if there is one.
 
         Raises:
-            ValueError: it has one that cannot be written so.
+            ValueError: there is a tokenizer that cannot be written in this form.
         """
         ...
 
 
-def need_package(name: str, what: str) -> None:
-    """Refuse, where a package of the extra `models` is missing.
+def require_package(name: str, what: str) -> None:
+    """Refuse `what` if a package of the extra `models` is missing.
 
     Raises:
-        ValueError: names it.
+        ValueError: names the package.
     """
     if importlib.util.find_spec(name) is None:
         raise ValueError(f"{what}: expected the package {name}. Run pip install 'megatron-longctx[models]'.")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Return the object in a JSON file.
 
     Raises:
-        ValueError: it is missing, or holds anything else.
+        ValueError: the file is missing, or does not hold an object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{path}: expected a JSON file ({reason}). Fetch it again.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, not a {type(found).__name__}. Fetch it again.")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, not a {type(content).__name__}. Fetch it again.")
+    return content
 
 
-def matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """The files of a folder that have such names, in order."""
+def matching_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """Return the files of a folder whose names match one of `patterns`, sorted."""
     return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})

@@ -3,21 +3,17 @@
 - `mask` defines what tokens see, `visibility` what ranks see of each other, and `plan` the type `Plan`.
 - `build_plan("zigzag", n, mask)` plans one pass of a mask over ranks. `backward_plan` derives its backward plan,
   `verify` proves either correct, and `describe` and `draw` show them.
-- `lower` turns a plan into the programs that ranks run, `simulate` times and `memory` counts. `select` ranks modes.
+- `lower` turns a plan into programs, which ranks run. `simulate` predicts their time, and `select` ranks modes by it.
 - `modes/` has the modes and `cache_modes/` those over a KV cache. To add one, add its file there.
 """
 
+from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum, sum_in_nodes, transpose
 from .build import build_plan
 from .cost import Costs, KernelSample, MessageSample, Workload
 from .kernel_calls import KernelCall, Segment, Takes, kernel_calls
-from .lower import Lowering, lower
+from .lower import Lowering, Target, lower
 from .mask import Document, Mask, Slice
 from .modes import MODES, Mode, ModeOptions, find_mode
-from .overlap import backward_plan
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
 from .program import Program
-from .relay import ranks_to_sum, summing_in_nodes
-from .save_remote import keeping, keeps_received
-from .target import Target
-from .transpose import transpose
 from .verify import PlanError, verify

@@ -1,4 +1,4 @@
-"""From a mode and a mask to a plan."""
+"""Build the plan of a mode for a mask."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .visibility import visibility
 logger = logging.getLogger(__name__)
 
 _MANY_MESSAGES, _MESSAGES_PER_S = 50_000, 6_000
+"""The number of messages from which the expected time is logged, and the speed of planning that it assumes."""
 
 
 def build_plan(
@@ -26,17 +27,18 @@ def build_plan(
     unit: int = 1,
     layout: str = "auto",
 ) -> Plan:
-    """The forward plan of a mode for `n` ranks.
+    """Return the forward plan of a mode for `n` ranks.
 
     Args:
-        schedule: a mode, or its name.
-        mask: what the tokens see; a number of tokens for a causal sequence.
-        options: of a mode that is given by its name.
-        unit: every rank's tokens come in multiples of this (see `layout.layouts`).
-        layout: a name in `layout.LAYOUTS` that the mode takes; auto for its own, or for several documents balanced.
+        schedule: a mode or its name.
+        mask: what the tokens see. A number of tokens means a causal sequence.
+        options: the options of a mode that is given by name.
+        unit: the number of tokens of every rank is a multiple of this (see `layout`).
+        layout: a name in `layout.LAYOUTS` that the mode supports. "auto" is the mode's own, or balanced for several
+            documents.
 
     Raises:
-        ValueError: an unknown schedule, sizes, options or a layout that it refuses, or a plan that would take minutes.
+        ValueError: the schedule is unknown, it refuses the sizes, options or layout, or the plan would take minutes.
     """
     mode = find_mode(schedule, n, options or ModeOptions()) if isinstance(schedule, str) else schedule
     mask = masks.causal(mask) if isinstance(mask, int) else mask

@@ -1,11 +1,11 @@
-"""What was measured on a machine, kept in a file: the figures that modes are priced and chosen by."""
+"""Calibrations: the measured costs of a machine, stored in a file, by which modes are simulated and chosen."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Calibration:
-    """Links between ranks and costs of a workload on their device. environment: what it was measured on, and when."""
+    """The links between ranks, and the costs of a workload on their device."""
 
     device: str
     kernel: str
@@ -26,67 +26,52 @@ class Calibration:
     cluster: Cluster
     workload: Workload
     costs: Costs
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)  # what it was measured on, and when
 
 
 def cache_folder() -> Path:
-    """Where calibrations lie: `$XDG_CACHE_HOME/megatron_longctx`, or `~/.cache/megatron_longctx`."""
+    """Return the folder of calibrations: `$XDG_CACHE_HOME/megatron_longctx`, or `~/.cache/megatron_longctx`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_longctx"
 
 
 def calibration_path(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:
-    """The file for so many ranks of a device and how blocks travel (peer or p2p); the batch is no part of it."""
+    """Return the file for a device, a number of ranks and a transport (peer, hybrid or p2p), for any batch size."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")
     shape = f"{workload.num_heads}x{workload.num_kv_heads}x{workload.head_sizes}-{workload.element_bytes}bytes"
     return (folder or cache_folder()) / f"{name}-{ranks}ranks-{transport}-{shape}.json"
 
 
 def find_calibration(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:
-    """As `calibration_path`, of a transport as it is configured: for `auto` on GPUs the first file that there is."""
+    """Return the file for a configured transport. On GPUs, `auto` is the first transport with a file."""
     names = (transport,) if transport != "auto" else ("p2p",) if device == "cpu" else ("peer", "hybrid", "p2p")
     paths = [calibration_path(device, ranks, workload, name, folder) for name in names]
     return next((path for path in paths if path.is_file()), paths[0])
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Write it; a reader never sees half of it."""
+    """Write a calibration; no reader ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {
-        "version": _VERSION,
-        "device": calibration.device,
-        "kernel": calibration.kernel,
-        "transport": calibration.transport,
-        "cluster": as_data(calibration.cluster),
-        "workload": asdict(calibration.workload),
-        "costs": asdict(calibration.costs),
-        "environment": calibration.environment,
-    }
+    data = {"version": _VERSION, **asdict(calibration), "cluster": as_data(calibration.cluster)}
     files.write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read it back.
+    """Read a calibration.
 
     Raises:
-        ValueError: no file, not a calibration, or one of another version.
+        ValueError: the file is missing, is not a calibration, or has another version.
     """
     try:
         data = json.loads(path.read_text())
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']}")
-        costs = dict(data["costs"])
+        found = {each.name: data[each.name] for each in fields(Calibration)}
+        costs = {**found["costs"]}
         costs["kernels"] = tuple(KernelSample(*sample) for sample in costs["kernels"])
         costs["messages"] = tuple(MessageSample(*sample) for sample in costs["messages"])
         costs["modes"] = tuple(ModeSample(*sample) for sample in costs.get("modes", ()))
-        return Calibration(
-            device=data["device"],
-            kernel=data["kernel"],
-            transport=data["transport"],
-            cluster=cluster_from(data["cluster"]),
-            workload=Workload(**data["workload"]),
-            costs=Costs(**costs),
-            environment=data["environment"],
-        )
+        found["cluster"] = cluster_from(found["cluster"])
+        return Calibration(**{**found, "workload": Workload(**found["workload"]), "costs": Costs(**costs)})
     except FileNotFoundError:
         raise ValueError(
             f"{path}: expected a calibration. Run `megatron-longctx calibrate` with the same settings."

@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way where millions of small tuples are made."""
+"""Python's garbage collector, paused while millions of small tuples are created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Plans of many ranks are millions of small tuples without cycles, over which the collector would go in vain."""
+    """Pause the collector, which would scan the millions of small tuples of a large plan and find no cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""From what a rank is to attend to the calls of its kernel: as few as the kernel can take.
+"""From the slices that a rank attends to, to as few calls of its kernel as the kernel supports.
 
 Kernels align the ends of queries and keys: the last query faces the last key, and a call's window counts from there.
-Every band falls into at most two such pieces; pieces with one window whose rows do not overlap are segments of one
-call.
+Every band consists of at most two such pieces. Pieces with the same window whose rows do not overlap are segments of
+one call.
 """
 
 from __future__ import annotations
@@ -14,37 +14,39 @@ from typing import NamedTuple
 from .mask import FAR, Slice, joined
 
 _TILE = 128
-"""Kernels compute tiles of so many rows, or of a part of it: segments are cut between them."""
+"""A multiple of the rows that kernels compute together. Long causal segments are cut at multiples of it."""
 
 
 class Takes(NamedTuple):
-    """Which calls a kernel takes.
-
-    packed: several segments at once. rectangles: windows and causal segments of fewer queries than keys, else causal
-    squares only. windows: bounds other than causal, of one that takes rectangles. bands: any bounds, whatever faces
-    whatever. longest_causal: the most queries of a causal segment in a backward pass, at least 1; more would be slower.
-    """
+    """The calls that a kernel supports."""
 
     packed: bool = False
+    """Whether a call may have several segments."""
     rectangles: bool = False
+    """Whether windows and causal segments may have fewer queries than keys."""
     windows: bool = False
+    """Whether a kernel with `rectangles` supports bounds other than causal."""
     bands: bool = False
+    """Whether any bounds are supported, with unaligned ends too."""
     longest_causal: int = FAR
+    """The most queries of a causal segment in backward, 1 or more. Longer ones are slower than several calls."""
 
 
 PLAINEST = Takes()
-"""Full rectangles and causal squares, one a call."""
+"""Full rectangles and causal squares, one per call."""
 
 
-def of_gpus(deterministic: bool) -> Takes:
-    """What the default kernel of GPUs takes, FlashAttention-4. Its deterministic backward pass loses speed with the
-    length of causal segments: on an H200, forward and backward take 1.38 times as long with 128K tokens. Cut, it is
-    1.03 times."""
+def fa4_takes(deterministic: bool) -> Takes:
+    """Return what FlashAttention-4 supports, the default kernel on GPUs.
+
+    Its deterministic backward becomes slower with the length of causal segments: on an H200, forward and backward of
+    128K tokens take 1.38 times as long, but 1.03 times if segments are cut.
+    """
     return Takes(packed=True, rectangles=True, windows=True, longest_causal=32 * 1024 if deterministic else FAR)
 
 
 class Segment(NamedTuple):
-    """Rows of a call that see each other within its window."""
+    """Queries and keys of a call that see each other within its window."""
 
     q_start: int
     q_stop: int
@@ -53,11 +55,10 @@ class Segment(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """One call of a kernel: query i of a segment of s queries and t keys sees key j where
-    `-left <= j - i - (t - s) <= right`; FAR for no bound.
+    """One kernel call. Query i of a segment of s queries and t keys sees key j if `-left <= j - i - (t - s) <= right`.
 
-    Segments are ascending in queries and in keys and do not overlap in either; there may be rows between them. Numbers
-    are rows of the tensors that the call is given.
+    FAR means no bound. Segments ascend in queries and in keys without overlap, possibly with rows between them. They
+    count the rows of the tensors that the call is given.
     """
 
     segments: tuple[Segment, ...]
@@ -66,7 +67,7 @@ class KernelCall(NamedTuple):
 
     @property
     def q_span(self) -> tuple[int, int]:
-        """From the first to the last of its queries."""
+        """The range from the first to the last query."""
         return self.segments[0].q_start, self.segments[-1].q_stop
 
     @property
@@ -75,7 +76,7 @@ class KernelCall(NamedTuple):
 
     @property
     def most_queries(self) -> int:
-        """Of one segment."""
+        """The number of queries of the longest segment."""
         return max(each.q_stop - each.q_start for each in self.segments)
 
     @property
@@ -84,7 +85,7 @@ class KernelCall(NamedTuple):
 
     @property
     def slices(self) -> tuple[Slice, ...]:
-        """What is visible, by segment."""
+        """The visible pairs, one slice per segment."""
         found = []
         for q0, q1, k0, k1 in self.segments:
             ends = k1 - q1
@@ -98,7 +99,7 @@ class KernelCall(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether it is plainly causal: no query sees a key behind its own."""
+        """Whether the only bound is that no query sees a key behind its own."""
         return self.right == 0 and self.left == FAR
 
     @property
@@ -106,7 +107,7 @@ class KernelCall(NamedTuple):
         return self.right == self.left == FAR
 
     def moved(self, queries: int, keys: int) -> KernelCall:
-        """The same call over tensors that begin so many rows earlier."""
+        """Return the same call with `queries` and `keys` added to its row numbers."""
         if not queries and not keys:
             return self
         return self._replace(
@@ -117,10 +118,10 @@ class KernelCall(NamedTuple):
 
 
 def kernel_calls(slices: Iterable[Slice], takes: Takes) -> tuple[KernelCall, ...]:
-    """The fewest calls that cover slices, whose numbers are rows of the queries' and the keys' tensors.
+    """Return the fewest calls that cover slices, which count rows of the query and key tensors.
 
     Raises:
-        ValueError: a window, for a kernel that takes none.
+        ValueError: a slice has a window, and the kernel supports none.
     """
     return _calls(tuple(slices), takes)
 
@@ -129,62 +130,47 @@ def kernel_calls(slices: Iterable[Slice], takes: Takes) -> tuple[KernelCall, ...
 def _calls(slices: tuple[Slice, ...], takes: Takes) -> tuple[KernelCall, ...]:
     pieces = [piece for each in joined(slices) for piece in _pieces(each, takes)]
     if not takes.packed:
-        return tuple(KernelCall((segment,), left, right) for segment, left, right in pieces)
-    calls: list[_Open] = []
-    # Those with a window of their own first: others may join them.
-    for piece in sorted(pieces, key=lambda piece: (piece.left == FAR, piece.segment)):
-        if not any(call.takes(piece) for call in calls):
-            calls.append(_Open(piece))
-    found = [KernelCall(tuple(sorted(call.segments)), call.left, call.right) for call in calls]
+        return tuple(pieces)
+    calls: list[tuple[KernelCall, list[Segment]]] = []  # each with all of its segments
+    # Pieces with a window come first: others may join them.
+    for piece in sorted(pieces, key=lambda piece: (piece.left == FAR, piece.segments)):
+        segments = next((found for call, found in calls if _fits(piece, call, found)), None)
+        if segments is None:
+            calls.append((piece, [*piece.segments]))
+        else:
+            segments += piece.segments
+    found = [call._replace(segments=tuple(sorted(segments))) for call, segments in calls]
     return tuple(sorted(found, key=lambda call: (not call.full, call.segments)))
 
 
-class _Piece(NamedTuple):
-    segment: Segment
-    left: int
-    right: int
-
-
-class _Open:
-    """A call under way."""
-
-    def __init__(self, piece: _Piece) -> None:
-        self.segments = [piece.segment]
-        self.left, self.right = piece.left, piece.right
-
-    def takes(self, piece: _Piece) -> bool:
-        """Add the piece if it fits: the same window, or one that does not bind it, and rows behind all others'."""
-        segment, left, right = piece
-        if right != self.right or (
-            left != self.left and not (left == FAR and self.left >= segment.k_stop - segment.k_start - 1)
-        ):
-            return False
-        if any(not _apart(segment, other) for other in self.segments):
-            return False
-        self.segments.append(segment)
-        return True
+def _fits(piece: KernelCall, call: KernelCall, segments: Iterable[Segment]) -> bool:
+    """Whether a piece may join a call: it has the call's window or is not bound by it, and no rows overlap."""
+    (segment,) = piece.segments
+    unbound = piece.left == FAR and call.left >= segment.k_stop - segment.k_start - 1
+    same_window = piece.right == call.right and (piece.left == call.left or unbound)
+    return same_window and all(_apart(segment, other) for other in segments)
 
 
 def _apart(a: Segment, b: Segment) -> bool:
-    """Whether one lies behind the other in queries and in keys."""
+    """Whether one segment is behind the other in queries and in keys."""
     if a.q_start > b.q_start:
         a, b = b, a
     return a.q_stop <= b.q_start and a.k_stop <= b.k_start
 
 
-def _pieces(each: Slice, takes: Takes) -> Iterator[_Piece]:
-    """A tight slice as pieces whose ends are aligned."""
+def _pieces(each: Slice, takes: Takes) -> Iterator[KernelCall]:
+    """Yield calls of one segment each, with aligned ends, that cover a tight slice."""
     q0, q1, k0, k1, lo, hi = each
     if each.is_full:
-        yield _Piece(Segment(q0, q1, k0, k1), FAR, FAR)
+        yield KernelCall((Segment(q0, q1, k0, k1),))
         return
     if takes.bands and lo != -FAR:
         ends = k1 - q1
-        yield _Piece(Segment(q0, q1, k0, k1), FAR if lo == -FAR else ends - lo, FAR if hi == FAR else hi - ends)
+        yield KernelCall((Segment(q0, q1, k0, k1),), ends - lo, FAR if hi == FAR else hi - ends)
         return
     if lo != -FAR and not (takes.windows and takes.rectangles):
         raise ValueError(f"a window ({each}): expected causal or full attention of this kernel. Choose another kernel.")
-    if hi != FAR and hi > k1 - q1:  # the last queries see all keys up to the end: the others end with the last key
+    if hi != FAR and hi > k1 - q1:  # the last queries see all keys up to the end, so the others end with the last key
         split = k1 - hi
         for part in (each.cut(q0, split, k0, k1), each.cut(split, q1, k0, k1)):
             if part is not None:
@@ -193,23 +179,23 @@ def _pieces(each: Slice, takes: Takes) -> Iterator[_Piece]:
     left = FAR if lo == -FAR else k1 - q1 - lo
     if hi != FAR and not takes.rectangles and k1 - k0 > q1 - q0:
         middle = k1 - (q1 - q0)
-        yield _Piece(Segment(q0, q1, k0, middle), FAR, FAR)
+        yield KernelCall((Segment(q0, q1, k0, middle),))
         k0 = middle
     if hi != FAR and left == FAR:
         yield from _causal(Segment(q0, q1, k0, k1), takes.longest_causal)
     else:
-        yield _Piece(Segment(q0, q1, k0, k1), left, FAR if hi == FAR else 0)
+        yield KernelCall((Segment(q0, q1, k0, k1),), left, FAR if hi == FAR else 0)
 
 
-def _causal(segment: Segment, longest: int) -> Iterator[_Piece]:
-    """A causal segment in halves, again and again, until none has more queries; what is below them is full."""
+def _causal(segment: Segment, longest: int) -> Iterator[KernelCall]:
+    """Halve a causal segment until none has more than `longest` queries. The rectangles below them are full."""
     q0, q1, k0, k1 = segment
     if q1 - q0 <= longest:
-        yield _Piece(segment, FAR, 0)
+        yield KernelCall((segment,), right=0)
         return
     half = (q1 - q0 + 1) // 2
     middle = q0 + (-(-half // _TILE) * _TILE if half >= _TILE else half)
     facing = k1 - (q1 - middle)
     yield from _causal(Segment(q0, middle, k0, facing), longest)
-    yield _Piece(Segment(middle, q1, k0, facing), FAR, FAR)
+    yield KernelCall((Segment(middle, q1, k0, facing),))
     yield from _causal(Segment(middle, q1, facing, k1), longest)

@@ -1,51 +1,53 @@
-"""The plan type: what every rank holds, moves and attends, step by step.
+"""The plan type: what every rank holds, moves and attends to, step by step.
 
-A plan covers one attention call over one sequence (a batch goes along). Its steps are synchronous in meaning, not in
-time: within a step all moves start first, then the attends run beside them; what moved in step t may be attended or
-sent on from step t+1 on. Sizes are known to every rank, so nothing is padded and no size is exchanged.
+A plan covers one attention call over one sequence (all sequences of a batch use the same plan). Its steps are
+synchronous in meaning, not in time. Within a step all moves start first, then the attends run beside them. A block that
+moves in step t may be attended to or sent on from step t+1 on. Every rank knows all sizes, so nothing is padded and no
+size is exchanged.
 
-A result for another rank's tokens that is computed in step t may be sent from step t+1 on. A move of a result from the
-rank that computed it carries, merged, all that this rank has computed for any part of the block and not sent yet; at
-its home it is merged with the rest. A partial gradient that arrives in step t elsewhere than at its home is added there
-to what that rank has computed for the same rows, as if that had been computed in step t+1.
+A result for another rank's tokens that is computed in step t may be sent from step t+1 on. If the rank that computed
+results for a block sends them, the message carries, merged, all results for any part of the block that this rank has
+computed and not sent yet. The home rank merges what arrives with its own results. A partial gradient that arrives in
+step t at a rank other than its home is added there to what that rank has computed for the same rows, as if it had been
+computed in step t+1.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
 from ..layout import Layout
-from .mask import Mask, Slice
+from .mask import Mask, Slice, merge_spans
 
 
 class Kind(StrEnum):
-    """What a block holds, per token of its span."""
+    """The content of a block, per token of its span."""
 
     Q = "q"  # queries
     KV = "kv"  # keys and values
-    OUT = "out"  # partial (out, lse) of queries computed away from home
-    Q_GRAD = "q_grad"  # backward: (q, out, lse, grad of out), what a helper needs of queries that are not its own
-    GRAD = "grad"  # backward: grad of out alone, of queries that are kept together with their out and lse
+    OUT = "out"  # partial (out, lse) of queries, computed away from home
+    Q_GRAD = "q_grad"  # backward: (q, out, lse, grad of out), which a rank needs to attend with another rank's queries
+    GRAD = "grad"  # backward: grad of out alone, for queries that are kept together with their out and lse
     DQ = "dq"  # backward: partial gradient of queries
     DKV = "dkv"  # backward: partial gradient of keys and values
 
 
 RESULTS = frozenset({Kind.OUT, Kind.DQ, Kind.DKV})
-"""Kinds that are computed away from home and travel back to it."""
+"""The kinds that are computed away from home and travel back to it."""
 GRADIENTS = RESULTS - {Kind.OUT}
-"""Results that are added up wherever they arrive."""
+"""The results that are added up wherever they arrive."""
 
 
 FIELDS = {
     **{Kind.Q: ("q",), Kind.KV: ("kv",), Kind.OUT: ("out", "lse"), Kind.Q_GRAD: ("q", "out", "out", "lse")},
     **{Kind.GRAD: ("out",), Kind.DQ: ("q",), Kind.DKV: ("dkv",)},
 }
-"""What the tensors are like that blocks of a kind are made of: a gradient is like what it is of."""
+"""The tensors of a block of each kind, by the name of a tensor of the same shape: a gradient has its tensor's shape."""
 NUM_FIELDS = {kind: len(fields) for kind, fields in FIELDS.items()}
 
 
@@ -78,21 +80,21 @@ class Block(NamedTuple):
         return self.stop - self.start
 
     def result(self, kind: Kind, origin: int) -> Block:
-        """What `origin` computes for it; plans have millions, and this takes a third of the time of `_replace`."""
+        """Return the block of results that `origin` computes for these tokens.
+
+        Plans have millions of results, and this takes a third of the time of `_replace`.
+        """
         return Block(kind, self.home, self.start, self.stop, origin, self.heads)
 
     def contains(self, other: Block) -> bool:
-        """Whether `other` is the same thing, or a piece of it."""
+        """Whether `other` is this block or a piece of it."""
         same = self.kind is other.kind and self.home == other.home and self.origin == other.origin
         return same and self.start <= other.start and other.stop <= self.stop and self.heads.covers(other.heads)
 
     def overlaps(self, other: Block) -> bool:
-        """Whether some token is in both, in some head. Of blocks of one home."""
-        return (
-            self.start < other.stop
-            and other.start < self.stop
-            and (self.heads.covers(other.heads) or other.heads.covers(self.heads))
-        )
+        """Whether two blocks of one home share a token in some head."""
+        rows = self.start < other.stop and other.start < self.stop
+        return rows and (self.heads.covers(other.heads) or other.heads.covers(self.heads))
 
     def __str__(self) -> str:
         by = f" by {self.origin}" if self.origin >= 0 else ""
@@ -101,7 +103,7 @@ class Block(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One message. Moves between the same two ranks in one step are matched in the order the step lists them."""
+    """One message. Moves between the same two ranks in one step are matched in the order of the step's list."""
 
     block: Block
     source: int
@@ -109,10 +111,10 @@ class Move(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """Queries gathered in a row, keys gathered in a row, and which of them see which.
+    """One attention call: gathered rows of queries, gathered rows of keys, and the slices that see each other.
 
-    slices: in numbers of the gathered rows, each pair once, full ones joined where they lie side by side. Blocks of a
-    call are all of the same heads. Providers of kernels decide into how many kernel calls it falls (`lower`).
+    slices: in row numbers, each pair once; adjacent full slices are joined. All blocks of a call have the same heads.
+        `lower` decides into how many kernel calls it is divided, by what the kernel provider supports.
     """
 
     queries: tuple[Block, ...]
@@ -133,18 +135,23 @@ class Attend(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs computed, for each of its heads."""
+        """The number of query-key pairs that each head computes."""
         return sum(each.pairs for each in self.slices)
 
     @property
     def work(self) -> float:
-        """Its share of the work of all heads, in query-key pairs."""
+        """The pairs, multiplied by the share of the heads."""
         return self.pairs / self.heads.parts
 
-    def part(self, start: int, stop: int) -> Attend | None:
-        """What the gathered queries `start..stop-1`, which are of one block, see; over the keys that they see any of.
-        None: they see none."""
-        slices = [found for each in self.slices if (found := each.cut(start, stop, 0, self.num_keys)) is not None]
+    def halves(self) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:
+        """Divide the queries, which must be of one block, into two calls; a half that sees no keys has none."""
+        middle = self.num_queries // 2
+        front, back = self._part(0, middle), self._part(middle, self.num_queries)
+        return ((front,) if front else ()), ((back,) if back else ())
+
+    def _part(self, start: int, stop: int) -> Attend | None:
+        """Return the call of rows `start..stop-1` of the queries with the keys that they see."""
+        slices = [piece for each in self.slices if (piece := each.cut(start, stop, 0, self.num_keys)) is not None]
         if not slices:
             return None
         q0, q1 = min(each.q_start for each in slices), max(each.q_stop for each in slices)
@@ -165,7 +172,7 @@ class Attend(NamedTuple):
 
 
 class Step(NamedTuple):
-    """`moves` of all ranks in one global order; `attends[rank]` in the order that rank runs them."""
+    """`moves` of all ranks in one global order; `attends[rank]` in the order in which that rank runs them."""
 
     moves: tuple[Move, ...]
     attends: tuple[tuple[Attend, ...], ...]
@@ -175,11 +182,11 @@ class Step(NamedTuple):
 class Plan:
     """One attention pass, forward or backward, of `mask` over ranks.
 
-    queries, keys: who holds which token; the same layout, but over a cache.
-    kept: by rank, what it keeps of other ranks' from forward to backward: KV that it has received, and Q, together with
-        their out and lse, that it alone has computed in one call. Empty where nothing is kept.
-    sum_in_node: 0, or the ranks of a node (so many neighbours), whose partial gradients for the same rows of a rank of
-        another node are added up by one of them, which alone sends them there.
+    queries, keys: the layouts of queries and keys; they are the same, except over a cache.
+    kept: indexed by rank, the blocks of other ranks that it keeps from forward to backward: KV that it has received,
+        and Q that it alone has attended with in one call, together with their out and lse. Empty if nothing is kept.
+    sum_in_node: 0, or the number of (neighbouring) ranks of a node. Then their partial gradients for the same rows of a
+        rank in another node are added up by one of them, which alone sends them there.
     """
 
     name: str
@@ -196,24 +203,28 @@ class Plan:
         return self.queries.n
 
     def layout_of(self, kind: Kind) -> Layout:
-        """The layout that a kind's slots are of."""
+        """Return the layout of the slots of a kind."""
         return self.keys if kind in (Kind.KV, Kind.DKV) else self.queries
 
+    def calls(self) -> Iterator[tuple[int, int, Attend]]:
+        """Yield (step, rank, call) of all calls, in the order of steps and ranks."""
+        for t, step in enumerate(self.steps):
+            for rank, attends in enumerate(step.attends):
+                for attend in attends:
+                    yield t, rank, attend
+
     def sends(self, rank: int) -> list[list[Move]]:
-        """By step, the moves from a rank."""
+        """Return the moves from `rank`, indexed by step."""
         return self._moves[0][rank]
 
     def receives(self, rank: int) -> list[list[Move]]:
-        """By step, the moves to a rank."""
+        """Return the moves to `rank`, indexed by step."""
         return self._moves[1][rank]
 
     @cached_property
     def _moves(self) -> tuple[dict[int, list[list[Move]]], dict[int, list[list[Move]]]]:
-        def none() -> list[list[Move]]:
-            return [[] for _ in self.steps]
-
-        sends: dict[int, list[list[Move]]] = defaultdict(none)
-        receives: dict[int, list[list[Move]]] = defaultdict(none)
+        sends: dict[int, list[list[Move]]] = defaultdict(lambda: [[] for _ in self.steps])
+        receives: dict[int, list[list[Move]]] = defaultdict(lambda: [[] for _ in self.steps])
         for t, step in enumerate(self.steps):
             for move in step.moves:
                 sends[move[1]][t].append(move)
@@ -221,20 +232,20 @@ class Plan:
         return sends, receives
 
     def kept_of(self, rank: int, kind: Kind, home: int) -> tuple[Block, ...]:
-        """What `rank` keeps of a kind of another rank's."""
+        """Return the blocks of a kind and a home that `rank` keeps."""
         return self._kept.get((rank, kind, home), ())
 
     @cached_property
     def _kept(self) -> dict[tuple[int, Kind, int], tuple[Block, ...]]:
-        found: dict[tuple[int, Kind, int], tuple[Block, ...]] = {}
+        kept: dict[tuple[int, Kind, int], tuple[Block, ...]] = {}
         for rank, blocks in enumerate(self.kept):
             for block in blocks:
                 key = rank, block.kind, block.home
-                found[key] = (*found.get(key, ()), block)
-        return found
+                kept[key] = (*kept.get(key, ()), block)
+        return kept
 
     def keeps(self, rank: int, blocks: tuple[Block, ...]) -> bool:
-        """Whether `rank` keeps some blocks of a call as it had them in forward, its own among other ranks'."""
+        """Whether `rank` keeps the blocks of a call from forward, its own among other ranks'."""
         if not self.kept:
             return False
         away = [block for block in blocks if block.home != rank]
@@ -243,9 +254,9 @@ class Plan:
         )
 
     def inputs(self, attend: Attend, rank: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-        """The queries and the keys that `rank` has to hold to run one of its calls, beside what it keeps.
+        """Return the queries and the keys that `rank` must hold to run a call, besides what it keeps.
 
-        In backward queries come with their outputs and gradients; of kept ones only the gradient of out is needed.
+        In backward, queries come with their outputs and gradients; of kept ones only the gradient of out is needed.
         """
         if not self.backward:
             return attend.queries, attend.keys
@@ -254,43 +265,82 @@ class Plan:
         return tuple([Block(kind, *query[1:]) for query in attend.queries]), keys
 
     def results_away(self, attend: Attend, rank: int) -> list[Block]:
-        """What `rank` computes in one of its calls for other ranks and so has to send: keys first, in their order."""
+        """Return the results of a call that `rank` must send to other ranks, in their order, those of keys first."""
         if not self.backward:
             return [query.result(Kind.OUT, rank) for query in attend.queries if query.home != rank]
         away = [key.result(Kind.DKV, rank) for key in attend.keys if key.home != rank]
         return away + [query.result(Kind.DQ, rank) for query in attend.queries if query.home != rank]
 
     def pairs(self, rank: int) -> float:
-        """Query-key pairs that `rank` computes, each counted by its share of the heads."""
-        return sum(attend.work for step in self.steps for attend in step.attends[rank])
+        """Return the number of query-key pairs that `rank` computes, each weighted by its share of the heads."""
+        return self._pairs[rank]
 
     @cached_property
     def _pairs(self) -> list[float]:
-        """By rank; with many ranks a sum over thousands of attends."""
-        return [self.pairs(rank) for rank in range(self.n)]
+        return [sum(attend.work for step in self.steps for attend in step.attends[rank]) for rank in range(self.n)]
 
     def imbalance_pct(self, pairs_per_token: float = 0.0) -> float:
-        """By how many percent the busiest rank's work is more than the average.
+        """Return by how many percent the work of the busiest rank exceeds the average.
 
         Args:
-            pairs_per_token: what a token takes beside attention, in the time of so many pairs; 0 for attention alone.
+            pairs_per_token: the work of a token outside attention, in pairs that take the same time; 0 for attention
+                alone.
         """
         work = [pairs + pairs_per_token * self.queries.num_tokens(rank) for rank, pairs in enumerate(self._pairs)]
         return 100 * (max(work) * self.n / sum(work) - 1) if sum(work) else 0.0
 
     def idle_fraction(self) -> float:
-        """Share of rank-time spent waiting if every step lasted as long as its busiest rank."""
+        """Return the share of rank-time spent waiting if every step lasts as long as its busiest rank."""
         busiest = sum(max(sum(a.work for a in attends) for attends in step.attends) for step in self.steps)
-        return 1 - sum(map(self.pairs, range(self.n))) / (self.n * busiest) if busiest else 0.0
+        return 1 - sum(self._pairs) / (self.n * busiest) if busiest else 0.0
 
-    def idle_slots(self) -> Fraction:
-        """Rank-steps without a kernel call between the first and the last one, as a share of n x n.
 
-        The measure of DistFlashAttn (section 3.2), which counts the diagonal block as a whole one: (n^2 - n) / 2n^2 for
-        the plain ring.
-        """
-        busy = [t for t, step in enumerate(self.steps) if any(step.attends)]
-        idle = (
-            sum(not attends for t in range(busy[0], busy[-1] + 1) for attends in self.steps[t].attends) if busy else 0
-        )
-        return Fraction(idle, self.n * self.n)
+def fetch_moves(attends: Iterable[tuple[Attend, ...]]) -> list[Move]:
+    """Return the moves that fetch the blocks of other ranks for calls, which are indexed by rank, from their homes."""
+    calls = [(rank, call) for rank, some in enumerate(attends) for call in some]
+    return [Move(each, each.home, r) for r, call in calls for each in call.queries + call.keys if each.home != r]
+
+
+def return_moves(steps: Iterable[Step]) -> list[Move]:
+    """Return the moves that send outputs home: one for each rank that computed them, home and part of the heads."""
+    rows: dict[tuple[int, int, Heads], tuple[int, int]] = {}
+    for step in steps:
+        for rank, attends in enumerate(step.attends):
+            for _, home, start, stop, _, heads in (query for attend in attends for query in attend.queries):
+                if home != rank:
+                    low, high = rows.get((rank, home, heads), (start, stop))
+                    rows[rank, home, heads] = min(start, low), max(stop, high)
+    return [Move(Block(Kind.OUT, key[1], *rows[key], key[0], key[2]), *key[:2]) for key in sorted(rows)]
+
+
+def trim(plan: Plan) -> Plan:
+    """Return the plan whose moves of inputs carry only the rows that their receiver attends to or passes on.
+
+    A window then costs the bytes of a window in every mode. A mode may pass blocks around without checking who sees
+    them: most masks leave little to see for the last ranks on the way.
+    """
+    needs: dict[tuple[int, Kind, int], list[Block]] = {}  # what later steps use, keyed by (rank, kind, home)
+    steps: list[Step] = []
+    for step in reversed(plan.steps):
+        needed = tuple(piece for move in step.moves for piece in _needed(move, needs))
+        steps.append(step._replace(moves=needed))
+        for rank, attends in enumerate(step.attends):
+            for attend in attends:
+                for blocks in plan.inputs(attend, rank):
+                    for block in blocks:
+                        needs.setdefault((rank, block.kind, block.home), []).append(block)
+        for block, source, _ in needed:
+            needs.setdefault((source, block.kind, block.home), []).append(block)
+    return replace(plan, steps=tuple(reversed(steps)))
+
+
+def _needed(move: Move, needs: dict[tuple[int, Kind, int], list[Block]]) -> Iterator[Move]:
+    block = move.block
+    used = needs.get((move.destination, block.kind, block.home), ())
+    if block.kind in RESULTS or block in used:
+        yield move
+        return
+    spans = [(max(block.start, each.start), min(block.stop, each.stop)) for each in used if block.overlaps(each)]
+    for start, stop in merge_spans(spans):
+        whole = (start, stop) == (block.start, block.stop)
+        yield move if whole else move._replace(block=block._replace(start=start, stop=stop))

@@ -1,12 +1,12 @@
-"""The program of one rank: a plan with every decision made, in integers alone.
+"""The program of one rank: a lowered plan, in integers alone.
 
-Where blocks lie in buffers and in every rank's send memory, which kernel calls are made over which rows, what is merged
-when: `lower` decides it once. The executor follows it; simulation, memory model, drawings and counts read it.
+A program lists copies, messages, kernel calls and merges over numbered rows. `lower` makes all of these decisions once:
+the executor runs the program, and the simulator, the memory model and the drawings read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -17,20 +17,20 @@ from .plan import ALL_HEADS, Block, Heads, Kind
 
 
 class Space(StrEnum):
-    """Where rows lie. What `Rows.number` numbers is in brackets."""
+    """The memory that rows are stored in. Brackets name what `Rows.number` counts there."""
 
-    OWN = "own"  # in this rank's own tensors
-    BUFFER = "buffer"  # of other ranks' blocks, and of gathered rows [buffer]
-    SENT = "sent"  # in send memory [region]
-    PEER = "peer"  # in a peer's send memory [receive of the step]
-    CALL = "call"  # in what a kernel call gives [call]
-    TOTAL = "total"  # in an accumulator [total]
-    RESULT = "result"  # in a result, in the precision of the inputs [result]
-    KEPT = "kept"  # in what forward has kept [number]
+    OWN = "own"  # this rank's own tensors
+    BUFFER = "buffer"  # blocks of other ranks, and gathered rows [buffer]
+    SENT = "sent"  # this rank's send memory [region]
+    PEER = "peer"  # a peer's send memory [receive of the step]
+    CALL = "call"  # the output of a kernel call [call]
+    ACCUMULATOR = "accumulator"  # a result that is being merged [accumulator]
+    RESULT = "result"  # a result in the precision of the inputs [result]
+    KEPT = "kept"  # what forward has kept for backward [number]
 
 
 class Rows(NamedTuple):
-    """Rows `start..stop-1` of a kind. `heads` are the ones meant, `held` the ones that lie there."""
+    """Rows `start..stop-1` of one kind: the heads `heads` of memory that holds the heads `held`."""
 
     space: Space
     number: int
@@ -44,50 +44,59 @@ class Rows(NamedTuple):
     def tokens(self) -> int:
         return self.stop - self.start
 
+    def cut(self, start: int, stop: int) -> Rows:
+        """Return rows `start..stop-1` of these."""
+        space, number, kind, first, last, heads, held = self
+        if stop - start == last - first:
+            return self
+        return Rows(space, number, kind, first + start, first + stop, heads, held)
+
 
 class Copy(NamedTuple):
-    """Copies made together: (into, source)."""
+    """Copies that are made together, as pairs (destination, source)."""
 
     pairs: tuple[tuple[Rows, Rows], ...]
 
 
 class Mark(NamedTuple):
-    """What was issued so far is done: messages wait for it."""
+    """An event behind all operations so far, for messages to wait for."""
 
     number: int
 
 
 class Send(NamedTuple):
-    """Start a step's messages, once mark `after` is reached (-1: the beginning), beside what follows."""
+    """The start of a step's messages, which wait for mark `after` (-1: for nothing) and overlap what follows."""
 
     step: int
     after: int
 
 
 class Wait(NamedTuple):
-    """A step's messages are in their buffers."""
+    """The wait until a step's messages are in their buffers."""
 
     step: int
 
 
 class Acquire(NamedTuple):
-    """A step's messages are complete where the senders have them: nothing is computed meanwhile, so that what follows
-    reads them there, until `Release`."""
+    """The wait until a step's messages are complete in the senders' memory.
+
+    The operations up to `Release` read them there.
+    """
 
     step: int
 
 
 class Release(NamedTuple):
-    """What was acquired has been read."""
+    """The note to the senders that the acquired messages have been read."""
 
     step: int
 
 
 class Compute(NamedTuple):
-    """A kernel call. Rows of `call` count from the first of `queries` and of `keys`.
+    """A kernel call. The rows of `call` count from the first row of `queries` and of `keys`.
 
-    homes: the ranks whose keys they are. kept: in backward, where forward has kept q, out and lse of the queries; then
-    `queries` are the gradient of out.
+    homes: the ranks that own the keys. kept: in backward, the q, out and lse that forward has kept for the queries;
+    `queries` are then the gradient of out.
     """
 
     number: int
@@ -99,15 +108,17 @@ class Compute(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows that are part of a result, from its row `start` on."""
+    """Rows of a partial result, which begin at row `start` of the merged result."""
 
     rows: Rows
     start: int
 
 
 class Merge(NamedTuple):
-    """Bring partial results together: outputs by their log-sum-exp, gradients by adding. Rows that no part covers
-    become (0, -inf), or 0. What a total holds already is its first part."""
+    """A merge of partial results: outputs by their log-sum-exp, gradients by addition.
+
+    Rows that no part covers become (0, -inf) or 0. An accumulator that is extended is the first part itself.
+    """
 
     into: Rows
     parts: tuple[Part, ...]
@@ -116,9 +127,29 @@ class Merge(NamedTuple):
 Op = Copy | Mark | Send | Wait | Acquire | Release | Compute | Merge
 
 
+def rows_read(op: Op) -> Iterator[Rows]:
+    """Yield the rows that an operation reads; of messages none."""
+    if isinstance(op, Copy):
+        yield from (source for _, source in op.pairs)
+    elif isinstance(op, Compute):
+        yield from (op.queries, op.keys)
+    elif isinstance(op, Merge):
+        yield from (part.rows for part in op.parts)
+
+
+def rows_written(op: Op) -> Iterator[Rows]:
+    """Yield the rows that a copy or a merge writes."""
+    if isinstance(op, Copy):
+        yield from (into for into, _ in op.pairs)
+    elif isinstance(op, Merge):
+        yield op.into
+
+
 class Buffer(NamedTuple):
-    """Memory for `tokens` rows of one kind, of one of `parts` parts of the heads. kept: it is not shared between runs,
-    since backward needs what lies there."""
+    """Memory for `tokens` rows of one kind, with one of `parts` equal parts of the heads.
+
+    kept: backward needs the content, so runs do not share the buffer.
+    """
 
     kind: Kind
     tokens: int
@@ -127,12 +158,12 @@ class Buffer(NamedTuple):
 
     @property
     def heads(self) -> Heads:
-        """One of these parts."""
+        """A part of the heads that is as large as the buffer's."""
         return Heads(0, self.parts)
 
 
 class Region(NamedTuple):
-    """Rows of send memory. By field, in bytes: offsets, where it begins; sizes, of a row."""
+    """Rows of send memory. Its offsets and its row sizes are in bytes, one per field (`plan.FIELDS`)."""
 
     kind: Kind
     heads: Heads
@@ -141,13 +172,16 @@ class Region(NamedTuple):
     sizes: tuple[int, ...]
 
     def spans(self, start: int, tokens: int) -> tuple[tuple[int, int], ...]:
-        """(offset, bytes) of some rows, by field."""
+        """Return (offset, bytes) of `tokens` rows from row `start` on, one pair per field."""
         return tuple((at + start * size, tokens * size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
 
 class Message(NamedTuple):
-    """A block for `peer`, from row `start` of a region of send memory on. passed: it has come from another rank, and is
-    put there when it is sent; without a region it is sent from its buffer."""
+    """A block for `peer`, sent from row `start` of a region of send memory on.
+
+    passed: the block comes from another rank. It is copied into its region when it is sent; without a region (-1) it is
+    sent directly from its buffer.
+    """
 
     block: Block
     peer: int
@@ -158,24 +192,26 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class SendLayout:
-    """Where all that a rank sends lies in its send memory.
+    """The layout of a rank's send memory, and the messages that are sent from it.
 
-    published: by step, the regions of this rank's own rows that it is the first to send, with these rows. awaits: by
-    step, earlier ones whose messages must have been read before it starts, since their memory is used again.
+    packing: indexed by step, the copies that fill the regions of own rows which that step is the first to send.
+    awaits: keyed by step, the earlier steps whose messages must have been read before it starts, since it reuses their
+    memory.
     """
 
     regions: tuple[Region, ...]
-    messages: tuple[tuple[Message, ...], ...]
+    messages: tuple[tuple[Message, ...], ...]  # indexed by step
     num_bytes: int
-    published: tuple[tuple[tuple[int, tuple[tuple[int, int], ...]], ...], ...]
-    results: dict[tuple[Block, int], int]
-    """By result and the step that sends it, its region."""
+    packing: tuple[tuple[tuple[Rows, Rows], ...], ...]
+    results: dict[tuple[Block, int], int]  # regions, keyed by result and the step that sends it
     awaits: dict[int, tuple[int, ...]]
 
 
 class Receive(NamedTuple):
-    """A block from `peer`, into a buffer; without rows it is read where the peer has it. spans: (offset, bytes) of its
-    fields in the peer's send memory; empty where this rank cannot read that."""
+    """A block from `peer`, received into rows of a buffer or, if `into` is None, read in the peer's memory.
+
+    spans: (offset, bytes) in the peer's send memory, one pair per field; empty if this rank cannot read that memory.
+    """
 
     block: Block
     peer: int
@@ -185,44 +221,32 @@ class Receive(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One rank's whole pass, forward or backward. Programs are told apart by identity.
-
-    ops: in the order in which they are issued. receives: by step. passed: by step, where what is passed on lies, in the
-    order of its messages. totals, results: what accumulators and results are
-    of, from row 0 on. kept: what forward keeps for backward, in this order: queries and their out, or keys.
-    own: by kind, where this rank's own results are at the end. reads_own: kinds of its own tensors that are read.
-    num_tokens: of this rank's queries.
-    """
+    """One rank's whole forward or backward pass. Programs compare by identity."""
 
     rank: int
-    num_tokens: int
+    num_tokens: int  # queries of this rank
     backward: bool
-    ops: tuple[Op, ...]
+    ops: tuple[Op, ...]  # in the order of issue
     buffers: tuple[Buffer, ...]
     sends: SendLayout
-    receives: tuple[tuple[Receive, ...], ...]
-    passed: tuple[tuple[Rows, ...], ...]
-    totals: tuple[Rows, ...]
-    results: tuple[Rows, ...]
-    kept: tuple[tuple[Rows, ...], ...]
-    own: dict[Kind, Rows]
-    reads_own: frozenset[Kind]
+    receives: tuple[tuple[Receive, ...], ...]  # indexed by step
+    passed: tuple[tuple[Rows, ...], ...]  # indexed by step: the rows of its messages that are passed on, in their order
+    accumulators: tuple[Rows, ...]  # all rows of each
+    results: tuple[Rows, ...]  # all rows of each
+    kept: tuple[tuple[Rows, ...], ...]  # what forward keeps for backward: queries with their out, or keys
+    own: dict[Kind, Rows]  # this rank's results at the end
+    reads_own: frozenset[Kind]  # kinds of this rank's own tensors that the program reads
 
     @cached_property
     def calls(self) -> tuple[Compute, ...]:
         return tuple(op for op in self.ops if isinstance(op, Compute))
 
     @cached_property
-    def merges(self) -> tuple[Merge, ...]:
-        return tuple(op for op in self.ops if isinstance(op, Merge))
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.receives)
-
-    @cached_property
     def buffer_names(self) -> tuple[int, ...]:
-        """A number for every buffer among its kind, the largest first: a shorter sequence fits a longer one's."""
+        """The place of every buffer among those of its kind, ordered by size, the largest first.
+
+        Programs share the memory of equal names, so a shorter sequence fits into the buffers of a longer one.
+        """
         seen: dict[tuple[Kind, int], int] = {}
         names = [0] * len(self.buffers)
         for i in sorted(range(len(self.buffers)), key=lambda i: -self.buffers[i].tokens):
@@ -230,21 +254,3 @@ class Program:
             names[i] = seen.get(key, 0)
             seen[key] = names[i] + 1
         return tuple(names)
-
-
-def used_marks(ops: Sequence[Op]) -> list[Op]:
-    """Without marks that no message waits for."""
-    used = {op.after for op in ops if type(op) is Send}
-    return [op for op in ops if type(op) is not Mark or op.number in used]
-
-
-def rows_read(ops: Iterable[Op], kept: Iterable[tuple[Rows, ...]]) -> Iterator[Rows]:
-    """Rows that operations read, and what is kept."""
-    yield from (rows for each in kept for rows in each)
-    for op in ops:
-        if isinstance(op, Copy):
-            yield from (source for _, source in op.pairs)
-        elif isinstance(op, Compute):
-            yield from (op.queries, op.keys)
-        elif isinstance(op, Merge):
-            yield from (part.rows for part in op.parts)

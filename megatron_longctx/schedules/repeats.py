@@ -1,13 +1,14 @@
-"""What repeats in a rank's part of a plan: with many ranks most does, so that a shorter plan says what all of it takes.
+"""Short plans: one rank's part of a plan without its repetitions, for simulation.
 
-A step of a rank is named by what it sends, receives and attends, where other ranks go by how long ago they came last.
-Steps of one name do the same to blocks that came as long before. In a step, alike blocks of several ranks that lie side
-by side wherever they come are one block of as many tokens.
+With many ranks most steps of a rank repeat, so a short plan suffices to find what all of them take. Two things shorten
+it. Steps that do the same to blocks that came equally long before are equal, whatever the ranks of these blocks, and a
+cycle of equal steps needs only a few repetitions. Within a step, equal blocks of several ranks that are adjacent
+wherever they occur become one block of as many tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from operator import itemgetter
@@ -26,40 +27,46 @@ Bools = NDArray[np.bool_]
 
 T = TypeVar("T")
 
-_PERIODS, _TURNS, _EDGE, _LONGEST = 3, 4, 6, 16
-"""Repetitions after which a program repeats, too: accumulators take three parts at a time, buffers take turns. How many
-of these until messages are sent from the same memory. Repetitions at either end that may differ. The most steps of what
-is sought."""
 LEAST_RANKS = 16
-"""Fewer ranks' programs are made sooner than compared."""
+"""Plans of fewer ranks are lowered faster than compared."""
+_UNIT = 3
+"""Cycles of a plan after which its program repeats, too: accumulators take three parts at a time, and buffers take
+turns."""
+_REUSE = 4
+"""Units after which send memory repeats. Cycles are cut in multiples of this."""
+_EDGE = 6
+"""Cycles at either end of a repetition that may differ from the others."""
+_LONGEST = 16
+"""The most steps of a cycle."""
+
 _SENT, _RECEIVED, _CALL, _ATTENDED = range(4)
 _OWN = -1
-"""Instead of how many rows before it a home came last (0: not before), where it is the rank itself."""
+"""Marks the rank itself, where other homes have their distance to the row in which they came last (0: never)."""
 
 
 class Cut(NamedTuple):
-    """Steps `start..stop-1` of a shorter plan, which come so many `times` more."""
+    """Steps `start..stop-1` of a short plan, which the whole plan repeats `times` more times."""
 
     start: int
     stop: int
     times: int
 
     def repeats(self, steps: list[T]) -> bool:
-        """Whether what was found of these steps is found of as many behind them."""
+        """Whether the results of these steps equal those of the same number of steps behind them."""
         return steps[self.start : self.stop] == steps[self.stop : 2 * self.stop - self.start]
 
 
-class Short(NamedTuple):
-    """One rank's part of a plan without what repeats. key: equal for ranks that do the same. joined: results for other
-    ranks that stand for several, by kind, tokens and heads: true only where each is of one call."""
+class ShortPlan(NamedTuple):
+    """One rank's part of a plan without its repetitions."""
 
-    key: tuple[object, ...]
+    key: tuple[object, ...]  # equal for ranks that do the same
     plan: Plan
     cuts: tuple[Cut, ...] = ()
     joined: frozenset[tuple[Kind, int, Heads]] = frozenset()
+    """Kind, tokens and heads of joined results for other ranks. The short plan holds only if one call computes each."""
 
-    def all_of(self, steps: list[T]) -> list[T]:
-        """By step of the whole plan, what was found of the shorter one's (and behind its last)."""
+    def expand(self, steps: list[T]) -> list[T]:
+        """Return the results of all steps of the whole plan, and of what follows the last, from the short plan's."""
         found: list[T] = []
         at = 0
         for start, stop, times in self.cuts:
@@ -69,36 +76,39 @@ class Short(NamedTuple):
         return [*found, *steps[at:]]
 
 
-class Repeats:
-    """A plan's ranks, each by its own part of the plan."""
+class ShortPlans:
+    """The short plans of a plan's ranks."""
 
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self.plan = plan
         self._parts = _Parts(plan, workload)
         self._names: dict[bytes, int] = {}
-        self._short: dict[tuple[object, ...], Short] = {}
+        self._known: dict[tuple[object, ...], ShortPlan] = {}
 
-    def short(self, rank: int) -> Short:
-        """That of one rank; in it, the rank keeps its number, and others have numbers of their own."""
+    def of(self, rank: int) -> ShortPlan:
+        """Return the short plan of a rank. In it the rank has its own number, and other ranks have arbitrary ones."""
         plan = self.plan
         names = [self._names.setdefault(rows, len(self._names)) for rows in self._parts.of(rank)]
         kept, cuts = _kept(names)
         where = [cut[:2] for cut in cuts]
         key = (plan.queries.num_tokens(rank), plan.keys.num_tokens(rank), *where, *(names[t] for t in kept))
-        if key not in self._short:
-            self._short[key] = self._shorter(rank, kept, Short(key, plan, cuts))
-        found = self._short[key]
-        return found._replace(cuts=cuts) if found.key else Short((-1, rank), plan)
+        if key not in self._known:
+            self._known[key] = self._shorten(rank, kept, ShortPlan(key, plan, cuts))
+        found = self._known[key]
+        return found._replace(cuts=cuts) if found.key else ShortPlan((-1, rank), plan)
 
-    def _shorter(self, rank: int, kept: list[int], short: Short) -> Short:
-        """With the plan of some steps; without a key where a block stays for longer than a part that is cut out."""
+    def _shorten(self, rank: int, kept: list[int], short: ShortPlan) -> ShortPlan:
+        """Return `short` with the plan of the steps `kept`.
+
+        It has no key if a block stays on the rank for longer than the part of a cut that the short plan has.
+        """
         parts, cuts = self._parts, short.cuts
         if not cuts and not parts.joined[rank]:
             return short
         joined = set()
         steps: list[Step] = []
-        homes: list[int] = []  # by row
-        begins: list[int] = []  # by step, its first row
+        homes: list[int] = []  # one per row
+        begins: list[int] = []  # the first row of each step
         seams = {2 * cut.stop - cut.start: cut.start for cut in cuts}
         oldest, new = 0, self.plan.n
         for place, t in enumerate(kept):
@@ -113,7 +123,7 @@ class Repeats:
                     homes.append(-1)
                     continue
                 if since > len(homes) - oldest:
-                    return Short((), self.plan)
+                    return ShortPlan((), self.plan)
                 kind, home, start, stop, origin, heads = thing
                 if since != _OWN:
                     home = homes[-since] if since else new
@@ -132,12 +142,14 @@ class Repeats:
 
 
 class _Parts:
-    """Every rank's part of a plan: by step, rows of three integers.
+    """The steps of every rank as rows of three integers.
 
-    A row is a block that is sent, received or attended: which of these and what block, how many rows before it its home
-    came last, and for how many blocks it stands. Or it is a call, before what it attends.
+    A row is a block that is sent, received or attended to: a code of this role and of the block's shape, the distance
+    to the row in which the block's home came last, and the number of equal blocks that it represents. A kernel call is
+    a row as well, in front of its blocks.
 
-    joined: by rank, whether some row stands for several blocks.
+    Attributes:
+        joined: indexed by rank, whether a row represents several blocks.
     """
 
     def __init__(self, plan: Plan, workload: Workload) -> None:
@@ -149,7 +161,7 @@ class _Parts:
         blocks = list(map(itemgetter(0), moves))
         blocks += chain.from_iterable(chain.from_iterable(zip(queries, keys, strict=True)))
         self._things = [*blocks, *calls]
-        # Who sends, receives, calls and attends what, in which step; then by rank and by step.
+        # All rows: who sends, receives, calls and attends to what, in which step. Then sorted by rank and step.
         sent = np.arange(len(moves))
         sizes = np.array([list(map(len, queries)), list(map(len, keys))], int).sum(0) + 1
         is_call = np.zeros(sizes.sum(), bool)
@@ -161,17 +173,22 @@ class _Parts:
         ends = (np.fromiter(map(itemgetter(end), moves), int, len(moves)) for end in (1, 2))
         calling = np.repeat(np.repeat(np.arange(n * num_steps), list(map(len, calls_of))), sizes)
         steps, ranks = np.divmod(np.concatenate((*(n * steps + end for end in ends), calling)), n)
-        small = np.min_scalar_type(max(n, num_steps))  # sorts faster
+        small = np.min_scalar_type(max(n, num_steps))  # small integers sort faster
         order = np.lexsort((steps.astype(small), ranks.astype(small)))
         things, roles, ranks, at = things[order], roles[order], ranks[order], (ranks * num_steps + steps)[order]
         is_call = things >= len(blocks)
         roles[is_call] = _CALL
-        values, of_blocks = _numbered(blocks)
+        # The number of the block's shape or of the call's slices, home and origin.
+        objects, which = _distinct(blocks)
+        shapes, of_objects = _number(map(itemgetter(0, 2, 3, 5), objects))
+        columns = of_objects, list(map(itemgetter(1), objects)), list(map(itemgetter(4), objects))
+        of_blocks = np.array(columns, np.int32).T.take(which, 0)
+        objects_of_calls, which = _distinct(slices)
         of_calls = np.full((len(calls), 3), -1, np.int32)
-        of_calls[:, 0] = _equal(slices)
+        of_calls[:, 0] = np.array(_number(objects_of_calls)[1], np.int32).take(which)
         numbers, homes, origins = np.concatenate((of_blocks, of_calls)).take(things, 0).T
         codes = 8 * numbers + 2 * roles + (origins == ranks)
-        # How many rows before it a home came last.
+        # The distance of each row to the one in which its home came last.
         is_own, is_other = homes == ranks, (homes != ranks) & ~is_call
         others = np.flatnonzero(is_other)
         others = others[np.lexsort((homes[others].astype(small), ranks[others].astype(small)))]
@@ -179,13 +196,13 @@ class _Parts:
         before = np.arange(len(things))
         before[others[1:][again]] = others[:-1][again]
         since = np.where(is_own, _OWN, np.arange(len(things)) - before)
-        # Which rows are one with those before them. Results lie side by side only where their memory does, and those
-        # for this rank are merged one after the other.
+        # Which rows join the one before them. Results do only if their send memory is contiguous; those for this rank
+        # do not, since they are merged one after the other.
         numbers[is_call] = 0
-        shapes, results, even = _about(values, workload)
-        to_send = (origins == ranks) & even[numbers]
+        spans, results, unpadded = _about(shapes, workload)
+        to_send = (origins == ranks) & unpadded[numbers]
         joins = (is_own & (roles == _SENT)) | (is_other & (~results[numbers] | to_send))
-        unlike = np.flatnonzero((since > 0) & (shapes[numbers] != shapes[numbers[before]]))
+        unlike = np.flatnonzero((since > 0) & (spans[numbers] != spans[numbers[before]]))
         joins[unlike] = joins[before[unlike]] = False
         joins[1:] &= joins[:-1]
         joins[:1] = False
@@ -204,61 +221,52 @@ class _Parts:
         self._num_steps = num_steps
 
     def of(self, rank: int) -> Iterator[bytes]:
-        """The rows of a rank's steps."""
+        """Yield the rows of each step of a rank, as bytes."""
         ends = self._ends[rank * self._num_steps : (rank + 1) * self._num_steps + 1]
         rows = self._rows[ends[0] : ends[-1]].tobytes()
         for start, stop in pairwise((self._rows.strides[0] * (ends - ends[0])).tolist()):
             yield rows[start:stop]
 
     def rows(self, rank: int, t: int) -> Iterator[tuple[int, Block | Attend, int, int]]:
-        """Those of a step: role, block or call, and the second and third integer."""
+        """Yield the rows of a step: role, block or call, distance and number of blocks."""
         start, stop = self._ends[rank * self._num_steps + t :][:2]
         codes, since, times = self._rows[start:stop].T.tolist()
         for code, number, *rest in zip(codes, self._numbers[start:stop].tolist(), since, times, strict=True):
             yield code // 2 % 4, self._things[number], *rest
 
 
-def _numbered(blocks: Sequence[Block]) -> tuple[list[tuple[Kind, int, int, Heads]], Ints]:
-    """What blocks there are but for whose they are, and a row for each: which of these, its home and its origin."""
-    found, places = _distinct(blocks)
-    numbers: dict[tuple[Kind, int, int, Heads], int] = {}
-    columns = [[numbers.setdefault(each, len(numbers)) for each in map(itemgetter(0, 2, 3, 5), found)]]
-    columns += [list(map(itemgetter(field), found)) for field in (1, 4)]
-    return list(numbers), np.array(columns, np.int32).T.take(places, 0)
-
-
-def _equal(things: Sequence[object]) -> Ints:
-    """Equal ones as equal numbers."""
-    found, places = _distinct(things)
-    numbers: dict[object, int] = {}
-    return np.array([numbers.setdefault(each, len(numbers)) for each in found], np.int32).take(places)
-
-
 def _distinct(things: Sequence[T]) -> tuple[list[T], NDArray[np.int_]]:
-    """The objects among them, and which of these each is. Plans share most of their objects."""
+    """Return the distinct objects, and which of them each thing is. Plans share most of their objects."""
     ids = np.fromiter(map(id, things), np.int64, len(things))
     _, first, places = np.unique(ids, return_index=True, return_inverse=True)
     return [things[i] for i in first.tolist()], places
 
 
-def _about(values: Sequence[tuple[Kind, int, int, Heads]], workload: Workload) -> tuple[Ints, Bools, Bools]:
-    """Of blocks: equal numbers for the same rows and heads, whether they are results, and whether several take as much
-    send memory as one of all their tokens."""
-    shapes: dict[tuple[int, int, Heads], int] = {}
-    shape = [shapes.setdefault(value[1:], len(shapes)) for value in values]
-    even = [
+def _number(things: Iterable[T]) -> tuple[list[T], list[int]]:
+    """Return the distinct values of things, and which of them each thing is."""
+    numbers: dict[T, int] = {}
+    column = [numbers.setdefault(each, len(numbers)) for each in things]
+    return list(numbers), column
+
+
+def _about(shapes: Sequence[tuple[Kind, int, int, Heads]], workload: Workload) -> tuple[Ints, Bools, Bools]:
+    """Return for each shape the number of its slots and heads, whether it is a result, and whether send memory holds
+    it without padding."""
+    _, spans = _number(shape[1:] for shape in shapes)
+    unpadded = [
         all(size * (stop - start) % ALIGNMENT == 0 for size in workload.field_bytes(kind, heads))
-        for kind, start, stop, heads in values
+        for kind, start, stop, heads in shapes
     ]
-    return np.array(shape, np.int32), np.array([value[0] in RESULTS for value in values], bool), np.array(even, bool)
+    return np.array(spans, np.int32), np.array([kind in RESULTS for kind, *_ in shapes], bool), np.array(unpadded, bool)
 
 
 def _begins(joins: Bools, before: NDArray[np.int_], again: NDArray[np.int_]) -> Bools:
-    """Where blocks begin that stand for several: all rows of one have come before as all rows of one.
+    """Return which rows begin a joined block. Blocks stay joined only if they are joined wherever they occur.
 
     Args:
-        joins: rows that are like the ones before them. before: the row in which each one's home came last. again: rows
-            that have such a one.
+        joins: whether a row is like the one before it.
+        before: the row in which the home of each row came last.
+        again: the rows that have such an earlier row.
     """
     begins = np.append(~joins, True)
     several = ~(begins[:-1] & begins[1:])
@@ -275,7 +283,7 @@ def _begins(joins: Bools, before: NDArray[np.int_], again: NDArray[np.int_]) -> 
 
 
 def _kept(names: Sequence[int]) -> tuple[list[int], tuple[Cut, ...]]:
-    """The steps that a shorter plan has, and in its numbers what is left out."""
+    """Return the steps that a short plan keeps, and its cuts in the numbers of these steps."""
     kept: list[int] = []
     cuts: list[Cut] = []
     t = 0
@@ -284,8 +292,8 @@ def _kept(names: Sequence[int]) -> tuple[list[int], tuple[Cut, ...]]:
         stop = t + period
         while period and stop < len(names) and names[stop] == names[stop - period]:
             stop += 1
-        unit = _PERIODS * period
-        times = _TURNS * (((stop - t - 2 * _EDGE * period) // unit - 2) // _TURNS) if period else 0
+        unit = _UNIT * period
+        times = _REUSE * (((stop - t - 2 * _EDGE * period) // unit - 2) // _REUSE) if period else 0
         if times > 0:
             first = len(kept) + _EDGE * period
             cuts.append(Cut(first, first + unit, times))

@@ -1,62 +1,56 @@
-"""Choosing a mode: simulate all that can run, take the fastest that fits into memory."""
+"""The choice of a mode: simulate all that can run, and take the fastest that fits into memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ..topology import Cluster
+from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum, sum_in_nodes
 from .build import build_plan
 from .cost import GIB, Costs
+from .lower import Target
 from .mask import Mask
-from .modes import MODES, Choices, Mode, ModeOptions
-from .overlap import backward_plan
-from .relay import ranks_to_sum, summing_in_nodes
-from .save_remote import keeping, keeps_received
+from .modes import MODES, Mode, ModeOptions, SearchContext
 from .simulate import Simulation, simulate
-from .target import Target
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a mode is chosen for. unit, layout: see `build_plan`. options: what was said of modes. max_bytes: most
-    memory of one attention call on any rank; None for no bound. keep_received, sum_in_node: auto, true or false (see
-    `keeps_received`, `ranks_to_sum`)."""
+    """The problem that a mode is chosen for."""
 
     n: int
     mask: Mask
     target: Target
-    unit: int = 1
+    unit: int = 1  # see `build_plan`
     layout: str = "auto"
-    options: ModeOptions = field(default_factory=ModeOptions)
-    max_bytes: int | None = None
-    keep_received: str = "false"
-    sum_in_node: str = "false"
+    options: ModeOptions = field(default_factory=ModeOptions)  # the configured ones
+    max_bytes: int | None = None  # the most memory of one attention call on any rank; None for no bound
+    keep_received: str = "false"  # auto, true or false: see `keeps_received`
+    sum_in_node: str = "false"  # auto, true or false: see `ranks_to_sum`
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mode with its simulated passes, or the reason why it cannot run. corrections: what their seconds are to be
-    multiplied by, forward and backward (`Costs.correction`)."""
+    """A mode with its simulated passes, or the reason why it cannot run."""
 
     name: str
     mode: Mode | None = None
     forward: Simulation | None = None
     backward: Simulation | None = None
     reason: str = ""
-    corrections: tuple[float, float] = (1.0, 1.0)
+    corrections: tuple[float, float] = (1.0, 1.0)  # the factors of their seconds (`Costs.correction`)
 
     @property
     def predicted(self) -> tuple[float, float]:
-        """Seconds, forward and backward."""
+        """The corrected seconds of forward and of backward."""
         if self.forward is None or self.backward is None:
             return math.inf, math.inf
         return self.forward.seconds * self.corrections[0], self.backward.seconds * self.corrections[1]
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
         return sum(self.predicted)
 
     @property
@@ -72,20 +66,21 @@ def rank_modes(
     candidates: Sequence[Mode] | None = None,
     timeline: bool = False,
 ) -> list[Candidate]:
-    """Every mode that can run, the fastest first, then those that cannot, with their reasons.
+    """Return every mode that can run, the fastest first, then those that cannot, with their reasons.
 
     Args:
-        cluster: of `problem.n` ranks.
-        costs: None for what the cluster's device says.
+        cluster: the cluster of the `problem.n` ranks.
+        costs: None for those that the cluster's device describes.
         candidates: None for those of every mode.
+        timeline: record what every rank does when.
 
     Raises:
-        ValueError: a cluster of another size, or without the figures that are needed.
+        ValueError: there are no costs, and the cluster has no figures for its device.
     """
     costs = costs or Costs.of_device(cluster.device)
     found: list[Candidate] = []
     if candidates is None:
-        choices = Choices(
+        context = SearchContext(
             problem.n,
             problem.mask.length,
             problem.target.workload.num_kv_heads,
@@ -97,22 +92,22 @@ def rank_modes(
         candidates = []
         for name, mode in MODES.items():
             try:
-                candidates += mode.candidates(choices)
+                candidates += mode.candidates(context)
             except ValueError as error:
                 found.append(Candidate(name, reason=str(error)))
     for candidate in candidates:
         try:
-            found.append(_price(candidate, problem, cluster, costs, timeline))
+            found.append(_simulate(candidate, problem, cluster, costs, timeline))
         except ValueError as error:
             found.append(Candidate(str(candidate), candidate, reason=str(error)))
     return sorted(found, key=lambda each: (bool(each.reason), each.seconds))
 
 
 def select(problem: Problem, cluster: Cluster, costs: Costs | None = None) -> list[Candidate]:
-    """As `rank_modes`, with one that can run in front.
+    """Return the result of `rank_modes`, whose first mode can run.
 
     Raises:
-        ValueError: no mode can, with every reason.
+        ValueError: no mode can run, with every reason.
     """
     ranking = rank_modes(problem, cluster, costs)
     if not ranking or ranking[0].reason:
@@ -125,11 +120,11 @@ def select(problem: Problem, cluster: Cluster, costs: Costs | None = None) -> li
 
 
 def table(ranking: Sequence[Candidate]) -> str:
-    """A ranking as text."""
+    """Format a ranking as a table."""
     lines = [f"  {'mode':<36} {'forward':>10} {'backward':>10} {'exposed':>10} {'idle':>6} {'memory':>10}"]
     for candidate in ranking:
         forward, backward = candidate.forward, candidate.backward
-        if candidate.reason or forward is None or backward is None:
+        if forward is None or backward is None:
             lines.append(f"  {candidate.name:<36} not possible: {candidate.reason}")
             continue
         exposed = max(forward.exposed_s) + max(backward.exposed_s)
@@ -143,17 +138,18 @@ def table(ranking: Sequence[Candidate]) -> str:
     return "\n".join(lines)
 
 
-def _price(mode: Mode, problem: Problem, cluster: Cluster, costs: Costs, timeline: bool) -> Candidate:
+def _simulate(mode: Mode, problem: Problem, cluster: Cluster, costs: Costs, timeline: bool) -> Candidate:
     target, n, length = problem.target, problem.n, problem.mask.length
     mode.check_heads(n, target.workload.num_heads, target.workload.num_kv_heads)
     plan = build_plan(mode, n, problem.mask, unit=problem.unit, layout=problem.layout)
     if keeps_received(problem.keep_received, mode.name, n, length, target.workload.batch):
-        plan = keeping(plan)
-    plan = summing_in_nodes(plan, ranks_to_sum(problem.sum_in_node, problem.options.cluster, n))
+        plan = keep_received(plan)
+    plan = sum_in_nodes(plan, ranks_to_sum(problem.sum_in_node, problem.options.cluster, n))
     forward = simulate(plan, cluster, target, costs, timeline=timeline)
     backward = simulate(backward_plan(plan), cluster, target, costs, timeline=timeline)
-    found = Candidate(str(mode), mode, forward, backward)
+    name = str(mode)
+    corrections = costs.correction(name, length, False), costs.correction(name, length, True)
+    found = Candidate(name, mode, forward, backward, corrections=corrections)
     if problem.max_bytes is not None and found.peak_bytes > problem.max_bytes:
         raise ValueError(f"needs {found.peak_bytes / GIB:.2f} GiB of {problem.max_bytes / GIB:.2f} GiB")
-    corrections = [costs.correction(found.name, length, backward) for backward in (False, True)]
-    return replace(found, corrections=(corrections[0], corrections[1]))
+    return found

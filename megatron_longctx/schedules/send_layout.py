@@ -1,32 +1,33 @@
-"""Where all that a rank sends lies in the memory that its peers read. Every rank computes every other's: nothing is
-exchanged. What is no longer read makes room for what comes later."""
+"""The layout of a rank's send memory, which its peers read.
+
+Every rank computes the layouts of its peers, so no offsets are exchanged. Memory that has been read is reused later.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from .mask import runs
+from .mask import merge_spans
 from .plan import GRADIENTS, RESULTS, Block, Heads, Kind, Move, Plan
-from .program import Message, Region, SendLayout
+from .program import Message, Region, Rows, SendLayout, Space
 
 ALIGNMENT = 256
 
-_READ_FOR = 2
-"""Steps after which a message's memory may be used again: by then its readers are long done, and waiting for their
-word costs nothing."""
+_READ_WITHIN = 2
+"""Steps after which the memory of a message may be reused. By then its readers are long done, so waiting for their
+confirmation costs nothing."""
 
 RowBytes = Callable[[Kind, Heads], Sequence[int]]
-"""Bytes of a token of a kind, by field."""
+"""The bytes of one token of a kind, by field."""
 
 
 class Batch(NamedTuple):
-    """What is sent together: `num_bytes` that peers read in `step`.
+    """Messages of one step that share the lifetime of their memory: `num_bytes` bytes, which peers read in `step`.
 
-    written: the first step in which it is written. passed: by the messages of that step, which pass on what came from
-    other ranks; else by the step's kernel calls, which wait for the messages of the step before.
+    written: the first step that writes them. passed: whether the messages of that step write them, to pass on blocks of
+    other ranks. Otherwise the step's kernel calls do, which wait for the messages of the step before.
     """
 
     step: int
@@ -35,192 +36,189 @@ class Batch(NamedTuple):
     passed: bool
 
     @property
-    def freed(self) -> int:
-        """Only what was read up to `_READ_FOR` steps before this step may lie where this batch is to be."""
+    def free_by(self) -> int:
+        """The step whose start waits for earlier readers of this memory, which read it `_READ_WITHIN` steps before."""
         return self.written if self.passed else self.written - 1
 
 
-@dataclass(frozen=True)
-class Placement:
-    """offsets: by batch. num_bytes: of all. awaited: by a step whose memory is used again, the step in which its
-    readers' word has to be awaited."""
+def place(batches: Sequence[Batch]) -> tuple[list[int], int, dict[int, int]]:
+    """Place each batch at the lowest offset that is free during its whole lifetime.
 
-    offsets: tuple[int, ...]
-    num_bytes: int
-    awaited: dict[int, int]
-
-
-def place(batches: Sequence[Batch]) -> Placement:
-    """Each batch at the lowest offset that is free for as long as it is needed."""
+    Returns:
+        The offset of each batch, the bytes of all, and, keyed by a step whose memory is reused, the step that awaits
+        its readers.
+    """
     order = sorted(range(len(batches)), key=lambda i: (batches[i].written, batches[i].step))
     offsets = [0] * len(batches)
     placed: list[int] = []
     awaited: dict[int, int] = {}
     for i in order:
         batch = batches[i]
-        # What is known to be awaited before anything from here on is freed changes no more: plans of many ranks reuse
-        # memory in most steps, so that few batches are left to look at.
+        # A step that is awaited before this batch is written constrains nothing from here on. Plans of many ranks reuse
+        # memory in most steps, so this leaves few batches to compare with.
         placed = [j for j in placed if awaited.get(batches[j].step, batch.written) >= batch.written]
-        over = [j for j in placed if batches[j].step + _READ_FOR <= batch.freed]
+        free = [j for j in placed if batches[j].step + _READ_WITHIN <= batch.free_by]
         offset = 0
-        for j in sorted(set(placed) - set(over), key=lambda j: offsets[j]):
+        for j in sorted(set(placed) - set(free), key=lambda j: offsets[j]):
             if offset + batch.num_bytes > offsets[j]:
                 offset = max(offset, offsets[j] + batches[j].num_bytes)
         offsets[i] = offset
-        for j in over:
+        for j in free:
             if offset < offsets[j] + batches[j].num_bytes and offsets[j] < offset + batch.num_bytes:
-                awaited[batches[j].step] = min(batch.freed, awaited.get(batches[j].step, batch.freed))
+                awaited[batches[j].step] = min(batch.free_by, awaited.get(batches[j].step, batch.free_by))
         placed.append(i)
     total = max((offset + batch.num_bytes for offset, batch in zip(offsets, batches, strict=True)), default=0)
-    return Placement(tuple(offsets), total, awaited)
+    return offsets, total, awaited
 
 
-Carrier = tuple[Block, int]
-"""A message with results: its block and its step."""
+ResultMessage = tuple[Block, int]
+"""A message that carries results: its block and its step."""
 
 
-class ResultsSent(NamedTuple):
-    """What a rank computes for others. computed: by message, the step in which its last part is. parts: by message, how
-    many calls and arrivals add to it. carried: by step and call, what it computes for others, each with its message.
-    added: by step, other ranks' partial gradients that came in the step before and go on in a message of this rank's,
-    likewise. by_call: by message, whether its last part is a call's."""
+class SentResults(NamedTuple):
+    """The results that a rank computes for other ranks, and the messages that carry them."""
 
-    computed: dict[Carrier, int]
-    parts: dict[Carrier, int]
-    carried: list[list[list[tuple[Block, Carrier]]]]
-    added: list[list[tuple[Block, Carrier]]]
-    by_call: dict[Carrier, bool]
+    computed: dict[ResultMessage, int]  # the step of the last part
+    by_call: dict[ResultMessage, bool]  # whether a kernel call computes the last part
+    parts: dict[ResultMessage, int]  # the number of calls and arrivals that add to it
+    carried: list[list[list[tuple[Block, ResultMessage]]]]  # indexed by step and call: its results for other ranks
+    added: list[list[tuple[Block, ResultMessage]]]  # indexed by step: gradients that came the step before and go on
 
 
-def results_sent(plan: Plan, rank: int) -> ResultsSent:
-    """That of one rank."""
-    sent: dict[tuple[Kind, int], list[Carrier]] = {}
-    computed: dict[Carrier, int] = {}
+def sent_results(plan: Plan, rank: int) -> SentResults:
+    """Return the results that `rank` computes for other ranks."""
+    sent: dict[tuple[Kind, int], list[ResultMessage]] = {}  # keyed by kind and home
+    computed: dict[ResultMessage, int] = {}
     for t, moves in enumerate(plan.sends(rank)):
         for block, _, _ in moves:
             if block.kind in RESULTS and block.origin == rank:
                 sent.setdefault((block.kind, block.home), []).append((block, t))
                 computed[block, t] = t - 1
+
+    def carrier(part: Block, t: int) -> ResultMessage:
+        """Return the message that carries a part which is computed in step `t`."""
+        return next((block, u) for block, u in sent.get((part.kind, part.home), ()) if u > t and block.contains(part))
+
     parts, by_call = dict.fromkeys(computed, 0), dict.fromkeys(computed, True)
-    carried: list[list[list[tuple[Block, Carrier]]]] = []
-    added: list[list[tuple[Block, Carrier]]] = []
+    carried: list[list[list[tuple[Block, ResultMessage]]]] = []
+    added: list[list[tuple[Block, ResultMessage]]] = []
     before: list[Move] = []
     for t, (step, arriving) in enumerate(zip(plan.steps, plan.receives(rank), strict=True)):
         arrived = [block for block, _, _ in before if block.kind in GRADIENTS and block.home != rank]
-        added.append([(block, _carrier(block.result(block.kind, rank), t, sent)) for block in arrived])
-        calls = step.attends[rank]
-        found = [[(part, _carrier(part, t, sent)) for part in plan.results_away(each, rank)] for each in calls]
-        for call, messages in ((False, added[t]), (True, chain.from_iterable(found))):
-            for _, message in messages:
+        added.append([(block, carrier(block.result(block.kind, rank), t)) for block in arrived])
+        carried.append(
+            [[(part, carrier(part, t)) for part in plan.results_away(call, rank)] for call in step.attends[rank]]
+        )
+        for call, found in ((False, added[t]), (True, chain.from_iterable(carried[t]))):
+            for _, message in found:
                 computed[message], by_call[message] = t, call
                 parts[message] += 1
-        carried.append(found)
         before = arriving
-    return ResultsSent(computed, parts, carried, added, by_call)
+    return SentResults(computed, by_call, parts, carried, added)
 
 
-def _carrier(part: Block, t: int, sent: dict[tuple[Kind, int], list[Carrier]]) -> Carrier:
-    """The message that takes along a part computed in step `t`. sent: by kind and home."""
-    return next((block, u) for block, u in sent.get((part.kind, part.home), ()) if u > t and block.contains(part))
-
-
-class _Builder:
-    """Regions one after the other."""
+class _Regions:
+    """Regions of send memory. `add` appends one at the offset `end` and moves that behind it."""
 
     def __init__(self, row_bytes: RowBytes) -> None:
-        self.row_bytes = row_bytes
+        self._row_bytes = row_bytes
         self.regions: list[Region] = []
-        self.num_bytes = 0
+        self.end = 0
 
-    def region(self, kind: Kind, heads: Heads, tokens: int) -> int:
-        offsets, sizes = [], tuple(self.row_bytes(kind, heads))
+    def add(self, kind: Kind, heads: Heads, tokens: int) -> int:
+        offsets, sizes = [], tuple(self._row_bytes(kind, heads))
         for size in sizes:
-            offsets.append(self.num_bytes)
-            self.num_bytes += _aligned(size * tokens)
+            offsets.append(self.end)
+            self.end += _aligned(size * tokens)
         self.regions.append(Region(kind, heads, tokens, tuple(offsets), sizes))
         return len(self.regions) - 1
 
-    def bytes_of(self, block: Block) -> int:
-        return sum(_aligned(size * block.tokens) for size in self.row_bytes(block.kind, block.heads))
+    def num_bytes(self, block: Block) -> int:
+        return sum(_aligned(size * block.tokens) for size in self._row_bytes(block.kind, block.heads))
 
 
 def send_layout(
-    plan: Plan, rank: int, row_bytes: RowBytes, peers: frozenset[int], computed: dict[Carrier, int]
+    plan: Plan, rank: int, row_bytes: RowBytes, peers: frozenset[int], computed: dict[ResultMessage, int]
 ) -> SendLayout:
-    """That of one rank.
+    """Return the layout of the send memory of `rank`.
 
     Args:
-        computed: of `ResultsSent`.
-        peers: the ranks that read its memory; others are sent to. What is only passed on to these lies in no region.
+        peers: the ranks that read this memory. Blocks that are passed on need a region only on their way to a peer.
+        computed: see `SentResults`.
     """
-    builder = _Builder(row_bytes)
-    sends = plan.sends(rank)
-    own: dict[tuple[Kind, Heads], list[tuple[int, int]]] = {}
+    memory, sends = _Regions(row_bytes), plan.sends(rank)
+    packing, packed = _pack_own_rows(sends, rank, memory)
+    batches: list[tuple[Batch, list[tuple[Block, int]]]] = []  # with blocks, and destinations of those passed on
+    for t, moves in enumerate(sends):
+        results = [(block, -1) for block, _, _ in moves if block.kind in RESULTS and block.origin == rank]
+        passed = [(block, to) for block, _, to in moves if to in peers and _producer(block) != rank]
+        for blocks, is_passed in ((results, False), (passed, True)):
+            if blocks:
+                written = t if is_passed else min(computed[block, t] for block, _ in blocks)
+                batches.append((Batch(t, written, sum(memory.num_bytes(b) for b, _ in blocks), is_passed), blocks))
+    base, (offsets, num_bytes, awaited) = memory.end, place([batch for batch, _ in batches])
+    regions: dict[tuple[Block, int, int], int] = {}  # keyed by block, step and destination
+    for offset, (batch, blocks) in zip(offsets, batches, strict=True):
+        memory.end = base + offset
+        for block, to in blocks:
+            regions[block, batch.step, to] = memory.add(block.kind, block.heads, block.tokens)
+
+    def message(block: Block, t: int, to: int) -> Message:
+        if _producer(block) != rank:
+            return Message(block, to, regions.get((block, t, to), -1), 0, True)
+        if block.kind in RESULTS:
+            return Message(block, to, regions[block, t, -1], 0, False)
+        runs_of = packed[block.kind, block.heads]
+        into, own = next((into, own) for into, own in runs_of if own.start <= block.start < own.stop)
+        return Message(block, to, into.number, into.start + block.start - own.start, False)
+
+    awaits: dict[int, tuple[int, ...]] = {}
+    for step, awaiting in sorted(awaited.items()):
+        awaits[awaiting] = (*awaits.get(awaiting, ()), step)
+    return SendLayout(
+        regions=tuple(memory.regions),
+        messages=tuple([tuple([message(block, t, to) for block, _, to in moves]) for t, moves in enumerate(sends)]),
+        num_bytes=base + num_bytes,
+        packing=tuple(map(tuple, packing)),
+        results={(block, t): region for (block, t, to), region in regions.items() if to == -1},
+        awaits=awaits,
+    )
+
+
+_Copies = list[tuple[Rows, Rows]]
+
+
+def _pack_own_rows(
+    sends: Sequence[Sequence[Move]], rank: int, memory: _Regions
+) -> tuple[list[_Copies], dict[tuple[Kind, Heads], _Copies]]:
+    """Add a region for each kind and part of the heads of the own rows that a rank sends.
+
+    Returns:
+        The copies that fill the regions, indexed by the first step that sends from them, and keyed by kind and heads.
+    """
+    spans: dict[tuple[Kind, Heads], list[tuple[int, int]]] = {}
     first: dict[tuple[Kind, Heads], int] = {}
     for t, moves in enumerate(sends):
         for block, _, _ in moves:
             if block.home == rank and block.kind not in RESULTS:
-                own.setdefault((block.kind, block.heads), []).append((block.start, block.stop))
+                spans.setdefault((block.kind, block.heads), []).append((block.start, block.stop))
                 first.setdefault((block.kind, block.heads), t)
-    published: list[list[tuple[int, tuple[tuple[int, int], ...]]]] = [[] for _ in sends]
-    places: dict[tuple[Kind, Heads], tuple[int, tuple[tuple[int, int], ...]]] = {}
-    for name in sorted(own, key=lambda name: (name[0], name[1].parts, name[1].part)):
-        spans = tuple(runs(own[name]))
-        places[name] = builder.region(*name, sum(stop - start for start, stop in spans)), spans
-        published[first[name]].append(places[name])
-    batches: list[tuple[Batch, list[tuple[Block, int]]]] = []
-    for t, moves in enumerate(sends):
-        results = [block for block, _, _ in moves if block.kind in RESULTS and block.origin == rank]
-        passed = [
-            (block, to)
-            for block, _, to in moves
-            if to in peers and (block.origin != rank if block.kind in RESULTS else block.home != rank)
-        ]
-        if results:
-            size = sum(map(builder.bytes_of, results))
-            batches.append((Batch(t, min(computed[b, t] for b in results), size, False), [(b, -1) for b in results]))
-        if passed:
-            batches.append((Batch(t, t, sum(builder.bytes_of(block) for block, _ in passed), True), passed))
-    placement = place([batch for batch, _ in batches])
-    base = builder.num_bytes
-    regions: dict[tuple[Block, int, int], int] = {}  # by block, step and, where it is passed on, to whom
-    for offset, (batch, blocks) in zip(placement.offsets, batches, strict=True):
-        builder.num_bytes = base + offset
-        for block, to in blocks:
-            regions[block, batch.step, to] = builder.region(block.kind, block.heads, block.tokens)
-    messages = []
-    for t, moves in enumerate(sends):
-        found = []
-        for block, _, to in moves:
-            if block.kind in RESULTS and block.origin == rank:
-                found.append(Message(block, to, regions[block, t, -1], 0, False))
-            elif block.kind not in RESULTS and block.home == rank:
-                region, spans = places[block.kind, block.heads]
-                found.append(Message(block, to, region, _row(spans, block.start), False))
-            else:
-                found.append(Message(block, to, regions.get((block, t, to), -1), 0, True))
-        messages.append(tuple(found))
-    awaits: dict[int, tuple[int, ...]] = {}
-    for step, awaiting in sorted(placement.awaited.items()):
-        awaits[awaiting] = (*awaits.get(awaiting, ()), step)
-    return SendLayout(
-        tuple(builder.regions),
-        tuple(messages),
-        base + placement.num_bytes,
-        tuple(map(tuple, published)),
-        {(block, t): region for (block, t, to), region in regions.items() if to == -1},
-        awaits,
-    )
+    by_step: list[_Copies] = [[] for _ in sends]
+    packed: dict[tuple[Kind, Heads], _Copies] = {}
+    for kind, heads in sorted(spans, key=lambda key: (key[0], key[1].parts, key[1].part)):
+        copies, end = packed.setdefault((kind, heads), []), 0
+        for start, stop in merge_spans(spans[kind, heads]):
+            into = Rows(Space.SENT, len(memory.regions), kind, end, end + stop - start, heads, heads)
+            copies.append((into, Rows(Space.OWN, 0, kind, start, stop, heads)))
+            end = into.stop
+        memory.add(kind, heads, end)
+        by_step[first[kind, heads]] += copies
+    return by_step, packed
 
 
-def _row(spans: Sequence[tuple[int, int]], row: int) -> int:
-    """Where a row lies among those of some spans, one after the other."""
-    before = 0
-    for start, stop in spans:
-        if start <= row < stop:
-            return before + row - start
-        before += stop - start
-    raise AssertionError(f"row {row} is not published")
+def _producer(block: Block) -> int:
+    """Return the rank that has computed a result, or that owns an input."""
+    return block.origin if block.kind in RESULTS else block.home
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,8 +1,8 @@
-"""The time that a plan takes on a described cluster: its programs, priced operation by operation, without running them.
+"""The simulated time of a plan on a described cluster: its programs are priced operation by operation, not run.
 
-Every rank has two lanes. The compute lane issues the program's operations: kernel calls, copies, merges, and waiting.
-The transfer lane starts each step's messages after its previous ones and after the mark that the program says. A
-message starts when both of its ranks are ready; messages of one step that share a link, a port or a NIC share its rate.
+Every rank has two lanes. The compute lane issues the program's operations: kernel calls, copies, merges and waits. The
+transfer lane starts each step's messages after the previous ones and after the mark that the program names. A message
+starts when both of its ranks are ready, and messages of one step that share a link, a port or a NIC share its rate.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from ..topology import Cluster, Resource
 from .collector import collector_paused
 from .cost import GIB, Costs, Workload
 from .footprint import footprint, row_bytes
-from .lower import Lowering
+from .lower import Lowering, Target
 from .messages import Messages
 from .plan import Heads, Kind, Plan
 from .program import Acquire, Compute, Copy, Mark, Merge, Op, Program, Release, Send, Wait
-from .repeats import LEAST_RANKS, Repeats, Short
-from .target import Target
+from .repeats import LEAST_RANKS, ShortPlan, ShortPlans
 
 
 class Span(NamedTuple):
-    """Something a rank's lane does, from `start` to `stop` in seconds. `home`: whose keys a call attends, else -1."""
+    """A span of time on a rank's lane, in seconds."""
 
     rank: int
     lane: str  # compute | transfer
@@ -32,33 +31,27 @@ class Span(NamedTuple):
     stop: float
     label: str
     step: int
-    home: int = -1
+    home: int = -1  # a rank whose keys a kernel call attends to; -1 for others
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What `simulate` found; seconds and bytes.
-
-    compute_s: kernel calls, merging and packing, per rank. exposed_s: waiting for messages between them. idle_s: the
-    rest until the last rank is done. links: share of the time that each resource is busy. peak_bytes: the most any
-    rank holds for this call, its own tensors and its send memory included, kernels' workspace apart. operations: kernel
-    calls, merges and steps with messages that a host issues, of the rank with the most. spans: the time line, where it
-    was asked for.
-    """
+    """The simulated pass of a plan, in seconds and bytes."""
 
     plan: Plan
     seconds: float
-    compute_s: tuple[float, ...]
-    exposed_s: tuple[float, ...]
-    idle_s: tuple[float, ...]
-    links: dict[Resource, float] = field(repr=False)
+    compute_s: tuple[float, ...]  # kernel calls, merges and copies, one number per rank
+    exposed_s: tuple[float, ...]  # waits for messages between them; the rest is idle, until the last rank is done
+    links: dict[Resource, float] = field(repr=False)  # the share of the time that each resource is busy
     peak_bytes: int
+    """The most memory of a rank for this call, with its own tensors and send memory but without kernel workspaces."""
     operations: int
-    spans: tuple[Span, ...] = field(default=(), repr=False)
+    """Kernel calls, merges and steps with messages that a host issues, on the rank with the most."""
+    spans: tuple[Span, ...] = field(default=(), repr=False)  # the timeline, if it was recorded
 
     @property
     def idle_share(self) -> float:
-        """Share of all ranks' time in which they compute nothing."""
+        """The share of all ranks' time in which they do not compute."""
         total = self.seconds * self.plan.n
         return 1 - sum(self.compute_s) / total if total else 0.0
 
@@ -75,27 +68,31 @@ def simulate(
     *,
     timeline: bool = False,
 ) -> Simulation:
-    """Price a forward or backward plan.
+    """Simulate a forward or backward plan.
 
     Args:
-        cluster: of as many ranks as the plan's, or more; rank r of the plan is its rank r.
-        target: what it is lowered for; a workload for messages point to point and the plainest of kernels.
-        costs: None for what `cluster.device` says.
-        timeline: also record what every rank does when.
+        cluster: the ranks' cluster, with `plan.n` ranks or more; rank r of the plan is its rank r.
+        target: what the plan is lowered for. A workload alone means point-to-point messages, and a kernel that supports
+            full rectangles and causal squares, one per call.
+        costs: None for those that `cluster.device` describes.
+        timeline: record what every rank does when.
 
     Raises:
-        ValueError: a cluster with fewer ranks, or without the figures that are needed.
+        ValueError: the cluster has too few ranks, or no figures for its device.
     """
     if cluster.n < plan.n:
         raise refuse("cluster", f"{cluster.name} of {cluster.n} ranks", f"{plan.n} or more", "Use cluster.resized().")
     target = target if isinstance(target, Target) else Target(target)
     with collector_paused():
-        return _Simulated(plan, cluster, target, costs or Costs.of_device(cluster.device), timeline).result()
+        return _Simulator(plan, cluster, target, costs or Costs.of_device(cluster.device), timeline).run()
 
 
-class _Item(NamedTuple):
-    """What a rank does next: work of so many seconds, or, where `op` is given, waiting for messages (Wait), noting that
-    all before is done (Mark), or being ready for messages: now (Acquire), or as of `marks` marks ago (Send)."""
+class _Event(NamedTuple):
+    """The next action of a rank: work of `seconds`, or one of the operations that involve messages.
+
+    Those are Wait, Mark, Acquire, which makes the rank ready for messages now, and Send, which makes it ready as of
+    `marks` marks ago (0: from the beginning).
+    """
 
     op: type[Op] | None
     seconds: float = 0.0
@@ -104,17 +101,14 @@ class _Item(NamedTuple):
     marks: int = 0
 
 
-class _Steps(NamedTuple):
-    """What a rank does until it starts each step's messages, and behind the last of them; how many operations a host
-    issues of these; peak_bytes of all; totals: what accumulators are of, by kind, tokens and heads."""
-
-    items: list[list[_Item]]
-    operations: list[int]
+class _PricedProgram(NamedTuple):
+    events: list[list[_Event]]  # up to the start of each step's messages, and behind the last of them
+    operations: list[int]  # the number that a host issues of each of these
     peak_bytes: int
-    totals: frozenset[tuple[Kind, int, Heads]]
+    accumulators: frozenset[tuple[Kind, int, Heads]]  # kind, tokens and heads of the accumulators
 
 
-class _Simulated:
+class _Simulator:
     def __init__(self, plan: Plan, cluster: Cluster, target: Target, costs: Costs, timeline: bool) -> None:
         self.plan, self.cluster, self.workload, self.costs = plan, cluster, target.workload, costs
         n = plan.n
@@ -122,34 +116,34 @@ class _Simulated:
         self.transfer = [0.0] * n
         self.busy = [0.0] * n
         self.exposed = [0.0] * n
-        self.blocked = [0.0] * n  # until when a message of this step holds processors of a rank
+        self.blocked = [0.0] * n  # until when this step's messages occupy processors of each rank
         self.spans: list[Span] | None = [] if timeline else None
-        self._calls: dict[object, float] = {}
+        self._call_seconds: dict[object, float] = {}
         self.operations = self.peak_bytes = 0
-        lowering, found = Lowering(plan, target), dict[object, _Steps]()
-        # A time line says whose keys a call attends, and peers read each other's memory.
-        whole = timeline or target.hosts is not None or bool(plan.kept) or n < LEAST_RANKS
-        repeats = None if whole else Repeats(plan, target.workload)
-        self._items: list[list[list[_Item]]] = []
-        for rank in range(n):
-            short = Short((rank,), plan) if repeats is None else repeats.short(rank)
-            of_short = found.get(short.key)
-            if of_short is None:
-                program = (lowering if short.plan is plan else Lowering(short.plan, target)).program(rank)
-                of_short = found[short.key] = self._priced(program)
-            if short.joined & of_short.totals or not all(cut.repeats(of_short.items) for cut in short.cuts):
-                of_short, short = self._priced(lowering.program(rank)), Short((rank,), plan)
-            self._items.append(short.all_of(of_short.items))
-            self.operations = max(self.operations, sum(short.all_of(of_short.operations)))
-            self.peak_bytes = max(self.peak_bytes, of_short.peak_bytes)
+        self._events: list[list[list[_Event]]] = []
         self._marks: list[list[float]] = [[] for _ in range(n)]
+        lowering, known = Lowering(plan, target), dict[object, _PricedProgram]()
+        # A timeline shows whose keys a call attends to, and peers read each other's memory: both need the real ranks.
+        whole = timeline or target.hosts is not None or bool(plan.kept) or n < LEAST_RANKS
+        short_plans = None if whole else ShortPlans(plan, target.workload)
+        for rank in range(n):
+            short = ShortPlan((rank,), plan) if short_plans is None else short_plans.of(rank)
+            priced = known.get(short.key)
+            if priced is None:
+                of_plan = lowering if short.plan is plan else Lowering(short.plan, target)
+                priced = known[short.key] = self._price(of_plan.program(rank))
+            if short.joined & priced.accumulators or not all(cut.repeats(priced.events) for cut in short.cuts):
+                priced, short = self._price(lowering.program(rank)), ShortPlan((rank,), plan)
+            self._events.append(short.expand(priced.events))
+            self.operations = max(self.operations, sum(short.expand(priced.operations)))
+            self.peak_bytes = max(self.peak_bytes, priced.peak_bytes)
 
-    def result(self) -> Simulation:
+    def run(self) -> Simulation:
         n = self.plan.n
         arrived: list[float] = [0.0] * n
         messages = Messages(n, self.cluster, self.workload, self.costs)
         for t, step in enumerate(self.plan.steps):
-            ready = [self._until_messages(rank, t, arrived[rank]) for rank in range(n)]
+            ready = [self._run_until_messages(rank, t, arrived[rank]) for rank in range(n)]
             starts, done = messages.exchange(step.moves, ready, self.transfer)
             if self.spans is not None:
                 for rank, (start, stop) in enumerate(zip(starts, done, strict=True)):
@@ -158,37 +152,35 @@ class _Simulated:
             self.blocked = [late if late > early else 0.0 for early, late in zip(self.transfer, done, strict=True)]
             self.transfer = arrived = done
         for rank in range(n):
-            self._until_messages(rank, len(self.plan.steps), arrived[rank])
+            self._run_until_messages(rank, len(self.plan.steps), arrived[rank])
         end = max(self.compute, default=0.0)
-        idle = tuple(end - busy - exposed for busy, exposed in zip(self.busy, self.exposed, strict=True))
         return Simulation(
             plan=self.plan,
             seconds=end,
             compute_s=tuple(self.busy),
             exposed_s=tuple(self.exposed),
-            idle_s=idle,
             links={resource: used / end for resource, used in messages.used.items()} if end else {},
             peak_bytes=self.peak_bytes,
             operations=self.operations,
             spans=tuple(self.spans or ()),
         )
 
-    def _priced(self, program: Program) -> _Steps:
-        """A rank's operations with their times; only sums of them where no time line is wanted."""
+    def _price(self, program: Program) -> _PricedProgram:
+        """Price a program's operations. Without a timeline, consecutive work is summed up."""
         sum_up = self.spans is None and not self.costs.blocking
-        steps: list[list[_Item]] = [[] for _ in range(program.num_steps + 1)]
-        operations = [0] * len(steps)
+        events: list[list[_Event]] = [[] for _ in range(len(program.receives) + 1)]
+        operations = [0] * len(events)
         t, seconds, marks, after = 0, 0.0, dict[int, int](), -1
         for op in program.ops:
-            item = self._item(op, program)
-            if item is None:
+            if isinstance(op, Release):
                 continue
+            event = self._event(op, program)
             operations[t] += not isinstance(op, Copy | Wait | Mark)
-            if sum_up and item.op is None:
-                seconds += item.seconds
+            if sum_up and event.op is None:
+                seconds += event.seconds
                 continue
             if seconds:
-                steps[t].append(_Item(None, seconds))
+                events[t].append(_Event(None, seconds))
                 seconds = 0.0
             if isinstance(op, Wait):
                 t = max(t, op.step + 1)
@@ -197,46 +189,41 @@ class _Simulated:
             elif isinstance(op, Send | Acquire):
                 t = max(t, op.step)
             if isinstance(op, Send) and op.after > after:
-                item = item._replace(marks=len(marks) - marks[op.after])
+                event = event._replace(marks=len(marks) - marks[op.after])
                 if program.sends.messages[op.step] or program.receives[op.step]:
                     after = op.after  # later messages start after these, and so after their mark
-            steps[t].append(item)
+            events[t].append(event)
             if isinstance(op, Send | Acquire):
                 t += 1
             if isinstance(op, Acquire):
-                steps[t].append(_Item(Wait))
+                events[t].append(_Event(Wait))
         if seconds:
-            steps[t].append(_Item(None, seconds))
-        totals = frozenset((rows.kind, rows.tokens, rows.heads) for rows in program.totals)
-        return _Steps(steps, operations, footprint(program, self.workload).total, totals)
+            events[t].append(_Event(None, seconds))
+        accumulators = frozenset((rows.kind, rows.tokens, rows.heads) for rows in program.accumulators)
+        return _PricedProgram(events, operations, footprint(program, self.workload).total, accumulators)
 
-    def _item(self, op: Op, program: Program) -> _Item | None:
-        if isinstance(op, Compute):
-            return self._kernel_call(op, program)
+    def _event(self, op: Op, program: Program) -> _Event:
         if isinstance(op, Copy):
-            size = 2 * sum(row_bytes(into, self.workload) for into, _ in op.pairs)
-            return _Item(None, size / (self.costs.merge_gibps * GIB), "pack")
+            num_bytes = 2 * sum(row_bytes(into, self.workload) for into, _ in op.pairs)
+            return _Event(None, num_bytes / (self.costs.merge_gibps * GIB), "pack")
         if isinstance(op, Merge):
-            size = sum(row_bytes(rows, self.workload) for rows in (op.into, *(part.rows for part in op.parts)))
-            return _Item(None, size / (self.costs.merge_gibps * GIB), "merge")
-        return None if isinstance(op, Release) else _Item(type(op))
-
-    def _kernel_call(self, op: Compute, program: Program) -> _Item:
+            num_bytes = sum(row_bytes(rows, self.workload) for rows in (op.into, *[part.rows for part in op.parts]))
+            return _Event(None, num_bytes / (self.costs.merge_gibps * GIB), "merge")
+        if not isinstance(op, Compute):
+            return _Event(type(op))
         key = op.call, op.queries.heads.parts
-        if key not in self._calls:
-            found = self.costs.call_seconds(op.call, op.queries.heads, self.workload, program.backward)
-            self._calls[key] = found
-        label = ""
-        if self.spans is not None:
-            homes = sorted(op.homes)
-            label = str(homes[0]) if len(homes) == 1 else f"{homes[0]}…{homes[-1]}"
-        return _Item(None, self._calls[key], label, min(op.homes))
+        seconds = self._call_seconds.get(key)
+        if seconds is None:
+            seconds = self.costs.call_seconds(op.call, op.queries.heads, self.workload, program.backward)
+            self._call_seconds[key] = seconds
+        first, last = min(op.homes), max(op.homes)
+        return _Event(None, seconds, str(first) if first == last else f"{first}…{last}", first)
 
-    def _until_messages(self, rank: int, t: int, arrived: float) -> float:
-        """Follow a rank until it starts the messages of step `t`; gives when these may start."""
+    def _run_until_messages(self, rank: int, t: int, arrived: float) -> float:
+        """Run a rank until it starts the messages of step `t`; return when these may start."""
         ready, marks = self.transfer[rank], self._marks[rank]
         now, busy = self.compute[rank], self.busy[rank]
-        for op, seconds, label, home, ago in self._items[rank][t]:
+        for op, seconds, label, home, marks_ago in self._events[rank][t]:
             if op is None:
                 if home >= 0:
                     seconds += self.costs.blocking * min(seconds, max(0.0, self.blocked[rank] - now))
@@ -252,7 +239,7 @@ class _Simulated:
                     now = arrived
             elif op is Acquire:
                 ready = max(ready, now)
-            elif ago:
-                ready = max(ready, marks[-ago])
+            elif marks_ago:
+                ready = max(ready, marks[-marks_ago])
         self.compute[rank], self.busy[rank] = now, busy
         return ready

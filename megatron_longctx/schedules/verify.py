@@ -1,4 +1,4 @@
-"""Proof that a plan computes attention: each visible pair once, nothing used before it arrives."""
+"""A proof that a plan computes attention: every visible pair once, and nothing is used before it arrives."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from fractions import Fraction
 from itertools import accumulate
 
 from ..layout import Layout
+from .backward import calls_by_home
 from .collector import collector_paused
 from .mask import Slice, band_between
 from .plan import GRADIENTS, RESULTS, Attend, Block, Heads, Kind, Move, Plan
-from .save_remote import calls_by_home
 
 
 class PlanError(ValueError):
-    """A plan that does not compute attention, with what is wrong and where."""
+    """A plan that does not compute attention. The message says what is wrong and where."""
 
 
 @collector_paused()
 def verify(plan: Plan, forward: Plan | None = None) -> None:
-    """Check a forward or backward plan.
+    """Prove that a forward or backward plan is correct.
 
     Args:
-        forward: the plan that has run before the backward plan `plan`, with what that takes for kept.
+        forward: the forward plan that runs before the backward plan `plan` and keeps the blocks that `plan` expects.
 
     Raises:
         PlanError: a pair computed twice, never, or against the mask; a move from a rank that does not hold the block,
-            to itself, or of a block that is there already; a block attended before it arrives; a result that does not
-            reach its home exactly once; something kept that was never received, or queries kept whose out is not all
-            computed in one call; a partial gradient that crosses between nodes beside another for the same rows, where
-            the plan says that they are summed.
+            to itself, or of a block that the receiver holds already; a block attended before it arrives; a result that
+            does not reach its home exactly once; a kept block that was never received, or kept queries whose out is not
+            computed in one call; a partial gradient that crosses between nodes beside another one for the same rows,
+            although the plan sums them.
     """
     _check_spans(plan)
     _check_pairs(plan)
@@ -42,9 +42,7 @@ def verify(plan: Plan, forward: Plan | None = None) -> None:
 
 def _check_spans(plan: Plan) -> None:
     blocks = [(t, move.block) for t, step in enumerate(plan.steps) for move in step.moves]
-    for t, step in enumerate(plan.steps):
-        for attends in step.attends:
-            blocks += [(t, block) for attend in attends for block in (*attend.queries, *attend.keys)]
+    blocks += [(t, block) for t, _, attend in plan.calls() for block in (*attend.queries, *attend.keys)]
     blocks += [(0, block) for kept in plan.kept for block in kept]
     for t, block in blocks:
         layout = plan.layout_of(block.kind)
@@ -55,78 +53,67 @@ def _check_spans(plan: Plan) -> None:
 
 
 def _check_pairs(plan: Plan) -> None:
-    """Every call is visible, no two overlap, and their areas add up to the mask's: so each pair is there once."""
+    """Check that all calls are visible, no two overlap, and their areas add up to the mask's. So each pair is computed
+    once."""
     calls: dict[tuple[int, int], list[tuple[Slice, Heads]]] = {}
     total: Counter[int] = Counter()
-    seen = _Seen(plan)
-    for t, step in enumerate(plan.steps):
-        for rank, attends in enumerate(step.attends):
-            for attend in attends:
-                where = f"{plan.name}, step {t}, rank {rank}: {attend}"
-                if any(block.heads != attend.heads for block in (*attend.queries, *attend.keys)):
-                    raise PlanError(f"{where}: queries and keys of a call must be of the same heads")
-                total[attend.heads.parts] += attend.pairs
-                found = 0
-                for homes, region in _regions(attend):
-                    found += region.pairs
-                    if seen.visible(homes, region) != region.pairs:
-                        raise PlanError(f"{where}: {region} of ranks {homes} is not all visible")
-                    calls.setdefault(homes, []).append((region, attend.heads))
-                if found != attend.pairs:
-                    raise PlanError(f"{where}: a slice is not within its queries and keys")
+    for t, rank, attend in plan.calls():
+        where = f"{plan.name}, step {t}, rank {rank}: {attend}"
+        if any(block.heads != attend.heads for block in (*attend.queries, *attend.keys)):
+            raise PlanError(f"{where}: queries and keys of a call must be of the same heads")
+        total[attend.heads.parts] += attend.pairs
+        inside = 0
+        for homes, region in _regions(attend):
+            inside += region.pairs
+            if _visible_pairs(plan, homes, region) != region.pairs:
+                raise PlanError(f"{where}: {region} of ranks {homes} is not all visible")
+            calls.setdefault(homes, []).append((region, attend.heads))
+        if inside != attend.pairs:
+            raise PlanError(f"{where}: a slice is not within its queries and keys")
     for homes, regions in calls.items():
-        _check_apart(plan, homes, regions)
+        _check_disjoint(plan, homes, regions)
     computed = sum((Fraction(pairs, count) for count, pairs in total.items()), Fraction(0))
     if computed != plan.mask.pairs:
         raise PlanError(f"{plan.name}: computes {computed} of {plan.mask.pairs} visible pairs")
 
 
 def _regions(attend: Attend) -> Iterator[tuple[tuple[int, int], Slice]]:
-    """The slices of a call, cut by the homes of queries and keys, in slots of these."""
+    """Yield the slices of a call, cut by the homes of queries and keys and in slots of these, with the homes."""
     queries = list(zip(attend.queries, accumulate((q.tokens for q in attend.queries), initial=0), strict=False))
     keys = list(zip(attend.keys, accumulate((k.tokens for k in attend.keys), initial=0), strict=False))
     for each in attend.slices:
         for query, q_at in queries:
             for key, k_at in keys:
-                found = each.cut(q_at, q_at + query.tokens, k_at, k_at + key.tokens)
-                if found is not None:
-                    yield (query.home, key.home), found.moved(query.start - q_at, key.start - k_at)
+                region = each.cut(q_at, q_at + query.tokens, k_at, k_at + key.tokens)
+                if region is not None:
+                    yield (query.home, key.home), region.moved(query.start - q_at, key.start - k_at)
 
 
-class _Seen:
-    """How many of a region's pairs the mask shows."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._mask, self._queries, self._keys = plan.mask, plan.queries, plan.keys
-        self._starts = [each.q_start for each in plan.mask.slices]
-        self._longest = max((each.num_queries for each in plan.mask.slices), default=0)
-
-    def visible(self, homes: tuple[int, int], region: Slice) -> int:
-        q_home, k_home = homes
-        total = 0
-        for q_slot, queries in _overlapping(self._queries, q_home, region.q_start, region.q_stop):
-            first = bisect.bisect_left(self._starts, queries[0] - self._longest + 1)
-            near = self._mask.slices[first : bisect.bisect_right(self._starts, queries[-1])]
-            for k_slot, keys in _overlapping(self._keys, k_home, region.k_start, region.k_stop):
-                for each in near:
-                    for band in band_between(each, queries, keys):
-                        common = band.moved(q_slot, k_slot).overlap(region)
-                        total += common.pairs if common else 0
-        return total
+def _visible_pairs(plan: Plan, homes: tuple[int, int], region: Slice) -> int:
+    """Return how many pairs of a region the mask shows. It does not use `Visibility`, which made the plan."""
+    total = 0
+    for q_slot, queries in _spans_within(plan.queries, homes[0], region.q_start, region.q_stop):
+        near = plan.mask.slices_of(queries[0], queries[-1] + 1)
+        for k_slot, keys in _spans_within(plan.keys, homes[1], region.k_start, region.k_stop):
+            for each in near:
+                for band in band_between(each, queries, keys):
+                    common = band.moved(q_slot, k_slot).overlap(region)
+                    total += common.pairs if common else 0
+    return total
 
 
-def _overlapping(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
-    """(first slot, tokens) of the spans of a rank with any of its slots `start..stop-1`."""
-    return ((slot, span) for slot, span in layout.placed(rank) if slot < stop and start < slot + len(span))
+def _spans_within(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
+    """Yield (first slot, tokens) of the spans of a rank with any of its slots `start..stop-1`."""
+    return ((slot, span) for slot, span in layout.slot_spans(rank) if slot < stop and start < slot + len(span))
 
 
-def _check_apart(plan: Plan, homes: tuple[int, int], regions: list[tuple[Slice, Heads]]) -> None:
+def _check_disjoint(plan: Plan, homes: tuple[int, int], regions: list[tuple[Slice, Heads]]) -> None:
     regions.sort()
     open_regions: list[tuple[Slice, Heads]] = []
     for region, heads in regions:
-        open_regions = [(other, of) for other, of in open_regions if other.q_stop > region.q_start]
-        for other, of in open_regions:
-            common = region.overlap(other) if heads.covers(of) or of.covers(heads) else None
+        open_regions = [(other, part) for other, part in open_regions if other.q_stop > region.q_start]
+        for other, part in open_regions:
+            common = region.overlap(other) if heads.covers(part) or part.covers(heads) else None
             if common is not None:
                 raise PlanError(
                     f"{plan.name}: query slot {common.q_start} of rank {homes[0]} attends some of the key slots "
@@ -137,40 +124,38 @@ def _check_apart(plan: Plan, homes: tuple[int, int], regions: list[tuple[Slice, 
 
 def _check_kept(plan: Plan, forward: Plan | None) -> None:
     if forward is not None and not plan.backward:
-        raise PlanError(f"{plan.name}: a plan before it, {forward.name}, though it is no backward plan")
+        raise PlanError(f"{plan.name}: expected a backward plan to follow {forward.name}, not a forward plan")
     if forward is not None and plan.kept != forward.kept:
-        raise PlanError(f"{plan.name}: takes something else for kept than {forward.name} keeps")
+        raise PlanError(f"{plan.name}: expects other kept blocks than {forward.name} keeps")
     if plan.kept and len(plan.kept) != plan.n:
-        raise PlanError(f"{plan.name}: says of {len(plan.kept)} ranks what they keep, has {plan.n}")
+        raise PlanError(f"{plan.name}: lists the kept blocks of {len(plan.kept)} ranks, has {plan.n}")
     for rank, kept in enumerate(plan.kept):
         for block in kept:
             if block.kind not in (Kind.Q, Kind.KV) or block.home == rank:
-                raise PlanError(f"{plan.name}: rank {rank} keeps {block}, which is no query or key of another rank")
+                raise PlanError(f"{plan.name}: rank {rank} keeps {block}, which is not a query or key of another rank")
     if not any(block.kind is Kind.Q for kept in plan.kept for block in kept):
         return
     computed = calls_by_home(plan)
-    for step in plan.steps:
-        for rank, attends in enumerate(step.attends):
-            for attend in attends:
-                for query in attend.queries if plan.keeps(rank, attend.queries) else ():
-                    if any(call is not attend and query.overlaps(other) for other, call in computed[query.home]):
-                        raise PlanError(f"{plan.name}: rank {rank} keeps the out of {query}, some of it from elsewhere")
+    for _, rank, attend in plan.calls():
+        for query in attend.queries if plan.keeps(rank, attend.queries) else ():
+            if any(call is not attend and query.overlaps(other) for other, call in computed[query.home]):
+                raise PlanError(f"{plan.name}: rank {rank} keeps the out of {query}, some of it from elsewhere")
 
 
 class _Holdings:
-    """What one rank holds: its own tokens, what has arrived, and results it has computed."""
+    """The blocks that one rank holds: its own tokens and what has arrived."""
 
     def __init__(self) -> None:
-        self._spans: dict[tuple[Kind, int, int], list[Block]] = {}
+        self._blocks: dict[tuple[Kind, int, int], list[Block]] = {}
 
     def add(self, block: Block) -> None:
-        bisect.insort(self._spans.setdefault((block.kind, block.home, block.origin), []), block)
+        bisect.insort(self._blocks.setdefault((block.kind, block.home, block.origin), []), block)
 
     def holds(self, block: Block) -> bool:
-        return any(held.contains(block) for held in self._spans.get((block.kind, block.home, block.origin), ()))
+        return any(held.contains(block) for held in self._blocks.get((block.kind, block.home, block.origin), ()))
 
     def overlaps(self, block: Block) -> bool:
-        return any(other.overlaps(block) for other in self._spans.get((block.kind, block.home, block.origin), ()))
+        return any(held.overlaps(block) for held in self._blocks.get((block.kind, block.home, block.origin), ()))
 
 
 def _check_flow(plan: Plan) -> None:
@@ -179,11 +164,14 @@ def _check_flow(plan: Plan) -> None:
         for kind in (Kind.KV, Kind.Q, Kind.Q_GRAD, Kind.GRAD):
             held[rank].add(Block(kind, rank, 0, plan.layout_of(kind).num_tokens(rank)))
     results = _Results()
-    before: tuple[Move, ...] = ()
+    previous: tuple[Move, ...] = ()
     for t, step in enumerate(plan.steps):
         for move in step.moves:
             where = f"{plan.name}, step {t}: {move.block} from {move.source} to {move.destination}"
-            _check_move(plan, move, held, where)
+            if not (0 <= move.source < plan.n and 0 <= move.destination < plan.n) or move.source == move.destination:
+                raise PlanError(f"{where}: source and destination must be two ranks below {plan.n}")
+            if not held[move.source].holds(move.block) and move.source != move.block.origin:
+                raise PlanError(f"{where}: the source does not hold it yet")
             if move.block.kind in RESULTS:
                 results.move(move, where)
         for rank, attends in enumerate(step.attends):
@@ -191,54 +179,30 @@ def _check_flow(plan: Plan) -> None:
                 for block in (block for blocks in plan.inputs(attend, rank) for block in blocks):
                     if not held[rank].holds(block):
                         raise PlanError(f"{plan.name}, step {t}: rank {rank} attends {block} before it arrives")
+                for result in plan.results_away(attend, rank):
+                    results.compute(result)
         for move in step.moves:
             if move.block.kind not in RESULTS and held[move.destination].overlaps(move.block):
                 raise PlanError(f"{plan.name}, step {t}: {move.block} reaches rank {move.destination} twice")
             held[move.destination].add(move.block)
-        for rank, attends in enumerate(step.attends):
-            for attend in attends:
-                for result in plan.results_away(attend, rank):
-                    results.compute(result)
-        results.add(before)
-        before = step.moves
-    results.add(before)
+        results.add_arrived(previous)
+        previous = step.moves
+    results.add_arrived(previous)
     for rank, kept in enumerate(plan.kept if not plan.backward else ()):
         for block in kept:
             if not held[rank].holds(block):
                 raise PlanError(f"{plan.name}: rank {rank} keeps {block}, which it never receives")
-    lost = results.lost()
-    if lost:
+    if lost := results.lost():
         raise PlanError(f"{plan.name}: {lost[0]} never reaches its home, nor do {len(lost) - 1} more results")
 
 
-def _check_sums(plan: Plan) -> None:
-    node = plan.sum_in_node
-    crossing: dict[tuple[int, Kind, int], list[Move]] = {}
-    for step in plan.steps if plan.backward else ():
-        for move in step.moves:
-            block, source, destination = move
-            if block.kind not in GRADIENTS:
-                continue
-            summed = node and source // node == destination // node != block.home // node
-            if destination != block.home and not summed:
-                where = f"{block} goes from {source} to {destination}"
-                raise PlanError(f"{plan.name}: {where}: expected its home, or a rank of the node that sums for another")
-            if node and source // node != destination // node:
-                others = crossing.setdefault((source // node, block.kind, block.home), [])
-                for other in others:
-                    if other.source != source and other.block.overlaps(block):
-                        what = f"{block} and {other.block} both leave the node of ranks {source} and {other.source}"
-                        raise PlanError(f"{plan.name}: {what}: expected their sum")
-                others.append(move)
-
-
 class _Results:
-    """Results computed away from home: each has to leave in one message, and to arrive once; gradients as part of one
-    or several sums."""
+    """Results that are computed away from home. Each must leave in one message and arrive once; gradients as part of
+    one or several sums."""
 
     def __init__(self) -> None:
         self._unsent: dict[tuple[Kind, int, int], list[Block]] = {}
-        self._travelling: Counter[Block] = Counter()
+        self._in_flight: Counter[Block] = Counter()
 
     def compute(self, result: Block) -> None:
         self._unsent.setdefault((result.kind, result.home, result.origin), []).append(result)
@@ -254,27 +218,41 @@ class _Results:
             if any(result not in carried and result.overlaps(block) for result in unsent):
                 raise PlanError(f"{where}: cuts a result that the source has computed as one")
             self._unsent[key] = [result for result in unsent if result not in carried]
-            self._travelling[block] += 1
+            self._in_flight[block] += 1
         elif block.kind in GRADIENTS:
             raise PlanError(f"{where}: what has arrived there is part of a sum, and is not passed on by itself")
         if move.destination == block.home or block.kind in GRADIENTS:
-            self._travelling[block] -= 1
-            if self._travelling[block] < 0:
+            self._in_flight[block] -= 1
+            if self._in_flight[block] < 0:
                 raise PlanError(f"{where}: reaches its home more often than it was sent")
 
-    def add(self, moves: tuple[Move, ...]) -> None:
-        """What has come elsewhere than to its home counts as computed there."""
+    def add_arrived(self, moves: tuple[Move, ...]) -> None:
+        """Count gradients that have arrived at a rank other than their home as computed there."""
         for block, _, rank in moves:
             if block.kind in GRADIENTS and rank != block.home:
                 self.compute(block.result(block.kind, rank))
 
     def lost(self) -> list[Block]:
         unsent = [result for results in self._unsent.values() for result in results]
-        return sorted([*unsent, *self._travelling.elements()])
+        return sorted([*unsent, *self._in_flight.elements()])
 
 
-def _check_move(plan: Plan, move: Move, held: list[_Holdings], where: str) -> None:
-    if not (0 <= move.source < plan.n and 0 <= move.destination < plan.n) or move.source == move.destination:
-        raise PlanError(f"{where}: source and destination must be two ranks below {plan.n}")
-    if not held[move.source].holds(move.block) and move.source != move.block.origin:
-        raise PlanError(f"{where}: the source does not hold it yet")
+def _check_sums(plan: Plan) -> None:
+    node = plan.sum_in_node
+    crossing: dict[tuple[int, Kind, int], list[Move]] = {}
+    for step in plan.steps if plan.backward else ():
+        for move in step.moves:
+            block, source, destination = move
+            if block.kind not in GRADIENTS:
+                continue
+            to_relay = node and source // node == destination // node != block.home // node
+            if destination != block.home and not to_relay:
+                where = f"{block} goes from {source} to {destination}"
+                raise PlanError(f"{plan.name}: {where}: expected its home, or a rank of the node that sums for another")
+            if node and source // node != destination // node:
+                others = crossing.setdefault((source // node, block.kind, block.home), [])
+                for other in others:
+                    if other.source != source and other.block.overlaps(block):
+                        what = f"{block} and {other.block} both leave the node of ranks {source} and {other.source}"
+                        raise PlanError(f"{plan.name}: {what}: expected their sum")
+                others.append(move)

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm import from_rank_0, on_rank_0
+from ..comm import broadcast_json, on_rank_0
 from ..config import Config
 from ..errors import refuse
-from ..inference.engine import LongContextEngine, Session
+from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
-from ..mcore.tokenizer import beginning, build_tokenizer, text_of
-from ..models.chat import Chat, Message, chat_of
-from .inference_job import InferenceJob, job_of, refuse_unread, run, split_words
+from ..inference.session import Session
+from ..mcore.tokenizer import bos_tokens, build_tokenizer, text_of
+from ..models.chat import Chat, Message, load_chat
+from ..topology.cluster import GIB
+from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_words, start
 from .text_stream import TextStream
 
 
@@ -27,22 +29,25 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
     """Run the verb.
 
     Args:
-        words: `checkpoint=RUN`, `prompt=TEXT` or `prompt_file=FILE`, `iteration=N`, and settings over the run's.
+        words: `checkpoint=RUN`, `prompt=TEXT` or `prompt_file=FILE`, `iteration=N`, and settings that override the
+            run's.
         chat: read turns from standard input instead of a prompt.
 
     Raises:
-        ValueError: words, a checkpoint, a chat template or sizes that cannot be used; a prompt that does not fit.
+        ValueError: words, the checkpoint, the chat template or sizes cannot be used, or the prompt does not fit.
         JobFailed: another rank ended.
     """
     own, settings = split_words(words, ("checkpoint", "prompt", "prompt_file", "iteration"))
-    job = job_of(own, settings)
+    job = build_job(own, settings)
     refuse_unread(settings)
     prompt = _prompt(own, chat)
     tokenizer = build_tokenizer(job.config.data.tokenizer, job.config.data.tokenizer_path)
-    length = 0 if prompt is None else len(beginning(tokenizer)) + len(tokenizer.tokenize(prompt))
+    length = 0 if prompt is None else len(bos_tokens(tokenizer)) + len(tokenizer.tokenize(prompt))
     if chat:
-        chat_of(job.config.inference.chat_template, tokenizer)  # refused before any rank starts
-    run(replace(job, config=_with_cache(job.config, length), options=prompt), _converse)
+        load_chat(job.config.inference.chat_template, tokenizer)  # refuse a bad template before any rank starts
+    job = replace(job, config=_with_cache(job.config, length), options=prompt)
+    check_memory(job)
+    start(job, _converse)
 
 
 def _prompt(own: dict[str, str], chat: bool) -> str | None:
@@ -57,7 +62,7 @@ def _prompt(own: dict[str, str], chat: bool) -> str | None:
         prompt = own["prompt"] if "prompt" in own else Path(own["prompt_file"]).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise refuse("prompt_file", own["prompt_file"], f"UTF-8 text ({error.reason})", "Convert the file.") from None
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # what the system makes of other bytes
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # Python's form of bytes that are not UTF-8
         raise refuse("prompt", ascii(prompt[:100]), "UTF-8 text", "Convert it, or put it into a file.")
     if not prompt:
         raise refuse("prompt", "", "some text", "Give the model something to go on from.")
@@ -65,7 +70,7 @@ def _prompt(own: dict[str, str], chat: bool) -> str | None:
 
 
 def _with_cache(config: Config, prompt_tokens: int) -> Config:
-    """By default a cache of the trained length, or of the prompt where that is longer."""
+    """Set the default size of the cache: for the trained length, or for the prompt if that is longer."""
     inference = config.inference
     if inference.cache_tokens is not None:
         return config
@@ -73,22 +78,26 @@ def _with_cache(config: Config, prompt_tokens: int) -> Config:
     return replace(config, inference=replace(inference, cache_tokens=tokens))
 
 
-def _converse(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None:
-    chat = chat_of(job.config.inference.chat_template, tokenizer) if job.options is None else Chat()
-    talk = _Talk(engine, tokenizer, chat, _sampling(job.config, (tokenizer.eod, *chat.stop_tokens)))
-    for text, at_terminal in _turns(job.options):
-        try:
-            talk.take(text)
-        except ValueError as error:  # of all ranks alike
-            if not at_terminal:
-                raise
-            if dist.get_rank() == 0:
-                print(f"megatron-longctx generate: {error} The conversation is as before.", file=sys.stderr, flush=True)
+def _converse(job: InferenceJob, groups: Any) -> None:
+    settings = job.config.inference
+    drawing = settings.max_new_tokens, settings.temperature, settings.top_k, settings.top_p, settings.seed
+    with open_engine(job, groups) as (engine, tokenizer):
+        chat = load_chat(settings.chat_template, tokenizer) if job.options is None else Chat()
+        sampling = Sampling(*drawing, stop=(tokenizer.eod, *chat.stop_tokens))
+        conversation = _Conversation(engine, tokenizer, chat, sampling)
+        for text, at_terminal in _turns(job.options):
+            try:
+                conversation.answer(text)
+            except ValueError as error:  # on all ranks alike
+                if not at_terminal:
+                    raise
+                if dist.get_rank() == 0:
+                    print(f"megatron-longctx generate: {error} The conversation is as before.", file=sys.stderr)
 
 
 @dataclass
-class _Talk:
-    """One conversation: turns as the chat's template lays them out, or one after the other without one."""
+class _Conversation:
+    """One conversation, formatted by the chat's template; without a template, turns simply follow each other."""
 
     engine: LongContextEngine
     tokenizer: Any
@@ -99,15 +108,15 @@ class _Talk:
     def __post_init__(self) -> None:
         self._session = self.engine.open()
 
-    def take(self, text: str) -> None:
-        """Go on from `text`; rank 0 writes what comes, and what it took.
+    def answer(self, text: str) -> None:
+        """Answer a turn; rank 0 prints the answer and a summary.
 
         Raises:
-            ValueError: a turn or an answer that does not fit; the conversation is as it was before.
+            ValueError: the turn or its answer does not fit; the conversation is as before.
         """
         messages, tokens, cached = list(self.messages), list(self._session.tokens), self._session.cached_tokens
         try:
-            self._take(text)
+            self._answer(text)
         except ValueError:
             self.messages = messages
             if self._session.tokens != tokens:
@@ -115,80 +124,70 @@ class _Talk:
                 self._session = self.engine.open()
                 if cached:
                     self._session.append(tokens[:cached])
-                self._session.tokens += tokens[cached:]  # given out last, and not computed: there may be no room for it
+                self._session.tokens += tokens[cached:]  # generated last and not computed; they may not fit
             raise
 
-    def _take(self, text: str) -> None:
+    def _answer(self, text: str) -> None:
         begin = time.perf_counter()
         if self.chat.template is None:
-            begin_of_text = [] if self.messages or self._session.tokens else beginning(self.tokenizer)
-            self._session.append([*begin_of_text, *self.tokenizer.tokenize(self._ended_answer() + text)])
+            begin_of_text = [] if self.messages or self._session.tokens else bos_tokens(self.tokenizer)
+            self._session.append([*begin_of_text, *self.tokenizer.tokenize(self._end_of_answer() + text)])
         else:
             self._extend([*self.messages, {"role": "user", "content": text.rstrip("\n")}])
-        said, times = self._answer()
-        self.messages.append({"role": "assistant", "content": said})
+        answer, times = self._generate()
+        self.messages.append({"role": "assistant", "content": answer})
         if dist.get_rank() == 0:
             print(_summary(self.engine, self._session, begin, times), file=sys.stderr, flush=True)
 
-    def _ended_answer(self) -> str:
-        """What ends the answer before this turn, as `Chat.text` lays it out: a line's end in place of a stop token."""
+    def _end_of_answer(self) -> str:
+        """Return the end of the answer before this turn as in `Chat.text`: a newline in place of a stop token."""
         tokens = self._session.tokens
         if len(tokens) > self._session.cached_tokens and tokens[-1] in self.sampling.stop:
-            del tokens[-1]  # given out last, and not computed
+            del tokens[-1]  # generated last and not computed
         return "\n" if self.messages else ""
 
     def _extend(self, messages: list[Message]) -> None:
-        """Compute of the conversation what is not cached; all of it where it no longer begins with that."""
+        """Compute the tokens of the conversation that are not cached; all of them if its bos_tokens has changed."""
         self.messages = messages
-        # On rank 0: a template may ask for the time.
+        # On rank 0, because a template may ask for the time.
         tokens = on_rank_0(lambda: list(self.tokenizer.tokenize(self.chat.text(messages))))
         cached = self._session.tokens[: self._session.cached_tokens]
         if len(tokens) > len(cached) and tokens[: len(cached)] == cached:
-            del self._session.tokens[len(cached) :]  # given out last, and not computed
+            del self._session.tokens[len(cached) :]  # generated last and not computed
         else:
             self._session.close()
             self._session = self.engine.open()
         self._session.append(tokens[self._session.cached_tokens :])
 
-    def _answer(self) -> tuple[str, list[float]]:
-        """The text, and when each of its tokens came."""
-        writes = dist.get_rank() == 0
+    def _generate(self) -> tuple[str, list[float]]:
+        """Generate and print an answer; return its text and the time of each token."""
+        prints = dist.get_rank() == 0
         stream = TextStream(lambda ids: text_of(self.tokenizer, ids), self.chat.stop_texts)
-        said, times = "", []
+        answer, times = "", []
         for token in self._session.stream(self.sampling):
             times.append(time.perf_counter())
             new = stream.feed(token)
-            said += new
-            if writes:
+            answer += new
+            if prints:
                 print(new, end="", flush=True)
             if stream.stopped:
                 break
         rest = stream.finish()
-        if writes:
+        if prints:
             print(rest, flush=True)
-        return said + rest, times
-
-
-def _sampling(config: Config, stop: tuple[int, ...]) -> Sampling:
-    settings = config.inference
-    return Sampling(
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        seed=settings.seed,
-        stop=stop,
-    )
+        return answer + rest, times
 
 
 def _turns(prompt: str | None) -> Iterator[tuple[str, bool]]:
-    """The prompt; in a chat, lines of rank 0's standard input, told to every rank, with U+FFFD for what is none. Also
-    whether they are typed at a terminal, by somebody who can go on when one is refused."""
+    """Yield the turns on every rank, and whether they are typed at a terminal, by someone who can retry a refused one.
+
+    These are the prompt, or in a chat the lines of rank 0's standard input, with U+FFFD for bytes that are not text.
+    """
     if prompt is not None:
         yield prompt, False
         return
     if dist.get_rank() == 0 and isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # not the end of a conversation
+        sys.stdin.reconfigure(errors="replace")  # such bytes do not end a conversation
     while True:
         line: Any = None
         if dist.get_rank() == 0:
@@ -196,20 +195,21 @@ def _turns(prompt: str | None) -> Iterator[tuple[str, bool]]:
             if at_terminal:
                 print("> ", end="", file=sys.stderr, flush=True)
             line = [sys.stdin.readline(), at_terminal]
-        text, at_terminal = from_rank_0(line)
+        text, at_terminal = broadcast_json(line)
         if not text:
             return
         yield text, at_terminal
 
 
 def _summary(engine: LongContextEngine, session: Session, begin: float, times: Sequence[float]) -> str:
-    """What a turn took, and what the cache holds."""
+    """Return the tokens and times of a turn, and the use of the cache."""
     manager = engine.cache_manager
-    said = [f"{len(session.tokens)} tokens, {session.reused_tokens} of them cached before this turn"]
+    parts = [f"{len(session.tokens)} tokens, {session.reused_tokens} of them cached before this turn"]
     if times:
-        said.append(f"first token after {times[0] - begin:.3f} s")
+        parts.append(f"first token after {times[0] - begin:.3f} s")
     if len(times) > 1:
-        said.append(f"{(times[-1] - times[0]) / (len(times) - 1) * 1e3:.1f} ms per token")
-    pages = manager.pages_per_rank * manager.n
-    said.append(f"cache {manager.used_pages()} of {pages} pages, {engine.cache_gib:.3f} GiB")
-    return "; ".join(said)
+        parts.append(f"{(times[-1] - times[0]) / (len(times) - 1) * 1e3:.1f} ms per token")
+    used, pages = manager.used_pages(), manager.pages_per_rank * manager.n
+    gib = used * manager.page_tokens * engine.model.attention.shape.token_bytes / GIB
+    parts.append(f"cache {used} of {pages} pages, {gib:.3f} GiB")
+    return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""What inference verbs share: a run's checkpoint and settings, and the ranks that serve it.
+"""The jobs of inference verbs: a run's checkpoint and settings, and the ranks that run it.
 
 Every rank makes the same calls. Rank 0 is the process that was started, so that it has the terminal.
 """
@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ..comm.local_ranks import end_with_parent, stopped_ranks, with_cause
-from ..comm.rendezvous import Placement, host_store, join, join_store, listen, meet
+from ..comm.local_ranks import exit_with_parent, explain_failure, stopped_ranks
+from ..comm.rendezvous import RankInfo, connect_store, host_store, join_group, listen, rendezvous_store
 from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed, refuse
 from ..gpus import gpu_ranks, ranks_per_gpu
+from ..inference.choice import calibration_file
 from ..inference.engine import LongContextEngine
-from ..inference.figures import calibration_file
 from ..mcore import groups
 from ..mcore.inference import build_engine, check_cache, for_inference
 from ..mcore.model import RETRAINABLE
@@ -34,13 +33,9 @@ from ..topology import load_cluster
 from ..training.preflight import check_kernel, check_saved_weights, device_type, host_bytes
 
 _GRACE_S = 5.0
-_READ = tuple(
-    f"parallelism.{key}"
-    for key in (
-        *("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-        *("cluster", "timeout_s"),
-    )
-)
+_SIZES = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_READ = tuple(f"parallelism.{key}" for key in (*_SIZES, "cluster", "timeout_s"))
+"""The keys of `parallelism` that inference reads."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +57,18 @@ class InferenceJob:
         return self.config.parallelism.timeout_s
 
 
-Work = Callable[[InferenceJob, LongContextEngine, Any], None]
-"""What every rank does with the engine and the tokenizer; a module-level function."""
-RankWork = Callable[[InferenceJob, Any], None]
-"""What every rank does with its process groups; it can be pickled."""
+Work = Callable[[InferenceJob, Any], None]
+"""What every rank runs with its process groups; it can be pickled."""
 
 
 def split_words(words: Sequence[str], own_keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The verb's own `key=value` words, and the settings."""
+    """Split `key=value` words into the verb's own and settings."""
     own = {key: value for key, _, value in (word.partition("=") for word in words) if key in own_keys}
     return own, [word for word in words if word.partition("=")[0] not in own_keys]
 
 
 def refuse_unread(settings: Sequence[str]) -> None:
-    """Refuse words for what only training divides its ranks by.
-
-    Raises:
-        ValueError: names the word.
-    """
+    """Raise ValueError for parallelism settings that only training reads."""
     for word in settings:
         key, _, value = word.partition("=")
         if key.startswith("parallelism.") and key not in _READ:
@@ -88,10 +77,10 @@ def refuse_unread(settings: Sequence[str]) -> None:
 
 
 def checkpoint_of(own: Mapping[str, str]) -> tuple[Path, int | None]:
-    """The folder and the number of `checkpoint=RUN` and `iteration=N`.
+    """Return the folder and the number of `checkpoint=RUN` and `iteration=N`.
 
     Raises:
-        ValueError: they are none.
+        ValueError: `checkpoint` is missing, or `iteration` is not a number.
     """
     if not own.get("checkpoint"):  # an empty one would be the current folder
         raise refuse("checkpoint", "", "checkpoint=RUN, the folder of a run", "Give runs/NAME of a training run.")
@@ -101,66 +90,56 @@ def checkpoint_of(own: Mapping[str, str]) -> tuple[Path, int | None]:
     return Path(own["checkpoint"]), None if iteration is None else int(iteration)
 
 
-def job_of(
+def build_job(
     own: Mapping[str, str],
     settings: Sequence[str],
     options: Any = None,
     adapted: Callable[[Config], Config] = for_inference,
 ) -> InferenceJob:
-    """The job of `checkpoint=RUN` and `iteration=N`, checked as far as one process can.
+    """Return the job of `checkpoint=RUN` and `iteration=N`, checked as far as one process can.
 
     Args:
-        adapted: the run's configuration, with the settings, as the verb takes it.
+        adapted: adapts the run's configuration, with the settings applied, to the verb.
 
     Raises:
-        ValueError: a checkpoint, settings or sizes that cannot be used.
+        ValueError: the checkpoint, settings or sizes cannot be used.
     """
     run, iteration = checkpoint_of(own)
     loaded = load_config(run / RESOLVED)
-    # Training's own sizes and attention say nothing about these.
-    whole = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
-    ours = replace(loaded.attention, baseline=None)
-    config = adapted(override_config(replace(loaded, parallelism=whole, attention=ours), settings))
-    check_saved_weights("checkpoint", run, config, iteration, free=RETRAINABLE)
+    # Drop training's own sizes and attention.
+    parallelism = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
+    attention = replace(loaded.attention, baseline=None)
+    config = adapted(override_config(replace(loaded, parallelism=parallelism, attention=attention), settings))
+    check_saved_weights("checkpoint", run, config, iteration, ignore=RETRAINABLE)
     job = InferenceJob(config, run / "checkpoints", iteration, options)
     device = device_type(config)
     check_kernel(config, device)
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
-        load_cluster(cluster).resized(n)  # what attention is to be priced by can be read
-    alone = Placement.of_environment(os.environ) is None
+        load_cluster(cluster).resized(n)  # the choice of modes will need it: refuse it here if it cannot be read
+    alone = RankInfo.from_environment(os.environ) is None
     if device == "cuda" and job.world_size > gpu_ranks() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
         raise refuse(sizes, job.world_size, f"at most {gpu_ranks()}, the GPUs here", "Set them lower.")
     return job
 
 
-def run(job: InferenceJob, work: Work) -> None:
-    """Run `work` with the engine on every rank. See `start`.
+def start(job: InferenceJob, work: Work) -> None:
+    """Run `work` on every rank, on this host or as torchrun or Slurm has started them.
 
     Raises:
-        ValueError: a cache that does not fit, too.
-    """
-    check_memory(job)
-    start(job, partial(_with_engine, work=work))
-
-
-def start(job: InferenceJob, work: RankWork) -> None:
-    """Run `work` on every rank, of this host or as torchrun or Slurm has started them.
-
-    Raises:
-        ValueError: what `work` raised on all ranks.
+        ValueError: `work` raised it on all ranks.
         JobFailed: another rank ended.
     """
     if job.config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    place = Placement.of_environment(os.environ)
+    place = RankInfo.from_environment(os.environ)
     if place is not None:
         if place.world_size != job.world_size:
             expected = f"context x tensor = {job.world_size}"
             raise refuse("world size", place.world_size, expected, "Start that many ranks.")
-        place.enter(os.environ)
-        join(place, meet(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
+        place.export(os.environ)
+        join_group(place, rendezvous_store(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
         _work(job, work)
         dist.destroy_process_group()
         return
@@ -169,7 +148,7 @@ def start(job: InferenceJob, work: RankWork) -> None:
 
 
 def check_memory(job: InferenceJob) -> None:
-    """Refuse a cache that does not fit a GPU, or a rank's share of this host."""
+    """Raise ValueError if the cache does not fit into a GPU, or into a rank's part of this host's memory."""
     on_gpus = device_type(job.config) == "cuda"
     check_cache(
         job.config,
@@ -178,16 +157,16 @@ def check_memory(job: InferenceJob) -> None:
 
 
 @contextmanager
-def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
-    """The other ranks, for as long as the context takes; this process is rank 0."""
+def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
+    """Run the other ranks while the context is open; this process is rank 0."""
     store = host_store(listen(), job.timeout_s)
     others: list[Any] = []
     if job.world_size > 1:
         args, count = (job, work, store.port), job.world_size - 1
-        # A terminal's Ctrl-C goes to all processes. This one ends the others; were they to end first, it would wait for
-        # them in the process group, where nothing interrupts it. It is blocked in them from their first moment on; one
-        # that comes meanwhile reaches this process afterwards.
-        resource_tracker.ensure_running()  # spawn's helper, whose start would unblock it
+        # A terminal sends Ctrl-C to all processes. This one then ends the others. If they ended first, it would wait
+        # for them in the process group, where nothing interrupts it. So SIGINT is blocked in them from the beginning;
+        # one that arrives meanwhile reaches this process afterwards.
+        resource_tracker.ensure_running()  # the start of spawn's helper would unblock it
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             others = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
@@ -196,21 +175,21 @@ def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     try:
-        join(Placement.local(0, job.world_size), store, job.timeout_s, torch.cuda.is_available())
+        join_group(RankInfo.local(0, job.world_size), store, job.timeout_s, torch.cuda.is_available())
         yield
         dist.barrier()
-    except RuntimeError as error:  # what a broken connection, or a rank that hangs, is to the process group
+    except RuntimeError as error:  # raised by the process group for a broken connection, or a rank that hangs
         if not others:
             raise
         for process in others:
             process.join(timeout=_GRACE_S / len(others))
         stopped = stopped_ranks([os.getpid(), *(process.pid for process in others)])
         failed = [process for process in others if process.exitcode]
-        said = f"another rank ended with exit code {failed[0].exitcode}: {error}" if failed else str(error)
-        told = with_cause(said, stopped, job.timeout_s)
-        if told == str(error):
+        message = f"another rank ended with exit code {failed[0].exitcode}: {error}" if failed else str(error)
+        message = explain_failure(message, stopped, job.timeout_s)
+        if message == str(error):
             raise
-        raise JobFailed(told) from error
+        raise JobFailed(message) from error
     except KeyboardInterrupt:
         for process in others:
             process.kill()
@@ -224,19 +203,19 @@ def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
                 process.kill()
 
 
-def _other_rank(index: int, job: InferenceJob, work: RankWork, port: int) -> None:
-    end_with_parent()
-    place, store = Placement.local(index + 1, job.world_size), join_store(port, job.timeout_s)
-    join(place, store, job.timeout_s, torch.cuda.is_available())
+def _other_rank(index: int, job: InferenceJob, work: Work, port: int) -> None:
+    exit_with_parent()
+    place, store = RankInfo.local(index + 1, job.world_size), connect_store(port, job.timeout_s)
+    join_group(place, store, job.timeout_s, torch.cuda.is_available())
     try:
         _work(job, work)
     except ValueError:
-        return  # rank 0 has met it as well, and says so
+        return  # rank 0 raises it as well and reports it
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _work(job: InferenceJob, work: RankWork) -> None:
+def _work(job: InferenceJob, work: Work) -> None:
     par = job.config.parallelism
     collection = groups.initialize(
         tensor=par.tensor_parallel_size,
@@ -249,14 +228,9 @@ def _work(job: InferenceJob, work: RankWork) -> None:
         groups.destroy()
 
 
-def _with_engine(job: InferenceJob, collection: Any, work: Work) -> None:
-    with engine_of(job, collection) as (engine, tokenizer):
-        work(job, engine, tokenizer)
-
-
 @contextmanager
-def engine_of(job: InferenceJob, collection: Any) -> Iterator[tuple[LongContextEngine, Any]]:
-    """The engine and the tokenizer of the job's checkpoint. All ranks call it."""
+def open_engine(job: InferenceJob, collection: Any) -> Iterator[tuple[LongContextEngine, Any]]:
+    """Build the engine and the tokenizer of the job's checkpoint, for the time of the context. All ranks call it."""
     engine, tokenizer = build_engine(job.config, collection, job.checkpoints, job.iteration)
     try:
         yield engine, tokenizer

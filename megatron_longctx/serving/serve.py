@@ -1,6 +1,6 @@
 """`megatron-longctx serve`: an OpenAI-compatible server over a run's checkpoint.
 
-Rank 0 takes requests over HTTP; before every round all ranks are told what came in, and run the same scheduler on it.
+Rank 0 receives requests over HTTP. Before every round it sends the new ones to all ranks, which run the same scheduler.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
-from ..comm import from_rank_0
-from ..comm.rendezvous import Placement
+from ..comm import broadcast_json
+from ..comm.rendezvous import RankInfo
 from ..config import ServeConfig
 from ..errors import refuse
-from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
-from ..inference.scheduler import Limits, Request, Scheduler
-from ..mcore.tokenizer import beginning, build_tokenizer, text_of, token_chars
-from ..models.chat import chat_of
+from ..inference.scheduler import Request, Scheduler
+from ..mcore.tokenizer import bos_tokens, build_tokenizer, text_of, token_chars
+from ..models.chat import load_chat
 from ..training.signals import handled
-from .http_api.access import Access, access_of
+from .http_api.access import build_access
 from .http_api.inbox import Inbox
 from .http_api.parsing import Model
-from .inference_job import InferenceJob, job_of, refuse_unread, run, split_words
+from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_words, start
 
 logger = logging.getLogger(__name__)
 
@@ -40,24 +38,25 @@ def serve(words: Sequence[str]) -> None:
     """Run the verb until SIGINT or SIGTERM.
 
     Args:
-        words: `checkpoint=RUN`, `iteration=N`, and settings over the run's.
+        words: `checkpoint=RUN`, `iteration=N`, and settings that override the run's.
 
     Raises:
-        ValueError: packages that are not installed; words, a checkpoint, a chat template or sizes that cannot be used;
-            an address that is not this host's own without an API key; one that cannot be listened at.
+        ValueError: packages are not installed; words, the checkpoint, the chat template or sizes cannot be used; the
+            address is not a loopback address and there is no API key, or the port is taken.
         JobFailed: another rank ended.
     """
     _require_packages()
     own, settings = split_words(words, ("checkpoint", "iteration"))
-    job = job_of(own, settings, os.path.basename(os.path.abspath(own.get("checkpoint", ""))))  # `.` has a name, too
+    job = build_job(own, settings, os.path.basename(os.path.abspath(own.get("checkpoint", ""))))  # also a name for `.`
     refuse_unread(settings)
-    _access(job.config.serve)
+    build_access(job.config.serve, os.environ)
     data = job.config.data
-    chat_of(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
-    place = Placement.of_environment(os.environ)
+    load_chat(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
+    place = RankInfo.from_environment(os.environ)
     if place is None or place.rank == 0:
-        _listen(job.config.serve).close()  # what is taken is refused before the model is loaded
-    run(job, _serve)
+        _listen(job.config.serve).close()  # refuse a taken port before the model is loaded
+    check_memory(job)
+    start(job, _serve)
 
 
 def _require_packages() -> None:
@@ -67,10 +66,6 @@ def _require_packages() -> None:
     except ImportError as error:
         remedy = "Install them: pip install 'megatron-longctx[serve]', or pip install starlette uvicorn."
         raise refuse("serve", f"({error})", "the packages starlette and uvicorn", remedy) from None
-
-
-def _access(settings: ServeConfig) -> Access:
-    return access_of(settings.host, settings.allowed_hosts, settings.api_keys, os.environ)
 
 
 def _listen(settings: ServeConfig) -> socket.socket:
@@ -83,40 +78,41 @@ def _listen(settings: ServeConfig) -> socket.socket:
         raise refuse("serve.host:serve.port", where, expected, "Choose another port; 0 takes any free one.") from None
 
 
-def _serve(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None:
+def _serve(job: InferenceJob, groups: Any) -> None:
     settings = job.config.serve
-    chunk = job.config.inference.prefill_chunk or Limits.prefill_chunk
-    engine.warm_up(settings.max_active)
-    scheduler = Scheduler(engine, Limits(settings.max_active, chunk, settings.keep_sessions))
-    if dist.get_rank() != 0:
-        for number in handled():  # which may go to all ranks: rank 0 says when it ends
-            signal.signal(number, signal.SIG_IGN)
-        _rounds(scheduler, None)
-        return
-    inbox = Inbox(settings.max_waiting, min(settings.stalled_s, job.timeout_s / 2))
-    model = Model(
-        name=str(job.options),
-        encode=tokenizer.tokenize,
-        decode=lambda ids: text_of(tokenizer, ids),
-        stop_token=tokenizer.eod,
-        chat=chat_of(job.config.inference.chat_template, tokenizer),
-        default_tokens=job.config.inference.max_new_tokens,
-        bounds=scheduler.bounds,
-        token_chars=token_chars(tokenizer),
-        begin=tuple(beginning(tokenizer)),
-    )
-    with _serving(model, inbox, settings):
-        _rounds(scheduler, inbox)
+    with open_engine(job, groups) as (engine, tokenizer):
+        engine.warm_up(settings.max_active)
+        chunk = job.config.inference.prefill_chunk or Scheduler.prefill_chunk
+        scheduler = Scheduler(engine, settings.max_active, chunk, settings.keep_sessions)
+        if dist.get_rank() != 0:
+            for number in handled():  # signals may go to all ranks; rank 0 decides when to end
+                signal.signal(number, signal.SIG_IGN)
+            _run_rounds(scheduler, None)
+            return
+        inbox = Inbox(settings.max_waiting, min(settings.stalled_s, job.timeout_s / 2))
+        model = Model(
+            name=str(job.options),
+            encode=tokenizer.tokenize,
+            decode=lambda ids: text_of(tokenizer, ids),
+            stop_token=tokenizer.eod,
+            chat=load_chat(job.config.inference.chat_template, tokenizer),
+            default_tokens=job.config.inference.max_new_tokens,
+            limits=scheduler.request_limits,
+            token_chars=token_chars(tokenizer),
+            begin=tuple(bos_tokens(tokenizer)),
+        )
+        with _serving(model, inbox, settings):
+            _run_rounds(scheduler, inbox)
 
 
 @contextmanager
 def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[None]:
-    """The server, in a thread beside this one, which has the signals and the model; if it ends, so does the inbox."""
+    """Run the server in a thread. This thread keeps the signals and the model. If the server ends, the inbox stops."""
     from .http_api.app import Api
-    from .http_api.server import server_of
+    from .http_api.server import build_server
 
-    api = Api(model, inbox, settings.max_body_bytes, settings.timeout_s, _access(settings))
-    server, listener = server_of(api, settings.max_connections), _listen(settings)
+    api = Api(model, inbox, settings.max_body_bytes, settings.timeout_s, build_access(settings, os.environ))
+    server, listener = build_server(api, settings.max_connections), _listen(settings)
     previous = {n: signal.signal(n, inbox.ask_to_stop) for n in handled()}
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
@@ -129,21 +125,23 @@ def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[None
             finally:
                 inbox.stop()
                 server.should_exit = True
-        served.result()  # raises what ended it
+        served.result()  # raises the error that ended it
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _rounds(scheduler: Scheduler, inbox: Inbox | None) -> None:
-    """Until rank 0, which has the inbox, is stopped."""
+def _run_rounds(scheduler: Scheduler, inbox: Inbox | None) -> None:
+    """Run rounds of the scheduler until rank 0, which has the inbox, is stopped."""
     while True:
         news: list[Any] | None = None
         if inbox is not None:
-            arrived = inbox.take(wait=not scheduler.busy and not inbox.stopped.is_set())
-            news = None if inbox.stopped.is_set() else [_plain(item) for item in arrived]
+            arrived = inbox.take(wait=not scheduler.busy and not inbox.stopping)
+            if not inbox.stopping:
+                # Not by `asdict`, which copies a prompt token by token.
+                news = [i if isinstance(i, int) else vars(i) | {"sampling": vars(i.sampling)} for i in arrived]
             inbox.round_began = time.monotonic()
-        news = from_rank_0(news)  # which waits for all ranks, also where there is nothing to do
+        news = broadcast_json(news)  # waits for all ranks, also if there is nothing to do
         if news is None:
             scheduler.close()
             return
@@ -157,14 +155,3 @@ def _rounds(scheduler: Scheduler, inbox: Inbox | None) -> None:
         if inbox is not None:
             inbox.round_began = None
             inbox.deliver(events)
-
-
-def _plain(item: Request | int) -> dict[str, Any] | int:
-    if isinstance(item, int):
-        return item
-    return {
-        "number": item.number,
-        "prompt": item.prompt,  # not by `asdict`, which copies token by token
-        "sampling": asdict(item.sampling),
-        "salt": item.salt,
-    }

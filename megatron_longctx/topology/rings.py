@@ -1,5 +1,5 @@
-"""Rings over u nodes of m ranks that use all links of all nodes and all NICs, `(m-K_m-m)_u` of TASP section 3.1.3, and
-as many of them as suit a cluster: every ring costs each step a message."""
+"""Rings over u nodes of m ranks that use all links of all nodes and all NICs (`(m-K_m-m)_u`, TASP section 3.1.3), and
+the choice of rings for a cluster. Every ring adds a message to each step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .cluster import Cluster, Resource
 from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
 
 Rings = tuple[tuple[int, ...], ...]
-"""Each lists all ranks; a rank sends to the next one of the ring, the last to the first."""
+"""Rings that each list all ranks. A rank sends to the next rank of the ring, the last to the first."""
 
-_MOST_OF_A_MESH = 64  # ranks; above it is found in seconds and more, and never paid
-_WORTH = 1.01  # several rings must beat one by more than this factor
+_MOST_OF_A_MESH = 64  # ranks; for more, cycles take seconds to find and have never been faster
+_LEAST_GAIN = 1.01  # several rings must be faster than one ring by more than this factor
 
 
 @lru_cache(maxsize=64)
 def multi_node_rings(m: int, u: int) -> Rings:
-    """Edge-disjoint rings over the m·u ranks of u nodes, rank r being rank `r % m` of node `r // m`.
+    """Return edge-disjoint rings over the m·u ranks of u nodes, where rank r is rank `r % m` of node `r // m`.
 
     For u > 1 each ring goes through a node along one Hamiltonian path of K*_m and on to the next node, the last to the
     first. A rank starts one path of its node and ends one, so it receives once and sends once over the network, and
-    every NIC carries one ring each way. There are m rings (m = 3 and 5: 2 and 4, which are the most whose paths start
-    and end at different ranks; the remaining NIC is idle).
+    every NIC carries one ring in each direction. There are m rings (2 for m = 3 and 4 for m = 5, the most whose paths
+    start and end at different ranks; the remaining NIC is idle).
 
-    For u = 1 a path's end would close the ring within the node, over an arc that another path has: there the cycles of
-    K*_m are the rings. A single rank is a ring of itself.
+    For u = 1 a path's end would close the ring within the node, over an arc of another path. There the cycles of K*_m
+    are the rings. A single rank is a ring by itself.
 
     Raises:
         ValueError: m or u below 1.
@@ -40,9 +40,9 @@ def multi_node_rings(m: int, u: int) -> Rings:
 
 
 def seconds_per_gib(cluster: Cluster, rings: Rings) -> float:
-    """Time for every rank to pass on 1 GiB, split over the rings that all move at once; latency left out.
+    """Return the time in which every rank passes on 1 GiB, split over the rings, which all move together.
 
-    Messages that share a resource share its rate; the busiest resource sets the time.
+    Messages that share a resource share its rate; the busiest resource sets the time. Latency is not counted.
     """
     load: defaultdict[Resource, float] = defaultdict(float)
     for ring in rings:
@@ -53,7 +53,7 @@ def seconds_per_gib(cluster: Cluster, rings: Rings) -> float:
 
 
 class Decomposition(NamedTuple):
-    """A set of rings. seconds: of passing on 1 GiB from every rank, over the cluster's links."""
+    """A set of rings, and the seconds in which every rank passes on 1 GiB over them."""
 
     name: str
     rings: Rings
@@ -61,27 +61,27 @@ class Decomposition(NamedTuple):
 
 
 def decompositions(cluster: Cluster) -> list[Decomposition]:
-    """The sets of rings of TASP that a cluster of several ranks may take: one ring; those of `multi_node_rings`, and on
-    several nodes the cycles of all ranks as one mesh, the paper's `K_(m x u)`, up to 64 ranks."""
+    """Return the sets of rings that TASP can use on a cluster of several ranks.
+
+    These are one ring, those of `multi_node_rings`, and for up to 64 ranks on several nodes the cycles of all ranks as
+    one mesh, the paper's `K_(m x u)`.
+    """
     m, u, n = cluster.ranks_per_node, cluster.nodes, cluster.n
-    found: dict[str, Rings] = {"one ring": (tuple(range(n)),)}
-    found[f"K_{m}" if u == 1 else f"({m}-K_{m}-{m})_{u}"] = multi_node_rings(m, u)
+    sets: dict[str, Rings] = {"one ring": (tuple(range(n)),)}
+    sets[f"K_{m}" if u == 1 else f"({m}-K_{m}-{m})_{u}"] = multi_node_rings(m, u)
     if u > 1 and n <= _MOST_OF_A_MESH:
-        found[f"K_({m} x {u})"] = hamiltonian_cycles(n)
-    return [Decomposition(name, rings, seconds_per_gib(cluster, rings)) for name, rings in found.items()]
+        sets[f"K_({m} x {u})"] = hamiltonian_cycles(n)
+    return [Decomposition(name, rings, seconds_per_gib(cluster, rings)) for name, rings in sets.items()]
 
 
 def choose(cluster: Cluster) -> tuple[Decomposition, str]:
-    """The decomposition that a cluster's links pass blocks on with in the least time, and why: one ring, unless others
-    are faster by more than 1%, since every ring costs each step a message."""
+    """Return the decomposition that passes blocks on in the least time over a cluster's links, and the reason.
+
+    One ring is preferred unless others are faster by more than 1%, because every ring adds a message to each step.
+    """
     one, *others = decompositions(cluster)
     best = min((each for each in others if len(each.rings) > 1), key=lambda each: each.seconds, default=one)
-    if best.seconds * _WORTH > one.seconds:
+    if best.seconds * _LEAST_GAIN > one.seconds:
         best = one
     figures = ", ".join(f"{each.name} ({len(each.rings)}) {1e3 * each.seconds:.2f} ms" for each in (one, *others))
-    return best, f"{best.name} on {cluster.name}: by its links, a GiB from every rank a step takes {figures}"
-
-
-def rings_for(cluster: Cluster) -> Rings:
-    """Of the decomposition that `choose` takes."""
-    return choose(cluster)[0].rings
+    return best, f"{best.name} on {cluster.name}; time to pass on 1 GiB from every rank: {figures}"

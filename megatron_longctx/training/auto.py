@@ -13,7 +13,7 @@ from ..mcore.data import first_pack
 from ..metrics.environment import environment
 from ..schedules import Costs, Target
 from ..schedules.calibration import find_calibration, load_calibration
-from ..schedules.kernel_calls import of_gpus
+from ..schedules.kernel_calls import fa4_takes
 from ..schedules.select import Candidate, Problem, select, table
 from ..topology import Cluster, load_cluster
 from .preflight import device_type
@@ -79,7 +79,7 @@ def _ranking(
     problem = Problem(
         n=n,
         mask=planned_mask(config, lengths),
-        target=Target(workload_of(config), of_gpus(config.attention.deterministic), peers),
+        target=Target(workload_of(config), fa4_takes(config.attention.deterministic), peers),
         unit=token_unit(par),
         layout=par.layout,
         options=mode_options(par),

@@ -18,10 +18,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException
 
-from ..comm import from_rank_0, rendezvous
-from ..comm.local_ranks import stopped_ranks, with_cause
-from ..comm.rendezvous import Placement
-from ..compose import compose_config, config_of, load_config, override_config
+from ..comm import broadcast_json, rendezvous
+from ..comm.local_ranks import explain_failure, stopped_ranks
+from ..comm.rendezvous import RankInfo
+from ..compose import compose_config, config_from_dict, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed
 from . import worker
@@ -48,7 +48,7 @@ def train(overrides: Sequence[str], resolved: Path | None = None) -> None:
         ValueError: a job that cannot run.
         JobFailed: a rank failed.
     """
-    place = Placement.of_environment(os.environ)
+    place = RankInfo.from_environment(os.environ)
     try:
         config = _compose(overrides, resolved)
     except ValueError:
@@ -137,7 +137,7 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
 
 def _with_cause(reason: str, folder: RunFolder, stopped: Sequence[int], config: Config) -> str:
     operations = last_operations(folder)
-    return with_cause(reason, stopped, config.parallelism.timeout_s, operations, suspects(operations.values()))
+    return explain_failure(reason, stopped, config.parallelism.timeout_s, operations, suspects(operations.values()))
 
 
 def _reason(error: ProcessException, folder: RunFolder) -> str:
@@ -156,13 +156,13 @@ def _reason(error: ProcessException, folder: RunFolder) -> str:
     return killed if recorded is None else f"{killed}\n{recorded}"
 
 
-def _join(config: Config, place: Placement) -> None:
+def _join(config: Config, place: RankInfo) -> None:
     """Run as one rank. Rank 0 checks the job, and all ranks use its configuration."""
-    place.enter(os.environ)
+    place.export(os.environ)
     limit = config.parallelism.timeout_s
     enable_flight_recorder(RunFolder.of(config).ranks)
     try:
-        rendezvous.join(place, rendezvous.meet(place, limit), limit, worker.uses_cuda(config))
+        rendezvous.join_group(place, rendezvous.rendezvous_store(place, limit), limit, worker.uses_cuda(config))
     except (RuntimeError, OSError) as error:
         address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise JobFailed(f"rank {place.rank} cannot join the other ranks at {address}: {error}") from None
@@ -176,13 +176,13 @@ def _join(config: Config, place: Placement) -> None:
             atexit.register(RunFolder.of(config).prepare(config, resumed, reason).release)
         except ValueError as error:
             refusal = error
-    resolved = from_rank_0(None if refusal else config.as_dict())
+    resolved = broadcast_json(None if refusal else config.as_dict())
     if resolved is None:
         dist.destroy_process_group()
         if refusal:
             raise refusal
         _exit_after_rank_0()
-    config = config_of(resolved)
+    config = config_from_dict(resolved)
     try:
         worker.run(config)
     except Exception as error:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..comm.local_ranks import end_with_parent
+from ..comm.local_ranks import exit_with_parent
 from ..mcore.data import Batch
 from .signals import STOP_SIGNALS, blocked
 
@@ -100,7 +100,7 @@ class _ErrorsAsResults(Dataset[Batch | ValueError]):
 
 
 def _init_worker(number: int) -> None:
-    end_with_parent()
+    exit_with_parent()
     sys.excepthook = _print_unless_rank_ended
 
 

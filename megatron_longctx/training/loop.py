@@ -19,8 +19,8 @@ from .. import names
 from ..comm import on_rank_0
 from ..config import Config
 from ..mcore import checkpoint, groups, model, optimizer
-from ..mcore.data import Batch, TrainingData, shares
-from ..mcore.identity import identity
+from ..mcore.corpus import identity
+from ..mcore.data import Batch, TrainingData, micro_batches
 from ..mcore.sequence import build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
@@ -63,7 +63,7 @@ class Trainer:
         self.stop = stop
         self.stopped_by: signal.Signals | None = None
         train = config.train
-        self.groups = groups.of_config(config.parallelism, train.seed)
+        self.groups = groups.from_config(config.parallelism, train.seed)
         if config.attention.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
         tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
@@ -93,7 +93,7 @@ class Trainer:
         self.saver = Saver(self.folder.checkpoints, train, self.step)
         self.loader = Loader(
             self.data,
-            shares(config, self.step, self.groups.dp.rank(), dp_size),
+            micro_batches(config, self.step, self.groups.dp.rank(), dp_size),
             config.data.workers,
             local_device(),
             prepare=self._prepare,
@@ -303,7 +303,7 @@ class Trainer:
         if (run := self.config.train.init_from) is None:
             return
         weights = checkpoint.TrainingState(self.models, fingerprint=model.fingerprint(self.config, self.vocab_size))
-        loaded = checkpoint.load(Path(run, "checkpoints"), weights, free=model.RETRAINABLE)
+        loaded = checkpoint.load(Path(run, "checkpoints"), weights, ignore=model.RETRAINABLE)
         self.optimizer.reload_model_params()
         logger.info("begins with the weights of step %d of %s", loaded.iteration, run)
 

@@ -19,9 +19,15 @@ from ..gpus import gpu_ranks, ranks_per_gpu
 from ..kernels import KernelRequest, auto_order, available
 from ..mcore import checkpoint
 from ..mcore.checkpoint import Saved
-from ..mcore.corpus import check_corpus, check_tokenizer
+from ..mcore.corpus import (
+    Identity,
+    check_corpus,
+    check_tokenizer,
+    identity,
+    identity_error,
+    tokenizer_identity,
+)
 from ..mcore.data import check_packs, check_samples
-from ..mcore.identity import Identity, identity, refusal, tokenizer_identity
 from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
@@ -93,7 +99,7 @@ def check(config: Config, world_size: int) -> int | None:
         raise folder.unusable(error, config.run.root) from error
     if saved is None:
         if config.train.init_from is not None:
-            check_saved_weights("train.init_from", Path(config.train.init_from), config, free=RETRAINABLE)
+            check_saved_weights("train.init_from", Path(config.train.init_from), config, ignore=RETRAINABLE)
         return None
     if saved.optimizer is None:
         expected = f"a run that was trained; {folder.path} has weights alone"
@@ -183,21 +189,21 @@ def check_kernel(config: Config, device: str) -> None:
 
 
 def check_saved_weights(
-    key: str, run: Path, config: Config, iteration: int | None = None, free: tuple[str, ...] = ()
+    key: str, run: Path, config: Config, iteration: int | None = None, ignore: tuple[str, ...] = ()
 ) -> Saved:
     """Refuse a checkpoint of `run` whose weights do not fit the configured model and tokenizer.
 
     Args:
         key: the setting that names the run.
         iteration: the checkpoint; None for the latest.
-        free: prefixes of fingerprint keys that may differ.
+        ignore: prefixes of fingerprint keys that may differ.
     """
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
-    saved = checkpoint.check(run / "checkpoints", fingerprint(config, vocab_size), iteration, free)
+    saved = checkpoint.check(run / "checkpoints", fingerprint(config, vocab_size), iteration, ignore)
     if saved is None:
         raise refuse(key, run, "a run with a checkpoint", "Train it with train.save=true first.")
-    error = refusal(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)
+    error = identity_error(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)
     if error is not None and config.train.check_data:
         raise error
     if (rows := saved.fingerprint["vocab_size"]) < tokenizer.vocab_size:
@@ -223,7 +229,7 @@ def check_resumed(config: Config, run: Path, saved: Saved, now: Identity) -> str
         raise refuse("train.global_batch_size", batch, expected, remedy)
     if "data" not in saved.extra:
         return f"step {saved.iteration} of {run} does not record its training data, which was therefore not compared"
-    error = refusal(saved.extra["data"], now, run)
+    error = identity_error(saved.extra["data"], now, run)
     if error is None:
         return None
     if config.train.check_data:

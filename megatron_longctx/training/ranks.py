@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
 from ..comm.local_ranks import run_ranks
-from ..comm.rendezvous import Placement, join
+from ..comm.rendezvous import RankInfo, join_group
 from ..errors import JobFailed, refuse
 from ..gpus import gpu_ranks
 
@@ -43,7 +43,7 @@ class Ranks:
         if device == "cuda" and not cuda:
             raise refuse("device", device, "a CUDA device here; torch sees none", "Use CPUs.")
         gpus = gpu_ranks() if cuda else 0
-        started = Placement.of_torchrun(os.environ)
+        started = RankInfo.from_torchrun(os.environ)
         count = started.world_size if started else ranks or gpus or 2
         if count < least:
             raise refuse("ranks", count, f"{least} or more", "The measurement needs that many.")
@@ -71,9 +71,9 @@ def run_on_ranks(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> Any:
         ValueError: a rank's refusal.
         JobFailed: a rank failed otherwise.
     """
-    place = Placement.of_torchrun(os.environ)
+    place = RankInfo.from_torchrun(os.environ)
     if place is not None:
-        join(place, None, _TIMEOUT_S, cuda=ranks.device == "cuda")
+        join_group(place, None, _TIMEOUT_S, cuda=ranks.device == "cuda")
         result = fn(place.rank, *args)
         dist.barrier()
         dist.destroy_process_group()

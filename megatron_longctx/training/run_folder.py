@@ -20,7 +20,6 @@ from .. import files
 from ..compose import RESOLVED, load_config, save_config
 from ..config import Config
 from ..errors import refuse
-from ..mcore.checkpoint_folder import iteration_directory, latest
 
 logger = logging.getLogger(__name__)
 
@@ -260,6 +259,8 @@ def _full_disk_reason(error: BaseException) -> str | None:
 
 
 def _safe_checkpoint(checkpoints: Path) -> str:
+    from ..mcore.checkpoint_folder import iteration_directory, latest  # imports Megatron, which takes seconds
+
     remedy = "Free space, or let train.keep_checkpoints keep fewer"
     try:
         last = latest(checkpoints)

@@ -27,8 +27,8 @@ class Saver:
         self.stall_s, self.latest = 0.0, step
         self._directory = directory
         self._copies = checkpoint.HostCopies() if train.async_save else None
-        self._kept = checkpoint.Kept(train.keep_checkpoints, train.keep_every)
-        self._saving: checkpoint.Saving | None = None
+        self._retention = checkpoint.Retention(train.keep_checkpoints, train.keep_every)
+        self._saving: checkpoint.PendingSave | None = None
         self._began = 0.0
 
     def begin(self, step: int, state: checkpoint.TrainingState, extra: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ class Saver:
         assert self._saving is None, "finish the previous checkpoint"
         with self._stalling():
             self._began, self.latest = time.perf_counter(), step
-            self._saving = checkpoint.begin(self._directory, step, state, extra, self._kept, copies=self._copies)
+            self._saving = checkpoint.begin(self._directory, step, state, extra, self._retention, copies=self._copies)
 
     def wait_staged(self) -> None:
         """Wait until everything to be saved is copied; only then may training change it."""

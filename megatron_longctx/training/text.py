@@ -21,7 +21,7 @@ from ..config import DataConfig
 from ..errors import is_line, refuse, shown
 from ..mcore.corpus import Corpus, Document, write_corpus, write_documents
 from ..mcore.tokenizer import build_tokenizer
-from ..models.chat import Chat, chat_of
+from ..models.chat import Chat, load_chat
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -205,7 +205,7 @@ def _line_text(line: bytes) -> list[str]:
 
 
 def _chat(template: str | None, tokenizer: Any) -> Chat:
-    chat = chat_of(template, tokenizer, "--chat-template")
+    chat = load_chat(template, tokenizer, "--chat-template")
     if chat.template is None:
         expected = "a file: the lines are conversations, and this tokenizer has no chat template"
         raise refuse("--chat-template", None, expected, "Name a file with a Jinja template.")

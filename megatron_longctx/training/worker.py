@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..comm.rendezvous import Placement, host_store, join, join_store
+from ..comm.rendezvous import RankInfo, connect_store, host_store, join_group
 from ..compose import load_config
 from ..config import Config
 from .heartbeat import Heartbeat, enable_flight_recorder
@@ -32,8 +32,8 @@ def run_spawned(local_rank: int, world_size: int, listener: socket.socket, run_f
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         return  # it died while this rank was starting; from now on its death arrives as SIGINT
-    place = Placement.local(local_rank, world_size)
-    place.enter(os.environ)
+    place = RankInfo.local(local_rank, world_size)
+    place.export(os.environ)
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     folder = RunFolder(Path(run_folder))
     try:
@@ -44,9 +44,9 @@ def run_spawned(local_rank: int, world_size: int, listener: socket.socket, run_f
         else:
             port = int(listener.getsockname()[1])
             listener.close()  # otherwise connections would wait here once rank 0 has ended
-            store = join_store(port, limit)
+            store = connect_store(port, limit)
         enable_flight_recorder(folder.ranks)
-        join(place, store, limit, uses_cuda(config))
+        join_group(place, store, limit, uses_cuda(config))
     except BaseException as error:
         folder.record_error(local_rank, error)
         raise

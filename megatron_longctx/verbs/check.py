@@ -88,10 +88,10 @@ def _prepare(settings: Sequence[str], steps: int, tolerance: float | None, root:
     if config.parallelism.context_parallel_size == 1:
         remedy = "Set parallelism.context_parallel_size, or parallelism=cp2."
         raise refuse("parallelism.context_parallel_size", 1, "2 or more, to be compared with 1", remedy)
-    from ..comm.rendezvous import Placement
+    from ..comm.rendezvous import RankInfo
     from ..training import auto, preflight  # here: Megatron takes seconds to import
 
-    if Placement.of_environment(os.environ) is not None:
+    if RankInfo.from_environment(os.environ) is not None:
         raise ValueError(
             "torchrun or Slurm has started this rank: expected a single process. The two runs have different numbers "
             "of ranks, which check starts itself, on this host."

@@ -26,14 +26,13 @@ from ..errors import refuse
 from ..mcore import checkpoint_weights
 from ..mcore.checkpoint_folder import iteration_directory
 from ..mcore.checkpoint_weights import Journal, Parameter
-from ..mcore.identity import tokenizer_identity
+from ..mcore.corpus import tokenizer_identity
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
-from ..models import Dims, Weight, family_of_model, family_of_source
-from ..models.family import every, require_same_function
+from ..models import Dims, Weight, check_same_function, family_of_model, family_of_source, in_file_order
 from ..models.gguf_file import GgufFile
 from ..models.huggingface import HuggingFaceFolder, ShardWriter
-from ..models.source import BESIDE, TOKENIZER_FILES, Source, Stored, matching, read_json
+from ..models.source import CONFIG_FILES, TOKENIZER_FILES, Source, TensorInfo, matching_files, read_json
 from ..serving.inference_job import checkpoint_of, split_words
 from ..training import preflight
 
@@ -74,7 +73,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
             base = replace(base, data=data)
         base = replace(base, run=replace(base.run, name=final.name, root=str(final.parent)))
         config = override_config(base, settings)
-        require_same_function(config.model, model, f"{source} has")
+        check_same_function(config.model, model, source)
         rows = config.model.vocab_size
         if rows is None or rows < vocab:
             raise refuse("model.vocab_size", rows, f"at least the {vocab} tokens of {source}", "Leave it out.")
@@ -123,7 +122,7 @@ def export_model(words: Sequence[str]) -> None:
     dims = Dims(model, original.get("vocab_size") or model.vocab_size or 0)
     weights = family.weights(model)
     reader = checkpoint_weights.Reader(iteration_directory(run / _CHECKPOINTS, saved.iteration))
-    places = [weight.place(layer, dims)[0] for weight, layer in every(weights, model)]
+    places = [weight.place(layer, dims)[0] for weight, layer in in_file_order(weights, model)]
     for key in reader.unread(places):
         raise refuse("checkpoint", key, f"the weights of the family {family.name}", "It has no place for this one.")
     with new_folder("out", own.get("out")) as (folder, final):
@@ -149,8 +148,8 @@ def _open_source(path: Path) -> Source:
 def _check_tensors(source: Source, weights: Sequence[Weight], dims: Dims) -> None:
     """Refuse missing tensors, tensors that the architecture does not have, and tensors of another shape."""
     expected: dict[str, tuple[int, ...]] = {}
-    for weight, layer in every(weights, dims.model):
-        expected |= zip(weight.names(layer), weight.their_shapes(dims), strict=True)
+    for weight, layer in in_file_order(weights, dims.model):
+        expected |= zip(weight.published_names(layer), weight.published_shapes(dims), strict=True)
     for name, shape in expected.items():
         if name not in source.tensors:
             raise refuse("tensors", name, "it in the files, of which none has it", "Fetch all files of the model.")
@@ -170,24 +169,24 @@ def _is_tied_copy(source: Source, name: str, dims: Dims) -> bool:
 
 def _parameters(source: Source, weights: Sequence[Weight], dims: Dims, dtype: torch.dtype) -> Iterator[Parameter]:
     def value(weight: Weight, layer: int) -> Tensor:
-        parts = [source.read(name).to(dtype) for name in weight.names(layer)]
+        parts = [source.read(name).to(dtype) for name in weight.published_names(layer)]
         return weight.form.join(parts, dims)
 
-    for weight, layer in every(weights, dims.model):
-        yield Parameter(*weight.place(layer, dims), weight.our_shape(dims), partial(value, weight, layer))
+    for weight, layer in in_file_order(weights, dims.model):
+        yield Parameter(*weight.place(layer, dims), weight.full_shape(dims), partial(value, weight, layer))
 
 
 def _write_weights(folder: Path, reader: checkpoint_weights.Reader, weights: Sequence[Weight], dims: Dims) -> None:
     def value(weight: Weight, layer: int) -> dict[str, Tensor]:
-        whole = reader.read(*weight.place(layer, dims), weight.our_shape(dims))
-        return dict(zip(weight.names(layer), weight.form.split(whole, dims), strict=True))
+        whole = reader.read(*weight.place(layer, dims), weight.full_shape(dims))
+        return dict(zip(weight.published_names(layer), weight.form.split(whole, dims), strict=True))
 
-    in_layers = every(weights, dims.model)
+    in_layers = in_file_order(weights, dims.model)
     groups = []
     for weight, layer in in_layers:
         dtype = reader.dtype(weight.place(layer, dims)[0])
-        names = zip(weight.names(layer), weight.their_shapes(dims), strict=True)
-        groups.append({name: Stored(shape, dtype) for name, shape in names})
+        names = zip(weight.published_names(layer), weight.published_shapes(dims), strict=True)
+        groups.append({name: TensorInfo(shape, dtype) for name, shape in names})
     ShardWriter(folder, groups).write(partial(value, *each) for each in in_layers)
 
 
@@ -207,10 +206,10 @@ def _checked_tokenizer(config: Config, folder: Path, final: Path, vocab: int) ->
 
 def _copy_tokenizer(config: Config, folder: Path) -> None:
     path = Path(config.data.tokenizer_path or "")
-    files = [path] if path.is_file() else matching(path, TOKENIZER_FILES) if config.data.tokenizer_path else []
+    files = [path] if path.is_file() else matching_files(path, TOKENIZER_FILES) if config.data.tokenizer_path else []
     if not files:
         logger.warning("data.tokenizer=%s has no files: the folder is without a tokenizer", config.data.tokenizer)
-    for file in [*files, *(matching(path, BESIDE[1:]) if path.is_dir() and files else [])]:
+    for file in [*files, *(matching_files(path, CONFIG_FILES[1:]) if path.is_dir() and files else [])]:
         shutil.copyfile(file, folder / file.name)
 
 

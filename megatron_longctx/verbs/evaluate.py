@@ -26,8 +26,8 @@ from ..mcore.inference import for_inference
 from ..mcore.losses import LossesByPosition, at_length, for_losses
 from ..mcore.tokenizer import build_tokenizer, text_of
 from ..metrics.environment import environment
-from ..models.chat import Chat, chat_of
-from ..serving.inference_job import InferenceJob, check_memory, engine_of, job_of, split_words, start
+from ..models.chat import Chat, load_chat
+from ..serving.inference_job import InferenceJob, build_job, check_memory, open_engine, split_words, start
 from ..training import auto, preflight
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def evaluate(words: Sequence[str]) -> None:
     own, settings = split_words(words, OWN_WORDS)
     tasks = _tasks(own.get("tasks"))
     with_questions = [task for task in tasks if task != LOSSES]
-    job = job_of(own, settings, adapted=for_inference if with_questions else for_losses)
+    job = build_job(own, settings, adapted=for_inference if with_questions else for_losses)
     job = replace(job, iteration=checkpoint.latest(job.checkpoints) if job.iteration is None else job.iteration)
     run = Path(own["checkpoint"])
     lengths = _numbers(own, "lengths", (job.config.data.seq_length,), int, 1, _MOST_LENGTH)
@@ -79,7 +79,7 @@ def evaluate(words: Sequence[str]) -> None:
     out = _folder(own.get("out"), run)
     evaluation = _Evaluation(lengths, samples, out, _no_results(run, job, own, lengths, samples))
     if LOSSES in tasks:
-        training = job if not with_questions else job_of(own, settings, adapted=for_losses)
+        training = job if not with_questions else build_job(own, settings, adapted=for_losses)
         evaluation = _with_losses(evaluation, training.config, own.get("data"))
     elif "data" in own:
         raise refuse("data", own["data"], f"{LOSSES} among the tasks", "Add it to tasks, or leave data out.")
@@ -169,7 +169,7 @@ def _with_losses(evaluation: _Evaluation, config: Config, prefix: str | None) ->
     data, part = config.data, 1
     if prefix is not None:
         data, part, text = replace(data, prefix=prefix, split="100,0,0"), 0, prefix
-    elif data.has_held_out:
+    elif data.has_validation_split:
         text = f"the second part ({data.split}) of {data.prefix}"
     else:
         data, part = replace(data, split="100,0,0"), 0
@@ -195,7 +195,7 @@ def _questions(
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     form = Format(lambda text: len(tokenizer.tokenize(text)))
     if _boolean(own, "chat"):
-        chat = chat_of(config.inference.chat_template, tokenizer)
+        chat = load_chat(config.inference.chat_template, tokenizer)
         if chat.template is None:
             expected = f"false: the {config.data.tokenizer} tokenizer has no chat template"
             raise refuse("chat", True, expected, "Set inference.chat_template=FILE, or leave it out.")
@@ -222,8 +222,8 @@ def _evaluate(job: InferenceJob, groups: Any) -> None:
             _report(evaluation, f"{LOSSES}, {length:,} tokens: {results.losses[-1].mean:.5f}", begin)
         model.release()
     if evaluation.questions:
-        with engine_of(job, groups) as (engine, tokenizer):
-            chat = chat_of(job.config.inference.chat_template, tokenizer) if evaluation.chat else Chat()
+        with open_engine(job, groups) as (engine, tokenizer):
+            chat = load_chat(job.config.inference.chat_template, tokenizer) if evaluation.chat else Chat()
             _answer(evaluation, engine, tokenizer, (tokenizer.eod, *chat.stop_tokens))
     if dist.get_rank() == 0:
         results.complete = True

@@ -71,7 +71,7 @@ def complete_settings(prefix: str, **_: object) -> Iterator[str]:
     from ..config import Config, keys_of
     from ..config.bounds import Choice
 
-    keys = {key.name: key for section in keys_of(Config).values() for key in section}
+    keys = keys_of(Config)
     name, equals, _value = prefix.partition("=")
     if not equals:
         yield from (f"{each}=" for each in (*recipes(), *keys))

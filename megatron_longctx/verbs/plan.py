@@ -18,15 +18,13 @@ from ..schedules import (
     Target,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
     keeps_received,
-    summing_in_nodes,
+    sum_in_nodes,
 )
 from ..schedules import mask as masks
-from ..schedules.describe import describe, summary
-from ..schedules.draw import draw
-from ..schedules.draw_timeline import draw_modes, draw_timeline
-from ..schedules.placement import draw_placement, placement
+from ..schedules.describe import describe, describe_placement, summary
+from ..schedules.draw import draw, draw_modes, draw_placement, draw_timeline
 from ..schedules.select import Problem, rank_modes, table
 from ..schedules.simulate import Simulation, simulate
 from ..topology import Cluster, load_cluster
@@ -93,7 +91,7 @@ def show(
     if simulation is not None and cluster is not None:
         print("\n" + _simulated(simulation, cluster))
     if pack is not None:
-        print("\n" + placement(plan, target.workload, simulation))
+        print("\n" + describe_placement(plan, target.workload, simulation))
     if simulation is not None and timeline:
         draw_timeline(simulation, timeline)
         print(f"\ntime line drawn to {timeline}")
@@ -214,7 +212,7 @@ def _configured_plan(config: Config, mask: masks.Mask) -> Plan:
     n, length = par.context_parallel_size, config.data.seq_length
     plan = build_plan(par.schedule, n, mask, mode_options(par), token_unit(par), par.layout)
     keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
-    return summing_in_nodes(keeping(plan) if keep else plan, ranks_summed(config))
+    return sum_in_nodes(keep_received(plan) if keep else plan, ranks_summed(config))
 
 
 def _mask(config: Config, causal: bool, lengths: Sequence[int] | None = None) -> masks.Mask:

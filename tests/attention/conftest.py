@@ -1,4 +1,4 @@
-"""What the tests of this room share."""
+"""Shared settings of the attention tests."""
 
 from hypothesis import settings
 

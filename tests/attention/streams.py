@@ -1,5 +1,7 @@
-"""A device without a device: streams are queues whose operations a scheduler runs in any order that a GPU may, flags
-are words, and tensors are bytes that a stream copies when it comes to it."""
+"""A simulated device: streams are queues whose operations a scheduler runs in any order that a GPU may choose.
+
+Flags are words, and tensors are bytes that a stream copies when it reaches the operation.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from megatron_longctx.comm import Exchange
 
 
 class Event:
-    """A place in a stream."""
+    """A position in a stream."""
 
     def __init__(self) -> None:
         self._reached = False
@@ -27,10 +29,10 @@ class Event:
 
 
 class Stream:
-    """Operations in order; each says whether it could be done.
+    """A queue of operations, each of which returns whether it could run.
 
-    queue: shared with other streams where a device has one queue for all (CUDA_DEVICE_MAX_CONNECTIONS=1): then an
-    operation that waits for a flag holds up all that are issued after it.
+    queue: shared by the streams of a device with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). An operation that
+    waits for a flag then blocks all that are issued after it.
     """
 
     def __init__(self, queue: deque[Callable[[], bool]] | None = None) -> None:
@@ -52,7 +54,7 @@ class Stream:
 
 
 class Flags:
-    """Stands for `FlagOperations`."""
+    """A stand-in for `FlagOperations`."""
 
     state: ClassVar[dict[int, int]] = {}
 
@@ -64,7 +66,7 @@ class Flags:
         return cls(addresses, False)
 
     @classmethod
-    def take(cls, addresses: Sequence[int]) -> Flags:
+    def wait_and_clear(cls, addresses: Sequence[int]) -> Flags:
         return cls(addresses, True)
 
     def issue(self, stream: Stream) -> None:
@@ -85,7 +87,7 @@ class Flags:
 
 
 class Bytes:
-    """A tensor of bytes that the current stream copies when it comes to it."""
+    """A tensor of bytes that the current stream copies when it reaches the operation."""
 
     here: ClassVar[Stream]
 
@@ -104,9 +106,9 @@ class Bytes:
     def write(self, content: bytes) -> None:
         Bytes.here.do(lambda: self.memory.__setitem__(slice(None), content))
 
-    def check(self, content: bytes, said: str) -> None:
+    def check(self, content: bytes, name: str) -> None:
         def check() -> None:
-            assert bytes(self.memory) == content, f"{said} is something else"
+            assert bytes(self.memory) == content, f"{name} has other content"
 
         Bytes.here.do(check)
 
@@ -119,16 +121,13 @@ def on(stream: Stream) -> Iterator[None]:
 
 
 class Far:
-    """Point-to-point messages of a rank, on its own stream: a batch is over when all of it has met its other end."""
+    """A rank's point-to-point messages on a separate stream: a batch ends when all its messages are matched."""
 
     channels: ClassVar[dict[tuple[int, int], deque[list[Any]]]] = {}
     moved: ClassVar[list[bool]] = [False]
 
     def __init__(self, rank: int, stream: Stream) -> None:
         self.rank, self.stream = rank, stream
-
-    def now(self) -> Event:
-        return Bytes.here.record_event()
 
     def start(self, sends: Any, receives: Any, after: Sequence[Any]) -> Exchange:
         for event in after:
@@ -160,7 +159,7 @@ class Far:
 
 
 def run_all(streams: list[Stream], draw: random.Random) -> None:
-    """Run what can be run, in an order that favours some streams over others, until nothing is left."""
+    """Run all operations, in a random order that favours some streams over others."""
     while any(stream.queue for stream in streams):
         order = sorted(streams, key=lambda stream: draw.random())
         ran = Far.moved[0] = False

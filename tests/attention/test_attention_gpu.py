@@ -1,11 +1,13 @@
-"""Sharded attention on GPUs over NCCL: as good as one GPU's own kernel, and its buffers safe to reuse.
+"""Sharded attention on GPUs: as exact as one GPU's kernel, and with buffers that are safe to reuse.
 
-One set of processes for each number of GPUs runs all its cases.
+One set of processes for each number of GPUs runs all its cases. Messages use NCCL, peer memory, or peer memory within
+declared hosts and NCCL between them.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,10 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.attention import ContextParallelAttention, context_parallel
 from megatron_longctx.attention.bind import Engine
 from megatron_longctx.attention.function import AttentionFunction, Passes, shapes_of
-from megatron_longctx.comm import BufferPool, P2PTransport
+from megatron_longctx.comm import (
+    BufferPool,
+    HybridTransport,
+    P2PTransport,
+    PeerTransport,
+    choose_transport,
+)
+from megatron_longctx.comm.symmetric import RANKS_PER_HOST, find_hosts
 from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.kernels import PROVIDERS, KernelRequest, choose
 from megatron_longctx.layout import Layout
@@ -31,7 +40,7 @@ from tests.shared.plans import helper_plan
 
 pytestmark = pytest.mark.gpu
 
-HEADS = {"GQA": (32, 8), "MHA": (32, 32)}  # any number of GPUs up to 8 that divides them may share them
+HEADS = {"GQA": (32, 8), "MHA": (32, 32)}  # for any number of GPUs up to 8 that divides them
 HEAD_DIM = 128
 LENGTH = 4096
 ITERATIONS = 50
@@ -48,13 +57,13 @@ class Case:
     def mask(self) -> Mask:
         return documents(self.lengths, causal=self.causal, window=self.window)
 
-    def needs_more(self, kernel: str) -> bool:
-        """Whether a kernel cannot do it."""
-        asked = KernelRequest(
+    def is_refused(self, kernel: str) -> bool:
+        """Whether a kernel does not support it."""
+        request = KernelRequest(
             "cuda", torch.bfloat16, HEAD_DIM, *HEADS[self.heads], windows=self.mask.has_windows,
             packed=len(self.lengths) > 1,
         )  # fmt: skip
-        return PROVIDERS[kernel]().why_not(asked) is not None
+        return PROVIDERS[kernel]().why_not(request) is not None
 
     def tensors(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         return random_qkv(self.mask.length, 1, *HEADS[self.heads], HEAD_DIM, torch.bfloat16, str(device), seed)
@@ -93,7 +102,7 @@ def compare(
 
 
 def _every_case(rank: int, n: int, kernels: list[str], transport: str, device_type: str = "cuda") -> list[str]:
-    """What is wrong, in words. Every rank computes the references itself, from the same seeds."""
+    """Return error messages. Every rank computes the references itself, from the same seeds."""
     device = (
         torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
     )
@@ -109,7 +118,7 @@ def _every_case(rank: int, n: int, kernels: list[str], transport: str, device_ty
         seen = visible(case.lengths, causal=case.causal, window=case.window)
         truth = dense_attention(*tensors, seen=seen)
         for kernel in kernels:
-            if case.needs_more(kernel):
+            if case.is_refused(kernel):
                 continue
             alone = functools.partial(ContextParallelAttention(kernel=kernel), mask=case.mask)
             whole = [forward_backward(alone, list(tensors[:3]), tensors[3]), truth]
@@ -127,7 +136,7 @@ def _every_case(rank: int, n: int, kernels: list[str], transport: str, device_ty
 
 
 def _helper(rank: int, kernel: str, case: Case, whole: list[dict[str, Tensor]], device: torch.device) -> list[str]:
-    """Queries, their gradients and partial results travel too."""
+    """Run a plan that also sends queries, their gradients and partial results."""
     plan, group = helper_plan(2, case.mask.length), dist.group.WORLD
     assert group is not None
     engine = Engine(choose(kernel, request(case.heads, device.type)), P2PTransport(group, device), BufferPool(device))
@@ -145,9 +154,9 @@ def _helper(rank: int, kernel: str, case: Case, whole: list[dict[str, Tensor]], 
 
 
 def _many_iterations(rank: int, attention: ContextParallelAttention, schedule: str, device: torch.device) -> list[str]:
-    """Two layers with data of their own, again and again, without the host waiting for the device in between.
+    """Run two layers with different data many times, without the host waiting for the device.
 
-    A block that lands in a buffer too early, or is read too late, gives one layer the other's data.
+    If a block is written to a buffer too early, or read too late, one layer gets the other's data.
     """
     case = CASES[0]
     layout = attention.layout(case.mask)
@@ -170,17 +179,17 @@ def _many_iterations(rank: int, attention: ContextParallelAttention, schedule: s
                 worst[i, j] = torch.maximum(worst[i, j], (now[name] - before[name]).float().norm() / size)
         del results, now, size
         if 5 <= iteration < 10 or iteration >= ITERATIONS - 5:
-            pools = [links.pool.num_bytes for links in attention._links.values()]
+            pools = [state.pool.num_bytes for state in attention._devices.values()]
             held.append((pools, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0))
-    # Autograd's thread lets go of tensors a little later than it returns, so that single samples differ by some, and
-    # on a busy machine all of the last ones: hence one more when nothing is left to do.
+    # Autograd's thread frees tensors a little later than it returns, so that single samples differ, and on a busy
+    # machine all of the last ones. So take one more sample when the device is idle.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         held.append((held[-1][0], torch.cuda.memory_allocated(device)))
     early, late = held[:5], held[5:]
     grew = early[0][0] != late[-1][0] or min(size for _, size in late) > min(size for _, size in early) + 2**20
     wrong = [f"rank {rank}, {schedule}: memory grew from {early} to {late}"] if grew else []
-    # A kernel may add up its gradients in another order every time: rounding, not other data.
+    # A kernel may add gradients in another order every time: that is rounding, not other data.
     if worst[:, 0].max() > 0 or worst.max() > 5e-3:
         wrong.append(f"rank {rank}, {schedule}: iterations differ by {worst.tolist()}")
     return wrong
@@ -207,7 +216,7 @@ STEPS = 1000
 
 
 def _a_thousand_steps(rank: int) -> list[str]:
-    """Lengths take turns; deterministic, so that equal inputs give equal bits."""
+    """Alternate between lengths; deterministic, so that equal inputs give equal bits."""
     device = torch.device("cuda", torch.cuda.current_device())
     wrong = []
     cases = (CASES[0], Case((8 * LENGTH,), True, "GQA"))
@@ -245,8 +254,7 @@ def test_a_thousand_deterministic_steps_are_equal_and_hold_no_more_memory() -> N
 
 
 def _kept(rank: int, transport: str) -> list[str]:
-    """Three layers in flight whose calls keep what they have received, beside calls that fetch it again: what one has
-    kept may not be another's."""
+    """Compare calls of three layers in flight that keep received blocks with calls that fetch them again."""
     device = torch.device("cuda", torch.cuda.current_device())
     wrong = []
     modes = [(name, ModeOptions()) for name in ("ulysses", "usp", "all_gather", "zigzag")]
@@ -259,7 +267,7 @@ def _kept(rank: int, transport: str) -> list[str]:
                 options=options,
                 transport=transport,
                 keep_received=keep,
-                kernel="flash",  # which prepares nothing for a shape: there are many here
+                kernel="flash",  # which prepares nothing per shape, of which there are many
             )
             for keep in ("true", "false")
         )
@@ -268,7 +276,7 @@ def _kept(rank: int, transport: str) -> list[str]:
             layers = [[shard(x, layout, rank) for x in case.tensors(device, seed)] for seed in range(3)]
             call = functools.partial(fetching, mask=case.mask)
             expected = [forward_backward(call, layer[:3], layer[3]) for layer in layers]
-            for iteration in range(4):  # in both of the memories that peers read
+            for iteration in range(4):  # in both memories that peers read
                 calls = []
                 for layer in layers:
                     leaves = [x.detach().requires_grad_() for x in layer[:3]]
@@ -279,7 +287,7 @@ def _kept(rank: int, transport: str) -> list[str]:
                     for name, value in zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True):
                         before = expected[i][name].float()
                         error = float((value.float() - before).norm() / before.norm().clamp_min(1e-6))
-                        # A kernel may add up its gradients in another order every time.
+                        # A kernel may add gradients in another order every time.
                         if not error <= (0 if name == "out" else 5e-3):
                             wrong.append(
                                 f"rank {rank}, {schedule} in {options.head_chunks}, {case}, layer {i} of {iteration}: "
@@ -290,8 +298,41 @@ def _kept(rank: int, transport: str) -> list[str]:
 
 @pytest.mark.parametrize("transport", ["p2p", "peer"])
 @pytest.mark.parametrize("n", [2, 4])
-def test_what_is_kept_is_what_would_be_fetched_again(n, transport):
+def test_kept_blocks_equal_fetched_ones(n, transport):
     if gpu_ranks() < n:
         pytest.skip(f"needs {n} CUDA devices, found {gpu_ranks()}")
     wrong = [line for lines in run_distributed(_kept, n, transport, backend="nccl", timeout=240) for line in lines]
+    assert not wrong, "\n".join(wrong)
+
+
+def _forced(name: str, group: dist.ProcessGroup, device: torch.device) -> HybridTransport:
+    """Choose the hybrid transport also if no host has two ranks, so that all messages are point to point."""
+    return HybridTransport(PeerTransport(group, device, find_hosts(group, device)))
+
+
+def _hybrid(rank: int, n: int, per_host: int, kernels: list[str]) -> dict[str, Any]:
+    os.environ[RANKS_PER_HOST] = str(per_host)
+    group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
+    assert group is not None
+    found: dict[str, Any] = {"auto": choose_transport("auto", group, device).name}
+    try:
+        choose_transport("peer", group, device)
+    except ValueError as error:
+        found["refused"] = str(error)
+    context_parallel.choose_transport = _forced
+    found["wrong"] = _every_case(rank, n, kernels, "auto")
+    return found
+
+
+@pytest.mark.parametrize(("n", "per_host"), [(2, 1), (4, 2), (4, 3), (8, 4)])
+def test_as_good_as_one_gpu_over_two_kinds_of_links(n: int, per_host: int) -> None:
+    if gpu_ranks() < n:
+        pytest.skip(f"needs {n} CUDA devices, found {gpu_ranks()}")
+    kernels = [name for name in ("cudnn", "flash") if PROVIDERS[name]().why_not(request("GQA")) is None][:1]
+    if not kernels:
+        pytest.skip("no kernel")
+    ranks = run_distributed(_hybrid, n, n, per_host, kernels, backend="nccl", timeout=400)
+    assert {found["auto"] for found in ranks} == {"p2p" if per_host == 1 else "hybrid"}
+    assert all("they are on several hosts" in found["refused"] for found in ranks)
+    wrong = [line for found in ranks for line in found["wrong"]]
     assert not wrong, "\n".join(wrong)

@@ -1,4 +1,4 @@
-"""A pass that fails over peer memory leaves flags that nobody sets: the next one is refused instead of waiting."""
+"""A pass that fails over peer memory leaves flags unset, so the next pass is refused instead of waiting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.context_parallel import _Links
+from megatron_longctx.attention.context_parallel import _DeviceState
 from megatron_longctx.comm import BufferPool, HybridTransport, P2PTransport, PeerMemoryError, PeerTransport, StreamClock
 from megatron_longctx.testing.distributed import run_distributed
 
@@ -25,21 +25,22 @@ def _transport(hybrid: bool) -> Any:
     if not hybrid:
         return peers
     transport = HybridTransport.__new__(HybridTransport)
-    transport.peers, transport.messages = peers, P2PTransport(group, CPU)
+    transport.peer, transport.p2p, transport.hosts = peers, P2PTransport(group, CPU), peers.hosts
+    transport.device = CPU
     return transport
 
 
 def _calls(rank: int, hybrid: bool) -> list[str]:
     attention = ContextParallelAttention(dist.group.WORLD, schedule="ring", kernel="reference")
-    attention._links[CPU] = _Links(_transport(hybrid), BufferPool(CPU), StreamClock(CPU), StreamClock(CPU), 0)
+    attention._devices[CPU] = _DeviceState(_transport(hybrid), BufferPool(CPU), StreamClock(CPU), StreamClock(CPU), 0)
     q = torch.zeros(4, 1, 2, 8)
-    said = []
+    errors = []
     for _ in range(2):
         try:
             attention(q, q, q, mask=8)  # its transport has no memory: views of it fail
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 @pytest.mark.parametrize("hybrid", [False, True])

@@ -1,5 +1,4 @@
-"""What one rank alone shows of a call: its kernel's own results, settings that are refused, and how much is known of
-masks at most."""
+"""Calls of one rank: results, refused settings, and the bounded number of masks in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error
 
 
-def test_one_rank_needs_no_process_group_and_computes_what_its_kernel_computes() -> None:
+def test_one_rank_needs_no_process_group_and_returns_its_kernels_results() -> None:
     attention = ContextParallelAttention(schedule="zigzag", kernel="reference")
     assert (attention.rank, attention.world) == (0, 1)
     for length, causal, heads in ((7, True, (4, 2)), (7, False, (3, 1)), (0, True, (4, 4))):
@@ -27,8 +26,8 @@ def test_one_rank_needs_no_process_group_and_computes_what_its_kernel_computes()
         found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), grad_out), strict=True))
         for name, truth in dense_attention(q, k, v, grad_out, causal).items():
             assert relative_error({"out": out.detach(), **found}[name], truth) < 1e-12, (length, name)
-    (links,) = attention._links.values()
-    assert links.transport is None and links.pool.num_bytes == 0
+    (state,) = attention._devices.values()
+    assert state.transport is None and state.pool.num_bytes == 0
     q, k, v, _ = random_qkv(33, 2, 4, 2, 8, torch.bfloat16)
     kernel = choose("cpu", KernelRequest("cpu", torch.bfloat16, 8, 4, 2))
     expected, _ = kernel.forward(q, k, v, dense_call(33, 33, True), scale=8**-0.5)
@@ -51,7 +50,7 @@ def test_settings_reach_the_plan_and_wrong_ones_are_refused() -> None:
 
 
 @pytest.mark.parametrize("sink", [torch.zeros(3), torch.zeros(1), torch.zeros(4, 1), torch.zeros(4).int()])
-def test_sinks_that_are_not_a_logit_a_head_are_refused(sink: torch.Tensor) -> None:
+def test_wrong_sinks_are_refused(sink: torch.Tensor) -> None:
     q, k, v, _ = random_qkv(5, 1, 4, 2, 8, torch.float32)
     attention = ContextParallelAttention(kernel="reference")
     for call in (attention, attention.forward):
@@ -67,8 +66,8 @@ def test_masks_of_other_lengths_are_refused(mask: Mask | int) -> None:
         ContextParallelAttention(kernel="reference")(q, k, v, mask=mask)
 
 
-def test_what_is_prepared_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another thread, while the first one makes calls."""
+def test_prepared_masks_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are prepared on another thread, while the first one makes calls."""
     attention = ContextParallelAttention(kernel="reference")
     q, k, v, grad = random_qkv(25, 1, 2, 1, 4, torch.float64)
     sequence = ShardedSequence(attention, 25)
@@ -87,13 +86,13 @@ def test_what_is_prepared_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) 
         for window in sequence.windows:
             attention(q[:, :, :heads], k, v, mask=pack.mask(window=window)).backward(grad[:, :, :heads])
     assert not made
-    with pytest.raises(AttributeError):  # what was not prepared
+    with pytest.raises(AttributeError):  # a mask that was not prepared
         attention(q, k, v, mask=documents([2, 3, 20]))
     assert made
 
 
-def test_what_is_known_of_masks_is_bounded() -> None:
-    """With packed documents every batch has another mask. Those in use stay."""
+def test_bound_masks_are_limited() -> None:
+    """Every packed batch has another mask. The masks in use stay."""
     attention = ContextParallelAttention(kernel="reference")
     q, k, v, _ = random_qkv(25, 1, 1, 1, 4, torch.float32)
     often = documents([20, 5])
@@ -108,6 +107,6 @@ def test_what_is_known_of_masks_is_bounded() -> None:
         elif number % 10 == 0:
             attention(q, k, v, mask=often)
         sizes.append(len(attention._bound))
-    assert max(sizes) == sizes[-1] == sizes[100] < 100, "no more than a hundred, ever"
+    assert max(sizes) == sizes[-1] == sizes[100] < 100, "the limit"
     attention(q, k, v, mask=often)
-    assert next(reversed(attention._bound.values())) is passes, "worked out once"
+    assert next(reversed(attention._bound.values())) is passes, "bound once"

@@ -1,9 +1,8 @@
-"""The attention that layers call, on ranks that are processes: against dense attention in fp64, in reduced precision as
-good as one device, and whatever else a call may be.
+"""Attention on ranks that are processes, against dense attention in fp64, and in reduced precision against one device.
 
-One set of processes for each number of ranks runs everything; what they found is compared here, so that a wrong result
-on one rank leaves no other waiting. Masks, kernels and hosts
-of all kinds are in test_masks, calls of one rank in test_calls.
+One set of processes for each number of ranks runs everything. Results are compared in the parent process, so that a
+wrong result on one rank leaves no other waiting. test_masks has all kinds of masks, kernels and hosts, test_calls calls
+of one rank.
 """
 
 from __future__ import annotations
@@ -34,11 +33,13 @@ SINKS = (8.0, -3.0, 0.0, 12.0)
 
 @dataclass(frozen=True)
 class Case:
-    """heads: of queries, of keys. said: of `documents`. e: head dimension of values."""
+    """One problem. heads: of queries and of keys. e: head dim of values."""
 
     schedule: str
-    said: tuple[tuple[str, Any], ...]
+    lengths: tuple[int, ...]
     heads: tuple[int, int]
+    causal: bool = True
+    window: tuple[int | None, int | None] = (None, None)
     e: int = 8
     sinks: bool = False
     batch: int = 2
@@ -47,12 +48,16 @@ class Case:
     keep: str = "auto"
 
     @property
+    def documents(self) -> dict[str, Any]:
+        return {"lengths": self.lengths, "causal": self.causal, "window": self.window}
+
+    @property
     def mask(self) -> Mask:
-        return documents(**dict(self.said)) if self.said[0][1] != (0,) else causal(0)
+        return documents(**self.documents) if self.lengths != (0,) else causal(0)
 
     @property
     def plain(self) -> Case:
-        """The same problem, however it is computed."""
+        """The same problem for any schedule."""
         return replace(self, schedule="", keep="auto")
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,52 +67,48 @@ class Case:
         return torch.tensor((SINKS * 8)[: self.heads[0]]).double() if self.sinks else None
 
 
-def said(*lengths: int, **more: Any) -> tuple[tuple[str, Any], ...]:
-    return (("lengths", lengths), *more.items())
-
-
 def options(n: int) -> ModeOptions:
     return ModeOptions(inner_size={2: 2, 3: 3, 4: 2}.get(n, 1))
 
 
 def cases(n: int) -> list[Case]:
-    """By mode causal, full, and documents in a window with sinks and larger values; MHA, GQA, MQA; fewer tokens than
-    ranks, and none; kept and fetched again; and by kernels in lower precision."""
+    """Return, for each mode, causal and full attention and documents in a window with sinks and larger values; MHA, GQA
+    and MQA; fewer tokens than ranks, and none; kept and fetched blocks; and lower precision."""
     mha, gqa, mqa = (2 * n, 2 * n), (2 * n, n), (n, 1)
     found = []
     for schedule in MODES:
         found += [
-            Case(schedule, said(4 * n + 3), gqa),
-            Case(schedule, said(4 * n, causal=False), mha, batch=1, keep="true"),
-            Case(schedule, said(9, 1, 2 * n + 3, window=(6, None)), mqa, e=12, sinks=True),
-            Case(schedule, said(9, 1, 2 * n + 3, window=(6, None)), gqa, e=12, sinks=True, keep="true"),
-            Case(schedule, said(max(n - 1, 1)), mha),
-            Case(schedule, said(0), mha),
+            Case(schedule, (4 * n + 3,), gqa),
+            Case(schedule, (4 * n,), mha, causal=False, batch=1, keep="true"),
+            Case(schedule, (9, 1, 2 * n + 3), mqa, window=(6, None), e=12, sinks=True),
+            Case(schedule, (9, 1, 2 * n + 3), gqa, window=(6, None), e=12, sinks=True, keep="true"),
+            Case(schedule, (max(n - 1, 1),), mha),
+            Case(schedule, (0,), mha),
         ]
         for dtype in (torch.float32, torch.bfloat16):
-            found += [Case(schedule, said(16 * n + 5), gqa, kernel="cpu", dtype=dtype)]
-            found += [Case(schedule, said(16 * n, causal=False), gqa, kernel="cpu", dtype=dtype)]
+            found += [Case(schedule, (16 * n + 5,), gqa, kernel="cpu", dtype=dtype)]
+            found += [Case(schedule, (16 * n,), gqa, causal=False, kernel="cpu", dtype=dtype)]
     return found
 
 
 class Rank:
-    """What one rank does. Attention objects are kept: cases share buffers, as layers do."""
+    """The work of one rank. Cases share attention objects, and so their buffers, as layers do."""
 
     def __init__(self, rank: int, n: int) -> None:
         self.rank, self.n = rank, n
-        self._made: dict[Any, ContextParallelAttention] = {}
+        self._attentions: dict[Any, ContextParallelAttention] = {}
 
     def attention(self, case: Case) -> ContextParallelAttention:
         key = case.schedule, case.kernel, case.keep
-        if key not in self._made:
-            self._made[key] = ContextParallelAttention(
+        if key not in self._attentions:
+            self._attentions[key] = ContextParallelAttention(
                 dist.group.WORLD,
                 schedule=case.schedule,
                 kernel=case.kernel,
                 options=options(self.n),
                 keep_received=case.keep,
             )
-        return self._made[key]
+        return self._attentions[key]
 
     def shards(self, case: Case, layout: Layout) -> tuple[list[Tensor], Tensor]:
         *leaves, grad_out = (shard(x, layout, self.rank) for x in case.tensors())
@@ -123,11 +124,11 @@ class Rank:
         return gradients(*self.call(case))
 
     def in_flight(self, schedule: str, keep: str) -> list[bool]:
-        """Several calls before their backwards, which come in any order: none has another's blocks."""
+        """Return whether calls are right whose backwards follow several forwards, in any order."""
         some = [
-            Case(schedule, said(4 * self.n + 3), (2 * self.n, self.n), keep=keep),
-            Case(schedule, said(4 * self.n, causal=False), (2 * self.n, 2 * self.n), batch=1, keep=keep),
-            Case(schedule, said(5, 4 * self.n), (2 * self.n, self.n), keep=keep),
+            Case(schedule, (4 * self.n + 3,), (2 * self.n, self.n), keep=keep),
+            Case(schedule, (4 * self.n,), (2 * self.n, 2 * self.n), causal=False, batch=1, keep=keep),
+            Case(schedule, (5, 4 * self.n), (2 * self.n, self.n), keep=keep),
         ]
         alone = [self.case(replace(case, keep="false")) for case in some]
         found = []
@@ -138,18 +139,18 @@ class Rank:
         return found
 
     def buffers(self, schedule: str) -> list[int]:
-        """Bytes held after one call forward and backward, after another, a shorter one, a longer one."""
-        self._made.clear()
-        case, held = Case(schedule, said(4 * self.n + 3), (2 * self.n, self.n)), []
+        """Return the buffers' bytes after each of four calls forward and backward, of these lengths."""
+        self._attentions.clear()
+        case, held = Case(schedule, (4 * self.n + 3,), (2 * self.n, self.n)), []
         for length in (4 * self.n + 3, 4 * self.n + 3, 2 * self.n, 8 * self.n + 6):
-            self.case(replace(case, said=said(length)))
-            (links,) = self.attention(case)._links.values()
-            held.append(links.pool.num_bytes)
+            self.case(replace(case, lengths=(length,)))
+            (state,) = self.attention(case)._devices.values()
+            held.append(state.pool.num_bytes)
         return held
 
     def gradients_of_all_kinds(self, schedule: str, keep: str) -> dict[str, bool]:
-        """Expanded, strided and missing gradients; strided inputs; given results; no gradient at all."""
-        case = Case(schedule, said(4 * self.n + 3), (2 * self.n, self.n), sinks=True, keep=keep)
+        """Return what is right for expanded, strided and missing gradients, strided inputs and given results."""
+        case = Case(schedule, (4 * self.n + 3,), (2 * self.n, self.n), sinks=True, keep=keep)
         attention = self.attention(case)
         (q, k, v, sink), grad_out = self.shards(case, attention.layout(case.mask))
         call = functools.partial(attention, mask=case.mask)
@@ -163,7 +164,7 @@ class Rank:
             some = leaves()
             return gradients(some, work(*some[:3], sink=some[3]), grad)
 
-        packed = torch.cat((q, k, v), dim=2).detach().requires_grad_()  # as a fused projection gives it
+        packed = torch.cat((q, k, v), dim=2).detach().requires_grad_()  # as a fused projection returns it
         from_packed = call(*packed.split((h, g, g), dim=2), sink=sink)
         (of_packed,) = torch.autograd.grad(from_packed, packed, grad_out)
         only_v = leaves()[2]
@@ -188,8 +189,8 @@ class Rank:
         }
 
     def saved(self, keep: str) -> tuple[int, int]:
-        """Bytes that autograd keeps of a call of Ulysses, and of them those of the caller's own tensors."""
-        case = Case("ulysses", said(64 * self.n), (2 * self.n, 2 * self.n), batch=1, dtype=torch.float32, keep=keep)
+        """Return the bytes that autograd saves in a call of Ulysses, and those among them of the caller's tensors."""
+        case = Case("ulysses", (64 * self.n,), (2 * self.n, 2 * self.n), batch=1, dtype=torch.float32, keep=keep)
         found: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
@@ -202,7 +203,7 @@ class Rank:
         return sum(found.values()), sum(size for pointer, size in found.items() if pointer in own)
 
     def int8(self, schedule: str) -> tuple[float, float, str]:
-        """Errors of a call for inference and of one that trains; why gradients are refused."""
+        """Return the errors of a call for inference and of one for training, and why gradients are refused."""
         attention = ContextParallelAttention(
             dist.group.WORLD, schedule=schedule, kernel="reference", kv_format=int8_kv, options=options(self.n)
         )
@@ -219,7 +220,7 @@ class Rank:
         return errors[0], errors[1], "not refused"
 
     def refusals(self) -> dict[str, str]:
-        case = Case("zigzag", said(4 * self.n + 3), (4, 2))
+        case = Case("zigzag", (4 * self.n + 3,), (4, 2))
         attention = self.attention(case)
         (q, k, v), _ = self.shards(case, attention.layout(case.mask))
         more, sharing = torch.cat((q, q[:1])), self.attention(replace(case, schedule="ulysses"))
@@ -275,36 +276,24 @@ def _run(number: int, n: int) -> dict[str, Any]:
     return found
 
 
-@functools.cache
-def _attempt(n: int) -> list[dict[str, Any]] | Exception:
-    try:
-        return run_distributed(_run, n, n)
-    except Exception as error:
-        return error
-
-
 @pytest.fixture(params=WORLDS, ids=lambda n: f"{n} ranks", scope="module")
 def n(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks(n: int) -> list[dict[str, Any]]:
-    """What every rank found; run once, also when it fails."""
-    found = _attempt(n)
-    if isinstance(found, Exception):
-        raise found
-    return found
+    return run_distributed(_run, n, n)
 
 
 @functools.cache
 def truth(plain: Case) -> dict[str, Tensor]:
-    return dense_attention(*plain.tensors(), seen=visible(**dict(plain.said)), sink=plain.sink())
+    return dense_attention(*plain.tensors(), seen=visible(**plain.documents), sink=plain.sink())
 
 
 @functools.cache
 def own(plain: Case) -> dict[str, Tensor]:
-    """By one rank alone, in the same precision."""
+    """Compute it on one rank, in the same precision."""
     leaves = [x.requires_grad_() for x in plain.tensors()[:3]]
     out = ContextParallelAttention(kernel=plain.kernel)(*leaves, mask=plain.mask)
     return gradients(leaves, out, plain.tensors()[3])
@@ -348,7 +337,7 @@ def test_calls_in_flight_do_not_disturb_each_other(schedule: str, ranks: list[di
 
 
 @pytest.mark.parametrize("schedule", MODES)
-def test_buffers_serve_again_and_grow_only_for_more(schedule: str, ranks: list[dict[str, Any]]) -> None:
+def test_buffers_are_reused_and_grow_only_for_more_tokens(schedule: str, ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         first, second, shorter, longer = found["buffers"][schedule]
         assert first == second == shorter < longer
@@ -362,15 +351,15 @@ def test_gradients_and_inputs_of_all_kinds(schedule: str, ranks: list[dict[str, 
             assert not wrong, f"rank {rank}, keep={keep}"
 
 
-def test_ulysses_keeps_what_it_attends_in_the_place_of_its_own(n: int, ranks: list[dict[str, Any]]) -> None:
-    tensor, lse = 64 * 2 * n * 8 * 4, 64 * 2 * n * 4  # one of q, k, v, out of a rank
+def test_ulysses_keeps_received_blocks_instead_of_its_own(n: int, ranks: list[dict[str, Any]]) -> None:
+    tensor, lse = 64 * 2 * n * 8 * 4, 64 * 2 * n * 4  # one of a rank's q, k, v, out
     for found in ranks:
         fetched, kept, auto = found["saved"]
         assert fetched == (4 * tensor + lse, 4 * tensor)
         assert kept == auto == (4 * tensor + lse, 0)
 
 
-def test_keys_and_values_travel_in_8_bits_for_inference_alone(ranks: list[dict[str, Any]]) -> None:
+def test_keys_and_values_are_sent_in_8_bits_only_in_inference(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         for rounded, trained, refused in found["int8"]:
             assert 1e-4 < rounded < 0.02 and trained < 1e-5

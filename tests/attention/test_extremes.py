@@ -1,5 +1,4 @@
-"""Numbers at the edge: logits with a large common offset, sinks far above and below all logits, and NaN, which hides in
-no block."""
+"""Extreme numbers: logits with a large common offset, sinks far above and below all logits, and NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ KERNEL = functools.partial(choose, "auto", KernelRequest("cpu", torch.float32, D
 
 
 def tensors(offset: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All logits are off by about this, since keys have a component in common."""
+    """Return inputs whose logits are all shifted by about `offset`, since keys have a common component."""
     q, k, v, grad_out = random_qkv(LENGTH, 1, HEADS, HEADS, DIM, torch.float32)
     if offset:
         q[..., 0], k[..., 0] = 4.0, offset / 4 * DIM**0.5
@@ -32,7 +31,7 @@ def tensors(offset: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("offset", OFFSETS)
-def test_errors_grow_by_what_an_lse_is_rounded_by_and_no_more(offset: float) -> None:
+def test_errors_grow_only_by_the_rounding_of_lse(offset: float) -> None:
     given = tensors(offset)
     truth, own = dense_attention(*given), kernel_attention(KERNEL(), *given, True)
     beyond = lse_rounding(*given, causal=True)
@@ -40,18 +39,18 @@ def test_errors_grow_by_what_an_lse_is_rounded_by_and_no_more(offset: float) -> 
         leaves = [x.clone().requires_grad_() for x in given[:3]]
         found = attend(build_plan(mode, 4, LENGTH, OPTIONS), Inputs(*leaves, given[3]), DIM**-0.5, KERNEL)
         assert_as_good_as(found, own, truth, (mode, offset), beyond if offset else None)
-    assert beyond["dq"] < 0.2 * float(truth["dq"].norm()), "a bound that says something"
+    assert beyond["dq"] < 0.2 * float(truth["dq"].norm()), "a bound that matters"
 
 
 def test_the_bound_grows_with_the_offset_twice_over() -> None:
-    """By the lse, and by the keys' common component that it keeps from dropping out."""
+    """It grows with the lse, and with the keys' common component, which no longer cancels."""
     small, large = (lse_rounding(*tensors(offset), causal=True)["dq"] for offset in OFFSETS[1:])
     assert large / small == pytest.approx((OFFSETS[2] / OFFSETS[1]) ** 2, rel=0.1)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sinks_that_take_everything_and_sinks_that_take_nothing(mode: str) -> None:
-    """By head: nearly all, some, next to nothing, and nothing at all."""
+    """The heads' sinks take nearly everything, some, almost nothing, and nothing."""
     q, k, v, grad_out = (x.double() for x in tensors(0.0))
     sink = torch.tensor([40.0, 5.0, -20.0, -torch.inf], dtype=torch.float64)
     truth = dense_attention(q, k, v, grad_out, sink=sink)
@@ -78,11 +77,11 @@ def test_every_query_that_sees_a_nan_gets_nan(mode: str) -> None:
         out = attend(plan, Inputs(q, k, v, grad_out), DIM**-0.5, KERNEL)["out"]
         assert torch.equal(out.isnan().any(-1), out.isnan().all(-1))
         found = set(out.isnan().flatten(1).any(1).nonzero().flatten().tolist())
-        assert found >= expected if name == "v" else found == expected  # hidden keys of a block count 0 times NaN
+        assert found >= expected if name == "v" else found == expected  # hidden keys of a block add 0 times NaN
 
 
-def test_merges_keep_what_is_nan() -> None:
-    """Whichever of several partials it is, beside numbers and beside nothing."""
+def test_merges_keep_nan() -> None:
+    """In any of several partials, beside numbers and beside empty partials."""
     for broken in range(3):
         for others in (0.5, -torch.inf):
             outs = [torch.full((1, 1, 1, 4), float(others == 0.5)) for _ in range(3)]

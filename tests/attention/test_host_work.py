@@ -1,5 +1,4 @@
-"""What a pass costs the host: operations, each of which a GPU's driver has to be told of. Counted, not timed; and in
-which order they are issued."""
+"""The number and order of operations that the host issues in a pass, each of which costs a call of the driver."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from megatron_longctx.schedules import (
     Target,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
 )
 from megatron_longctx.schedules.mask import documents, full
 
@@ -45,12 +44,12 @@ HEADS, KV_HEADS, DIM = 32, 16, 8
 
 
 class Counted(TorchDispatchMode):
-    """Counts operations; `launches` are those that are neither views nor allocations, and merges."""
+    """A counter of operations; `launches` are merges and operations that are neither views nor allocations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.views = self.launches = self.merges = 0
-        self.copies: list[int] = []  # of every launch of copies, how many
+        self.copies: list[int] = []  # the number of copies in each batched copy
 
     def __repr__(self) -> str:
         return f"{self.merges} merges among {self.launches} launches, {self.views} views"
@@ -63,7 +62,7 @@ class Counted(TorchDispatchMode):
 
 
 class Silent:
-    """A transport that moves nothing and notes what it is told. peers: whether all read each other's memory."""
+    """A transport that sends nothing and records calls. peers: whether all ranks read each other's memory."""
 
     def __init__(self, n: int, peers: bool = False) -> None:
         self.hosts = (tuple(range(n)),) * n if peers else None
@@ -71,7 +70,7 @@ class Silent:
         self.marks = self.channels = 0
         self.received: list[list[Tensor]] = []
 
-    def now(self) -> int:
+    def record_event(self) -> int:
         self.marks += 1
         self.events.append("mark")
         return self.marks
@@ -81,7 +80,7 @@ class Silent:
         self.channels += 1
         return SilentChannel(self, memory(num_bytes))
 
-    def break_off(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         raise AssertionError("a pass failed") from error
 
 
@@ -117,7 +116,7 @@ class SilentChannel:
 
 
 class NoAttention(AttentionKernel):
-    """Results that lie as flash-attn's do, and nothing in them."""
+    """A kernel that returns uninitialized results in flash-attn's memory layout."""
 
     takes = Takes(packed=True, rectangles=True, windows=True)
 
@@ -139,7 +138,7 @@ class NoAttention(AttentionKernel):
 
 
 class Layer:
-    """A rank's passes, over tensors in which nothing is."""
+    """A rank's passes over tensors of zeros."""
 
     def __init__(self, plan: Plan, rank: int, peers: bool = False, engine: Engine | None = None) -> None:
         self.transport: Any = engine.transport if engine else Silent(plan.n, peers)
@@ -159,7 +158,7 @@ class Layer:
     def backward(self, run: Run) -> None:
         out, lse = run.result(Kind.OUT)
         own = {Kind.Q_GRAD: (self.q, out, self.q, lse), Kind.GRAD: (self.q,), Kind.KV: (self.k, self.k)}
-        back = Run(self.bound[1], own, 1.0, [x for entry in run.kept for x in entry])
+        back = Run(self.bound[1], own, 1.0, run.kept)
         back()
         back.result(Kind.DQ), back.result(Kind.DKV)
 
@@ -168,8 +167,7 @@ class Layer:
 
 
 def counted(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """What `work` costs once everything of its kind has been done before. A merge is one launch, and so are copies that
-    are made together, as on a GPU."""
+    """Count the operations of `work` after two warm-up runs. A merge or batched copy is one launch, as on GPUs."""
     counts: Counter[str] = Counter()
     for name in ("merge_partials", "sum_partials"):
         monkeypatch.setattr(running, name, lambda *_, name=name: counts.update([name]))
@@ -189,7 +187,7 @@ def counted(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Counted
 
 DOCUMENTS = documents([100, 28, 60, 68], window=(50, None))
 LAYERS: dict[tuple[str, int, int, bool, Any], tuple[int, int, int]] = {
-    # (schedule, ranks, chunks of the heads, keeps, mask): merges, launches, views of a layer's forward and backward
+    # (schedule, ranks, head chunks, keeps, mask): merges, launches and views of a layer's forward and backward
     ("ulysses", 4, 1, False, None): (0, 9, 115),
     ("ulysses", 4, 1, True, None): (0, 9, 95),
     ("ulysses", 8, 1, True, None): (0, 9, 185),
@@ -207,12 +205,12 @@ LAYERS: dict[tuple[str, int, int, bool, Any], tuple[int, int, int]] = {
 def plan_of(schedule: str, n: int, chunks: int, keep: bool, mask: Any, tokens: int = 64) -> Plan:
     options = ModeOptions(inner_size=2, head_chunks=chunks)
     plan = build_plan(schedule, n, n * tokens if mask is None else mask, options)
-    return keeping(plan) if keep else plan
+    return keep_received(plan) if keep else plan
 
 
 @pytest.mark.parametrize("case", LAYERS, ids=lambda case: "-".join(map(str, case)))
 def test_a_layer_is_few_operations(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results in one part are not merged on their way; what depends on shapes alone is not worked out again."""
+    """Results in one part are not merged, and what depends on shapes alone is not computed again."""
     found = counted(Layer(plan_of(*case), 1).both, monkeypatch)
     merges, launches, views = LAYERS[case]
     assert found.merges <= merges and found.launches <= launches and found.views <= views, found
@@ -224,7 +222,7 @@ PREFILLS = {
     ("pass_q", 8): (3, 11, 40),
     ("one_hop", 8): (3, 11, 40),
 }
-"""Merges, launches and views of one layer of 256 new tokens after 1,024 cached ones."""
+"""Merges, launches and views of one layer with 256 new tokens after 1,024 cached ones."""
 
 
 @pytest.mark.parametrize("case", PREFILLS, ids=lambda case: f"{case[0]}-{case[1]}")
@@ -240,24 +238,24 @@ def test_a_layer_of_a_prefill_is_few_operations(case: tuple[str, int], monkeypat
 
 
 @pytest.mark.parametrize(("schedule", "n"), [("ulysses", 4), ("ulysses", 8), ("all_gather", 4), ("zigzag", 4)])
-def test_what_is_waited_for_at_once_is_read_where_it_lies(
+def test_exchanges_without_overlap_are_read_in_the_peers_memory(
     schedule: str, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over peer memory a layer of Ulysses packs, pulls and puts side by side in one launch each; others read the
-    results that end backward where the senders have them."""
+    """Over peer memory, a layer of Ulysses packs, pulls and unpacks in one launch each. Other modes read the last
+    results of backward in the senders' memory."""
     layer = Layer(plan_of(schedule, n, 1, schedule == "ulysses", None), 1, peers=True)
     found = counted(lambda: (layer.transport.events.clear(), layer.both()), monkeypatch)
     events = Counter(layer.transport.events)
     assert events["acquire"] == events["release"]
     if schedule == "ulysses":
-        assert (events["acquire"], events["start"]) == (4, 0), "there and back, twice"
+        assert (events["acquire"], events["start"]) == (4, 0), "to and from the heads, forward and backward"
         assert found.merges == 0 and found.launches == len(found.copies) <= 9, (found, found.copies)
     else:
         assert events["acquire"] == 1 and events["start"] == events["wait"] > 0
 
 
 def addresses(x: Tensor) -> set[int]:
-    """Of all elements."""
+    """Return the addresses of all elements."""
     at = torch.zeros(x.shape, dtype=torch.int64)
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         at += (torch.arange(size) * stride).view(-1, *[1] * (x.ndim - dim - 1))
@@ -266,10 +264,8 @@ def addresses(x: Tensor) -> set[int]:
 
 @pytest.mark.parametrize("peers", [False, True])
 @pytest.mark.parametrize("schedule", MODES)
-def test_what_is_copied_together_may_be_copied_in_any_order(
-    schedule: str, peers: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One kernel makes all copies beside each other: none writes what another one reads or writes."""
+def test_batched_copies_are_independent(schedule: str, peers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel makes all copies concurrently, so no copy writes what another one reads or writes."""
     several = 0
 
     def copy(_: BatchedCopy, key: Any, pairs: Any) -> None:
@@ -292,7 +288,7 @@ def test_what_is_copied_together_may_be_copied_in_any_order(
     assert several
 
 
-def test_the_next_messages_start_before_what_came_is_computed() -> None:
+def test_the_next_messages_start_before_the_kernel_call() -> None:
     layer = Layer(plan_of("ring", 4, 1, False, full(64)), 1)
     run = layer.forward()
     events = [event for event in layer.transport.events if event != "mark"]
@@ -305,8 +301,8 @@ def test_the_next_messages_start_before_what_came_is_computed() -> None:
 
 @pytest.mark.parametrize("peers", [False, True])
 @pytest.mark.parametrize("schedule", ["ring", "zigzag", "helper", "ulysses"])
-def test_without_overlap_messages_are_waited_for_before_anything_is_computed(schedule: str, peers: bool) -> None:
-    """The same operations otherwise."""
+def test_without_overlap_messages_are_awaited_immediately(schedule: str, peers: bool) -> None:
+    """All other operations are the same."""
     plan, events = build_plan(schedule, 4, 256), []
     for overlap in (True, False):
         transport = Silent(plan.n, peers)
@@ -316,10 +312,10 @@ def test_without_overlap_messages_are_waited_for_before_anything_is_computed(sch
     on, off = events
     assert Counter(on) == Counter(off) and ("start" in off) == (not peers or schedule != "ulysses")
     assert all(after == "wait" for each, after in pairwise(off) if each == "start")
-    assert on != off or schedule == "ulysses"  # where nothing is computed beside messages
+    assert on != off or schedule == "ulysses"  # which computes nothing beside messages
 
 
-def test_what_is_waited_for_is_measured_and_every_exchange_is_waited_for_once() -> None:
+def test_every_exchange_is_awaited_once() -> None:
     for schedule in MODES:
         layer = Layer(plan_of(schedule, 4, 1, False, None), 2)
         layer.both()
@@ -337,16 +333,16 @@ def test_rows_of_buffers_are_the_same_tensors_until_the_buffers_grow() -> None:
         layer.both()
         return list(received)
 
-    passes(layer)  # until backward has all its buffers
+    passes(layer)  # allocates the buffers of backward
     first, again = passes(layer), passes(layer)
     assert any(first) and all(x is y for a, b in zip(first, again, strict=True) for x, y in zip(a, b, strict=True))
     longer = Layer(plan_of("zigzag", 4, 1, False, None, tokens=64), 1, engine=layer.engine)
     larger = {x.untyped_storage().data_ptr() for each in passes(longer) for x in each}
     after = {x.untyped_storage().data_ptr() for each in passes(layer) for x in each}
-    assert after == larger, "memory that the pool no longer has"
+    assert after == larger, "memory that the pool has replaced"
 
 
-def test_what_is_kept_is_every_pass_s_own() -> None:
+def test_passes_do_not_share_kept_memory() -> None:
     for schedule in MODES:
         layer = Layer(plan_of(schedule, 4, 1, True, full(64)), 1)
         kept = [layer.forward().kept for _ in range(2)]
@@ -354,8 +350,8 @@ def test_what_is_kept_is_every_pass_s_own() -> None:
         assert one and one.isdisjoint(other), schedule
 
 
-def test_ranks_meet_once_for_a_batch_over_peer_memory() -> None:
-    """All its layers go by what was agreed on for the first."""
+def test_a_batch_opens_one_channel_over_peer_memory() -> None:
+    """All its layers use the first one's."""
     manager = CacheManager(4, 512, 16)
     session, engine, channels = manager.open(), None, 0
     for number in range(1, 4):

@@ -1,8 +1,7 @@
-"""The shapes and masks that other implementations of context parallelism test themselves with, scaled to CPUs: every
-mode that takes them, all ranks in threads of one process.
+"""The shapes and masks with which other implementations of context parallelism are tested, scaled to CPUs.
 
-From TransformerEngine's tests of attention with CP, MagiAttention's tests of its pipeline, and Megatron-Core's tests of
-packed sequences.
+They come from TransformerEngine's tests of attention with CP, MagiAttention's tests of its pipeline, and
+Megatron-Core's tests of packed sequences. Every mode runs them, with all ranks in threads of one process.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from tests.shared.threads import Inputs, attend
 
 @dataclass(frozen=True)
 class Case:
-    """heads: of queries, of keys, head dims of keys and of values. said: of `documents`, or slices of a mask."""
+    """heads: numbers of query and KV heads, head dims of keys and values. doc_args: arguments of `documents`."""
 
     heads: tuple[int, int, int, int]
-    said: dict[str, Any]
+    doc_args: dict[str, Any]
     slices: tuple[Slice, ...] = ()
     batch: int = 1
     sinks: str = ""
@@ -37,8 +36,8 @@ class Case:
     @functools.cached_property
     def mask(self) -> Mask:
         if not self.slices:
-            return documents(**self.said)
-        length = self.said["length"]
+            return documents(**self.doc_args)
+        length = self.doc_args["length"]
         return Mask(length, self.slices, (Document(0, length, 0),))
 
     @functools.cached_property
@@ -56,14 +55,14 @@ class Case:
         for q_start, q_stop, k_start, k_stop, lo, hi in self.mask.slices:
             behind = torch.arange(k_start, k_stop) - torch.arange(q_start, q_stop)[:, None]
             part = (lo <= behind) & (behind <= hi)
-            assert not (seen[q_start:q_stop, k_start:k_stop] & part).any(), "each pair once"
+            assert not (seen[q_start:q_stop, k_start:k_stop] & part).any(), "a pair in two slices"
             seen[q_start:q_stop, k_start:k_stop] |= part
         q, k, v, grad, sink = self.inputs
         return dense_attention(q, k, v, grad, seen=seen, sink=sink)
 
     @functools.cached_property
     def own(self) -> dict[str, Tensor]:
-        """By one rank alone, in the same precision."""
+        """The results of one rank alone, in the same precision."""
         return self.attend("zigzag", 1)
 
     def attend(self, mode: str, n: int) -> dict[str, Tensor]:
@@ -78,25 +77,25 @@ class Case:
 
 
 def whole(length: int = 192, window: tuple[int | None, int | None] = (None, None), causal: bool = True) -> Any:
-    """A sequence of TransformerEngine's: 4,096 tokens, and windows of 512 and 128, at a 21st."""
+    """Return TransformerEngine's sequence of 4,096 tokens with windows of 512 and 128, scaled by 1/21."""
     return {"lengths": [length], "window": window, "causal": causal}
 
 
-BI_CAUSAL: tuple[Any, ...] = tuple(  # whole ranges, whose queries overlap, between two diagonals each
+BI_CAUSAL: tuple[Any, ...] = tuple(  # ranges with overlapping queries, each between two diagonals
     Slice(*each).tight()
     for each in [
         (0, 256, 0, 384, 0, 128), (0, 256, 512, 640, 384, 512), (256, 640, 256, 512, -256, -64),
         (256, 640, 640, 840, 64, 300), (640, 840, 0, 200, -640, -640), (640, 840, 640, 840, -64, 0),
     ]
 )  # fmt: skip
-CONTINUOUS: tuple[Any, ...] = (  # full, causal, inverse causal and bi-causal ones, one behind the other
+CONTINUOUS: tuple[Any, ...] = (  # consecutive full, causal, inverse causal and bi-causal slices
     Slice(0, 200, 0, 200), Slice(200, 420, 200, 420, -FAR, 0), Slice(420, 640, 420, 640, 0, FAR),
     Slice(640, 960, 400, 840, -240, -120).tight(),
 )  # fmt: skip
 CASES = {
-    **{f"te {h}:{g} {name}": Case((h, g, 32, 32), said, batch=2)
+    **{f"te {h}:{g} {name}": Case((h, g, 32, 32), doc_args, batch=2)
        for h, g in ((12, 12), (12, 2), (32, 4))
-       for name, said in {
+       for name, doc_args in {
            "causal": whole(), "full": whole(causal=False), "window 512": whole(window=(24, 0)),
            "window 512, 512": whole(window=(24, 24), causal=False), "window 128": whole(window=(6, 0)),
        }.items() if h == 12 or name == "causal"},
@@ -104,9 +103,9 @@ CASES = {
     "te d 256": Case((4, 4, 256, 256), whole(96), batch=2),
     **{f"te sinks {kind or 'vanilla'}": Case((64, 8, 64, 64), whole(96, (6, 0)), batch=2, sinks=kind)
        for kind in ("", "off_by_one", "learnable")},
-    **{f"magi {name} 8:{g}": Case((8, g, 16, 16), said, slices)
+    **{f"magi {name} 8:{g}": Case((8, g, 16, 16), doc_args, slices)
        for g in (8, 2)
-       for name, said, slices in (
+       for name, doc_args, slices in (
            ("varlen_full_attn", {"lengths": [128] * 8 + [26], "causal": False}, ()),
            ("varlen_block_causal", {"lengths": [128, 128, 128, 128, 128, 128, 192],
                                     "causal": False, "parents": [-1, 0, 1, 2, -1, 4, 5]}, ()),
@@ -130,4 +129,4 @@ def test_every_mode_is_as_good_as_one_rank(name: str) -> None:
             continue
         assert_as_good_as(case.attend(mode, n), case.own, case.truth, f"{name}, {mode}")
         ran += 1
-    assert ran == len(MODES), "each of these has heads for two ranks"
+    assert ran == len(MODES), "every case has heads for two ranks"

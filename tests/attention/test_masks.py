@@ -1,7 +1,6 @@
-"""Any mask, by every mode, on any number of ranks: real passes in threads of one process, against dense attention of
-what the mask's definition says.
+"""Random masks in every mode on any number of ranks, in threads of one process, against dense attention.
 
-`pytest tests/attention --hypothesis-profile=long` runs many more, and other ones every time.
+`pytest tests/attention --hypothesis-profile=long` runs many more examples, and other ones every time.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from megatron_longctx.schedules import (
     ModeOptions,
     Plan,
     Takes,
+    accumulators,
+    backward,
+    buffers,
     build_plan,
     find_mode,
-    keeping,
-    made,
-    overlap,
-    places,
+    keep_received,
     verify,
 )
 from megatron_longctx.schedules.mask import FAR, documents
@@ -49,11 +48,11 @@ EXAMPLES = 3000 if LONG else 45
 PACKED = Takes(packed=True, rectangles=True, windows=True)
 KERNELS = {"bands": None, "packed": PACKED, "rectangles": Takes(rectangles=True, windows=True), "packed squares": Takes(
     packed=True), "squares": Takes(), "short": PACKED._replace(longest_causal=7)}  # fmt: skip
-"""Which calls a kernel takes; None for the ones of this project, which take any."""
+"""The calls that a test kernel takes; None for this project's kernels, which take any."""
 
 
 class Literal(AttentionKernel):
-    """A kernel that takes what is said and nothing else, and reads the rows of a call's segments alone."""
+    """A kernel that refuses calls outside its `takes`, and reads only the rows of a call's segments."""
 
     def __init__(self, takes: Takes) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ class Literal(AttentionKernel):
         q, k, v, scores = self._scores(inputs)
         grad, probs = grad_out.permute(1, 2, 0, 3), (scores - lse.permute(1, 2, 0)[..., None]).exp()
         dscores = probs * (grad @ v.mT - (grad * out.permute(1, 2, 0, 3)).sum(-1, True)) * inputs.scale
-        shared = k.shape[0], inputs.k.shape[2], -1, *k.shape[2:3]  # heads of queries add up to those of their keys
+        shared = k.shape[0], inputs.k.shape[2], -1, *k.shape[2:3]  # sums over the query heads of each KV head
         dk, dv = (x.view(*shared, x.shape[-1]).sum(2).permute(2, 0, 1, 3) for x in (dscores.mT @ q, probs.mT @ grad))
         return (dscores @ k).permute(2, 0, 1, 3), dk, dv
 
@@ -90,12 +89,12 @@ class Literal(AttentionKernel):
 
 @functools.lru_cache(maxsize=4096)
 def _seen(call: KernelCall, takes: Takes, queries: int, keys: int) -> Tensor:
-    """Which queries of a call see which keys. Refuses a call that the kernel does not take."""
+    """Return which queries of a call see which keys. Refuse a call that the kernel does not take."""
     assert takes.packed or len(call.segments) == 1
     assert call.right in (0, FAR) and call.left >= 0 and (call.left == FAR or takes.windows)
     spans, q_stop, k_stop = [(0, 0)] * queries, 0, 0
     for q0, q1, k0, k1 in call.segments:
-        assert q_stop <= q0 < q1 <= queries and k_stop <= k0 < k1 <= keys, "ascending, and none of them overlap"
+        assert q_stop <= q0 < q1 <= queries and k_stop <= k0 < k1 <= keys, "ascending segments without overlap"
         q_stop, k_stop = q1, k1
         assert call.full or q1 - q0 == k1 - k0 or takes.rectangles
         assert call.right == FAR or q1 - q0 <= k1 - k0, "every query sees a key"
@@ -109,12 +108,15 @@ def _seen(call: KernelCall, takes: Takes, queries: int, keys: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """said: of `documents`. hosts: by rank, the number of its host; None for messages point to point alone. kernel: see
-    `KERNELS`. sizes: heads, KV heads, head dims of keys and of values, batch. near: rows lie far apart from a few of
-    them on, as they do from thousands on otherwise. layout: see `build_plan`."""
+    """One problem.
+
+    doc_args: arguments of `documents`. hosts: each rank's host; None for point-to-point messages alone. kernel: see
+    `KERNELS`. sizes: heads, KV heads, head dims of keys and of values, batch. near: see `nearby`. layout: see
+    `build_plan`.
+    """
 
     n: int
-    said: dict[str, Any]
+    doc_args: dict[str, Any]
     options: ModeOptions
     sizes: tuple[int, int, int, int, int]
     sinks: tuple[float, ...]
@@ -127,7 +129,7 @@ class Case:
 
 @st.composite
 def masks(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of `documents`, of up to 120 tokens."""
+    """Draw arguments of `documents` for up to 120 tokens."""
     count, longest = draw(st.sampled_from([(1, 120), (1, 24), (2, 50), (3, 40), (5, 24), (12, 10), (60, 2)]))
     lengths = draw(st.lists(st.integers(1, longest), min_size=count, max_size=count))
     causal, before = (
@@ -135,20 +137,20 @@ def masks(draw: st.DrawFn) -> dict[str, Any]:
         st.sampled_from([None, None, 0, 1, 3, 8, 31, 500]),
     )
     window = draw(before), draw(st.sampled_from([None, None, 0, 2, 500]))
-    said: dict[str, Any] = {"lengths": lengths, "causal": causal, "window": window}
+    doc_args: dict[str, Any] = {"lengths": lengths, "causal": causal, "window": window}
     kind = draw(st.sampled_from(["plain", "plain", "prefixes", "tree", "chain", "both"][: None if count < 60 else 3]))
     if kind in ("prefixes", "both") and causal:
-        said["prefixes"] = [draw(st.integers(0, length)) for length in lengths]
+        doc_args["prefixes"] = [draw(st.integers(0, length)) for length in lengths]
     if kind in ("tree", "both"):
-        said["parents"] = [draw(st.integers(-1, number - 1)) for number in range(count)]
+        doc_args["parents"] = [draw(st.integers(-1, number - 1)) for number in range(count)]
     if kind == "chain":  # without `causal`, block-causal
-        said["parents"] = [number - 1 for number in range(count)]
-    return said
+        doc_args["parents"] = [number - 1 for number in range(count)]
+    return doc_args
 
 
 @st.composite
 def cases(draw: st.DrawFn, name: str) -> Case:
-    n, said = draw(st.sampled_from([1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8])), draw(masks())
+    n, doc_args = draw(st.sampled_from([1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8])), draw(masks())
     inner = draw(st.sampled_from([None, *(k for k in range(1, n + 1) if n % k == 0)]))
     options = ModeOptions(
         max_buffer_tokens=draw(st.sampled_from([None, None, 2, 8, 31])),
@@ -156,15 +158,15 @@ def cases(draw: st.DrawFn, name: str) -> Case:
         head_chunks=draw(st.sampled_from([1, 1, 2, 3])) if name == "ulysses" and n > 1 else 1,
         outer_schedule=draw(st.sampled_from(outer_modes())),
     )
-    parts = {"ulysses": n * options.head_chunks, "usp": options.inner(n)}.get(name, 1)
+    parts = {"ulysses": n * options.head_chunks, "usp": options.resolve_inner_size(n)}.get(name, 1)
     g = draw(st.sampled_from([parts, 2 * parts if parts < 5 else parts, 1 if options.head_chunks == 1 else parts]))
     h = draw(st.sampled_from([1, 2, 3] if max(g, parts) < 5 else [1])) * max(g, parts)
     kernel = draw(st.sampled_from(["packed", "bands", *KERNELS]))
     d, e = draw(st.sampled_from([(4, 4), (4, 4), (6, 4), (4, 12)]))
-    if said["window"] != (None, None) and kernel.endswith("squares"):
-        kernel = "rectangles"  # the other ones take no windows
+    if doc_args["window"] != (None, None) and kernel.endswith("squares"):
+        kernel = "rectangles"  # squares take no windows
     return Case(
-        n, said, options, (h, g, d, e, draw(st.sampled_from([1, 2]))),
+        n, doc_args, options, (h, g, d, e, draw(st.sampled_from([1, 2]))),
         sinks=draw(st.sampled_from([(), (3.0, -9.0, 0.0, 12.0)])),
         hosts=draw(st.sampled_from([None, (0,) * n, tuple(draw(st.lists(st.integers(0, 2), min_size=n, max_size=n)))])),
         kernel=kernel,
@@ -176,23 +178,23 @@ def cases(draw: st.DrawFn, name: str) -> Case:
 
 @contextmanager
 def nearby(few: int | None) -> Iterator[None]:
-    """Small problems as large ones: what begins from thousands of rows on begins from `few` on."""
+    """Apply from `few` rows on what otherwise applies from thousands of rows on, to test it on small problems."""
     with ExitStack() as stack:
-        for module, limit in ((places, "LONG_RUN"), (made, "_GAP"), (overlap, "LEAST_TOKENS")) if few else ():
+        for module, limit in ((buffers, "LONG_RUN"), (accumulators, "_GAP"), (backward, "LEAST_TOKENS")) if few else ():
             stack.enter_context(mock.patch.object(module, limit, few))
         yield
 
 
 @pytest.fixture(autouse=True)
-def memory_holds_no_numbers() -> Iterator[None]:
-    """What is not written to is seen: torch then fills new memory with NaN."""
+def new_memory_is_nan() -> Iterator[None]:
+    """Let torch fill new memory with NaN, to detect reads of memory that was not written."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_every_mode_attends_what_the_mask_says(name: str) -> None:
+def test_every_mode_is_dense_attention_of_the_mask(name: str) -> None:
     @settings(max_examples=EXAMPLES, derandomize=not LONG, deadline=None, database=None)
     @given(cases(name))
     def check(case: Case) -> None:
@@ -202,16 +204,16 @@ def test_every_mode_attends_what_the_mask_says(name: str) -> None:
 
 
 def check_case(name: str, case: Case) -> None:
-    mask = documents(**case.said)
+    mask = documents(**case.doc_args)
     h, g, d, e, batch = case.sizes
     whole = random_qkv(mask.length, batch, h, g, d, torch.float64, seed=mask.length, e=e)
     sink = torch.tensor([case.sinks[i % len(case.sinks)] for i in range(h)]).double() if case.sinks else None
-    expected = dense_attention(*whole, scale=0.4, seen=visible(**case.said), sink=sink)
+    expected = dense_attention(*whole, scale=0.4, seen=visible(**case.doc_args), sink=sink)
     mode = find_mode(name, case.n, case.options)
     mode.check_heads(case.n, h, g)
     with nearby(4 if case.near else None):
         plan = build_plan(mode, case.n, mask, layout=case.layout)
-        plan = keeping(plan) if case.keep else plan
+        plan = keep_received(plan) if case.keep else plan
         wants = [x.requires_grad_() for x in whole[:3]]
         inputs = Inputs(*wants, whole[3], None if sink is None else sink.requires_grad_())
         hosts = case.hosts and [[r for r in range(case.n) if case.hosts[r] == each] for each in case.hosts]
@@ -235,15 +237,15 @@ def check_case(name: str, case: Case) -> None:
 @pytest.mark.parametrize(
     "plan", [helper_plan(2, 37), helper_plan(3, 35), one_sided_plan(10), tangled_plan(36)], ids=lambda plan: plan.name
 )
-def test_plans_in_which_queries_and_results_travel(plan: Plan, peers: bool) -> None:
-    """Ways that no mode takes yet."""
+def test_plans_that_send_queries_and_results(plan: Plan, peers: bool) -> None:
+    """They use kinds of moves that no mode uses yet."""
     verify(plan)
     whole = random_qkv(plan.mask.length, 2, 4, 2, 8, torch.float64, e=12)
     sink = torch.tensor([8.0, -3.0, 0.0, 12.0], dtype=torch.float64)
     expected = dense_attention(*whole, causal=plan.name != "one-sided", sink=sink)
     inputs = Inputs(*(x.requires_grad_() for x in whole[:3]), whole[3], sink.requires_grad_())
     hosts = [list(range(plan.n))] * plan.n if peers else None
-    for each in (plan, keeping(plan)):
+    for each in (plan, keep_received(plan)):
         found = attend(each, inputs, 8**-0.5, lambda: Literal(PACKED), hosts)
         assert found.keys() == expected.keys()
         assert all(relative_error(found[key], truth) < 1e-11 for key, truth in expected.items())

@@ -1,4 +1,4 @@
-"""Partial results coming together: what a program says of rows and heads, done with tensors."""
+"""The accumulation of partial results: the merges of a program, executed on tensors."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from torch import Tensor
 from megatron_longctx.attention.function import shapes_of
 from megatron_longctx.attention.run import Run
 from megatron_longctx.schedules import ALL_HEADS, Heads, Kind
-from megatron_longctx.schedules.program import Copy, Merge, Part, Rows, Space
-from megatron_longctx.schedules.totals import MOST_PARTIALS, Total
+from megatron_longctx.schedules.accumulators import MOST_PARTIALS, Accumulator
+from megatron_longctx.schedules.program import Copy, Merge, Op, Part, Rows, Space
 
 S, B, H, D = 6, 2, 4, 8
 
 
 class Sums:
-    """A total of `S` tokens, and what is added to it: results of kernel calls, of some rows and heads."""
+    """An accumulator of `S` tokens, and what is added to it: results of kernel calls, of some rows and heads."""
 
     def __init__(self, kind: Kind, dtype: torch.dtype = torch.float32) -> None:
         like = torch.zeros(S, B, H, D, dtype=dtype)
         self.shapes, self.kind = shapes_of(like, like, like), kind
         into = Rows(Space.RESULT, 0, kind, 0, S)
-        self.total, self.ops = Total(into, 0, self.shapes.workload), []
+        self.ops: list[Op] = []
+        self.accumulator = Accumulator(into, 0, self.shapes.workload, self.ops)
         self.parts: list[tuple[int, range, tuple[Tensor, ...]]] = []
-        program = SimpleNamespace(totals=(into._replace(space=Space.TOTAL),), results=(into,), backward=True)
+        program = SimpleNamespace(
+            accumulators=(into._replace(space=Space.ACCUMULATOR),), results=(into,), backward=True
+        )
         bound: Any = SimpleNamespace(program=program, shapes=self.shapes, copies=self, channel=None, engine=None)
         self.run = Run(bound, {}, 1.0)
 
@@ -38,21 +41,21 @@ class Sums:
         before = () if self.kind is Kind.OUT else (fields[0],) if self.kind is Kind.DKV else ()
         self.run._calls.append((*before, *fields))
         rows = Rows(Space.CALL, number, self.kind, 0, len(fields[0]), heads, heads)
-        self.total.add(Part(rows, start), self.ops)
+        self.accumulator.add(Part(rows, start))
 
     def copy(self, _: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """In the place of `BatchedCopy`."""
+        """Copy like `BatchedCopy.copy`."""
         for into, source in pairs:
             into.copy_(source)
 
     def finish(self) -> tuple[Tensor, ...]:
-        rows = self.total.finish(self.ops)
+        rows = self.accumulator.finish()
         for number, op in enumerate(self.ops):
             (self.run._copy if isinstance(op, Copy) else self.run._merge)(op, number)
         return self.run._fields(rows)
 
     def expected(self) -> tuple[Tensor, ...]:
-        """By the definition, in fp64."""
+        """Compute the total by its definition in fp64."""
         sums = [torch.zeros(S, B, H, D).double() for _ in range(2 if self.kind is Kind.DKV else 1)]
         if self.kind is not Kind.OUT:
             for start, heads, fields in self.parts:
@@ -70,7 +73,7 @@ class Sums:
 
 
 def draw(kind: Kind, tokens: int, heads: int = H, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """As kernels give it."""
+    """Draw a result in the layout of kernels."""
     value = torch.randn(B, heads, tokens, D).to(dtype).permute(2, 0, 1, 3)
     if kind is Kind.OUT:
         return value, torch.randn(B, heads, tokens).permute(2, 0, 1)
@@ -84,7 +87,7 @@ def check(sums: Sums) -> None:
         rough = 2e-2 if found.dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(found.double(), truth, rtol=rough, atol=rough)
     for (_, _, fields), clones in zip(sums.parts, before, strict=True):
-        assert all(map(torch.equal, fields, clones)), "a kernel's own result was written to"
+        assert all(map(torch.equal, fields, clones)), "a kernel's result was overwritten"
 
 
 KINDS = (Kind.OUT, Kind.DQ, Kind.DKV)
@@ -93,8 +96,7 @@ KINDS = (Kind.OUT, Kind.DQ, Kind.DKV)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(8))
 def test_any_rows_of_any_heads_in_any_order(kind: Kind, seed: int) -> None:
-    """Long pieces before short ones within them, later rows before earlier ones, heads apart and together, and rows
-    that nothing is added to."""
+    """Parts include short ones after long ones that cover them, earlier rows after later ones, and separate heads."""
     choice = random.Random(seed)
     torch.manual_seed(seed)
     sums = Sums(kind, choice.choice((torch.float32, torch.bfloat16)))
@@ -106,8 +108,7 @@ def test_any_rows_of_any_heads_in_any_order(kind: Kind, seed: int) -> None:
     check(sums)
 
 
-def test_what_is_merged_stays_where_nothing_is_added() -> None:
-    """Many pieces, rows by rows: those that get nothing are not read and written again."""
+def test_merges_touch_only_rows_that_parts_cover() -> None:
     sums = Sums(Kind.OUT)
     for start, stop in ((0, 3), (3, 5), (5, 6)):
         for _ in range(6):
@@ -118,7 +119,7 @@ def test_what_is_merged_stays_where_nothing_is_added() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_part_of_all_rows_is_handed_through(kind: Kind) -> None:
+def test_one_part_of_all_rows_is_not_copied(kind: Kind) -> None:
     sums, fields = Sums(kind), draw(kind, S)
     sums.add(0, fields)
     assert all(x is y for x, y in zip(sums.finish(), fields, strict=True)) and not sums.ops
@@ -127,7 +128,7 @@ def test_one_part_of_all_rows_is_handed_through(kind: Kind) -> None:
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_the_heads_take_one_batch_of_copies(kind: Kind, order: list[int]) -> None:
-    """Also more of them than one merge takes, unchanged to the bit."""
+    """Bit-identical, for more parts than one merge takes."""
     sums = Sums(kind, torch.bfloat16)
     for part in order:
         sums.add(0, draw(kind, S, 1, torch.bfloat16), Heads(part, H))
@@ -139,7 +140,7 @@ def test_parts_of_the_heads_take_one_batch_of_copies(kind: Kind, order: list[int
 
 @pytest.mark.parametrize("why", ["overlaps", "of some rows", "a head is missing"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_takes_more_than_copies_is_merged(kind: Kind, why: str) -> None:
+def test_other_parts_are_merged(kind: Kind, why: str) -> None:
     sums = Sums(kind)
     for part in range(H - (why == "a head is missing")):
         sums.add(0, draw(kind, S - (why == "of some rows" and part == 1), 1), Heads(part, H))
@@ -150,7 +151,7 @@ def test_what_takes_more_than_copies_is_merged(kind: Kind, why: str) -> None:
 
 
 def test_many_small_parts_lose_nothing_in_bf16() -> None:
-    """4096 parts of 2^-9 beside a 1: summed in bf16, every one of them would be rounded away."""
+    """4096 parts of 2^-9 are added to 1; a sum in bf16 would round each of them away."""
     sums, one = Sums(Kind.DQ, torch.bfloat16), torch.ones(S, B, H, D, dtype=torch.bfloat16)
     sums.add(0, (one,))
     for _ in range(4096):

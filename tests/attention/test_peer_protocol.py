@@ -1,6 +1,9 @@
-"""The protocol of peer memory, without a GPU: passes are issued as ranks issue them, to streams whose operations run in
-any order that a device may take. Nothing may hang, every message has to bring what its sender meant, and nothing may be
-read before it is there or after something else has come in its place."""
+"""The protocol of peer memory without a GPU.
+
+Ranks issue passes to simulated streams, whose operations run in any order that a device may choose. No pass may hang,
+every message must have the sender's content, and no rank may read a message before it arrives or after it is
+overwritten.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from megatron_longctx.schedules import (
     Workload,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
 )
 from megatron_longctx.schedules.mask import documents, full
 from megatron_longctx.schedules.plan import NUM_FIELDS
@@ -39,18 +42,18 @@ from megatron_longctx.schedules.program import Acquire, Compute, Copy, Merge, Pr
 from tests.attention.streams import Bytes, Far, Flags, Stream, on, run_all
 from tests.shared.plans import one_sided_plan, tangled_plan
 
-WORK = Workload(num_heads=60, num_kv_heads=60, head_dim=2, element_bytes=2)  # 60: whatever shares the heads here
+WORK = Workload(num_heads=60, num_kv_heads=60, head_dim=2, element_bytes=2)  # 60 has all parts as divisors
 TAKES = Takes(packed=True, rectangles=True, windows=True)
 
 
 @functools.lru_cache(maxsize=2**18)
 def row(kind: str, home: int, slot: int, origin: int, heads: Heads, of: tuple[int, int, int]) -> bytes:
-    """What a row of a block is. of: field, number of the pass, bytes."""
+    """Return the bytes of a block's row. of: field, number of the pass, bytes."""
     return zlib.crc32(repr((str(kind), home, slot, origin, heads, of)).encode()).to_bytes(4) * (of[2] // 4)
 
 
 def content(block: Block, number: int) -> list[list[bytes]]:
-    """By field, the rows of a block in pass `number`."""
+    """Return the rows of each field of a block in pass `number`."""
     kind, home, start, stop, origin, heads = block
     sizes = enumerate(WORK.field_bytes(kind, heads))
     return [
@@ -59,8 +62,7 @@ def content(block: Block, number: int) -> list[list[bytes]]:
 
 
 class Memory:
-    """Rows that streams use, and what they hold in the order in which operations are issued: None where a message is on
-    its way."""
+    """Rows in memory, and their content once all issued operations have run; None for a message in flight."""
 
     def __init__(self, tokens: int, size: int) -> None:
         self.size, self.real = size, memoryview(bytearray(tokens * size))
@@ -68,7 +70,7 @@ class Memory:
 
 
 class Pass(Run):
-    """A pass whose kernels and merges only look at what they read."""
+    """A pass whose kernels and merges only check their inputs."""
 
     def __init__(self, rank: Rank, program: Program, channel: Any, number: int) -> None:
         engine = Engine(None, rank.links, None, overlap=rank.overlap)  # type: ignore[arg-type]
@@ -86,7 +88,7 @@ class Pass(Run):
         return [None] * NUM_FIELDS[receive.block.kind] if receive.into is None else self._fields(receive.into)
 
     def memory(self, rows: Rows) -> list[Memory]:
-        """The rows' buffer: that of all passes, or of this one for what is kept."""
+        """Return the rows' buffer, shared by all passes, or of this pass if it is kept."""
         buffer, name = self._program.buffers[rows.number], self._program.buffer_names[rows.number]
         assert rows.heads == rows.held == buffer.heads._replace(part=rows.heads.part)
         known = self.kept_memory if buffer.kept else self.rank.buffers
@@ -106,14 +108,14 @@ class Pass(Run):
             return [self.channel.memory()[at : at + size] for at, size in spans]
         return [Bytes(each.real[rows.start * each.size : rows.stop * each.size]) for each in self.memory(rows)]
 
-    def meant(self, rows: Rows) -> list[list[bytes]]:
-        """What rows hold here, by all that was issued."""
+    def expected(self, rows: Rows) -> list[list[bytes]]:
+        """Return the content of rows once all issued operations have run."""
         if rows.space is Space.OWN:
             return content(Block(rows.kind, self.rank.number, rows.start, rows.stop, -1, rows.heads), self.number)
         if rows.space is Space.PEER:
             return content(self._program.receives[self.acquired_step][rows.number].block, self.number)
         found = [each.held[rows.start : rows.stop] for each in self.memory(rows)]
-        assert None not in found[0], f"{rows} are read while a message is on its way to them"
+        assert None not in found[0], f"{rows} are read while a message to them is in flight"
         return found  # type: ignore[return-value]
 
     def arrive(self, step: int, there: bool) -> None:
@@ -129,13 +131,13 @@ class Pass(Run):
 
     def read(self, rows: Rows) -> None:
         if rows.space in (Space.BUFFER, Space.PEER):
-            for field, values in zip(self._fields(rows), self.meant(rows), strict=True):
+            for field, values in zip(self._fields(rows), self.expected(rows), strict=True):
                 field.check(b"".join(values), f"rank {self.rank.number}, pass {self.number}: {rows}")
 
     def write(self, into: Rows, source: Rows | None) -> None:
         if into.space is Space.BUFFER:
             assert source is not None
-            what = self.meant(source)
+            what = self.expected(source)
             self.hold(into, what)
             for i, field in enumerate(self._fields(into)):
                 if source.space is Space.OWN:
@@ -152,7 +154,7 @@ class Pass(Run):
             for field, values in zip(self._fields(into), content(block, self.number), strict=True):
                 field.write(b"".join(values))
 
-    # Operations: messages as they are sent, the others as what they read and write.
+    # Operations: messages are sent, the others only check their inputs and write results.
 
     def copied(self, op: Copy, _: int) -> None:
         for _, source in op.pairs:
@@ -172,7 +174,7 @@ class Pass(Run):
     def sent(self, op: Send, number: int) -> None:
         self.arrive(op.step, False)
         for rows in self._program.passed[op.step]:
-            self.meant(rows)
+            self.expected(rows)
         self._send(op, number)
 
     def waited(self, op: Wait, number: int) -> None:
@@ -185,9 +187,9 @@ class Pass(Run):
 
 
 class Device:
-    """All ranks' memory. What was taken of it, and when, is the same on all of them.
+    """The memory of all ranks, which all allocate the same sizes at the same time.
 
-    one_queue: a rank's streams share one; not where NCCL sends.
+    one_queue: whether a rank's streams share a hardware queue; not with NCCL.
     """
 
     def __init__(self, plan: Plan, hosts: Sequence[tuple[int, ...]], draw: random.Random, one_queue: bool) -> None:
@@ -200,13 +202,13 @@ class Device:
             self.ranks.append(Rank(self, number, hosts[number], [Stream(queue) for _ in range(4)]))
 
     def take(self, generation: int, capacity: int, steps: int) -> None:
-        """All meet, and wait for what their devices were given."""
+        """Allocate peer memory collectively, after all devices have finished."""
         if generation == len(self.taken):
             self.finish()
             Flags.state.clear()
             self.taken.append((capacity, steps))
             self.memories.append([[memoryview(bytearray(capacity)) for _ in range(2)] for _ in range(self.n)])
-        assert self.taken[generation] == (capacity, steps), "ranks take different memories, or at different times"
+        assert self.taken[generation] == (capacity, steps), "ranks allocate different memory, or at different times"
 
     def finish(self) -> None:
         run_all([stream for rank in self.ranks for stream in rank.streams], self.draw)
@@ -219,32 +221,33 @@ class Rank:
         self.device, self.number, self.streams, self.overlap = device, number, streams, True
         self.caller, self.acquired = streams[0], 0
         self.buffers: dict[Any, Memory] = {}
-        self.sent = bytearray(2**22)  # a rank without peers has no memory that they read
+        self.sent = bytearray(2**22)  # a rank without peers has no peer memory
         transport = self.peers = PeerTransport.__new__(PeerTransport)
         transport.rank, transport.world, transport.peers = number, device.n, peers
         transport.stream, transport.signals = streams[1:3]  # type: ignore[assignment]
         transport.device, transport.group, transport.generation = torch.device("cpu"), None, 0  # type: ignore[assignment]
-        transport._broken, transport._turn, transport._unread, transport._growth = None, 0, [None, None], 1.0
+        transport._broken, transport._parity, transport._unread, transport._growth = None, 0, [None, None], 1.0
         transport._capacity = transport._steps = 0
-        transport._take = self.take  # type: ignore[method-assign]
+        transport._allocate = self.take  # type: ignore[method-assign]
         self.links: Any = transport
         self.far = Far(number, streams[3])
         if len(peers) < device.n:
             self.links = HybridTransport.__new__(HybridTransport)
-            self.links.peers, self.links.messages = transport, self.far
+            self.links.peer, self.links.p2p = transport, self.far
+        self.links.record_event = lambda: Bytes.here.record_event()
 
-    def take(self, capacity: int, steps: int) -> int:
+    def take(self, capacity: int, steps: int) -> None:
         transport, peers = self.peers, self.peers.peers
         base, memories = 10**9 * transport.generation, self.device.memories
         self.device.take(transport.generation, capacity, steps)
         now = memories[transport.generation]
         transport._flags = SimpleNamespace(buffer_ptrs=[base + 10**6 * (1 + r) for r in peers])
-        transport._halves = [
-            SimpleNamespace(get_buffer=lambda place, *_, turn=turn: Bytes(now[peers[place]][turn])) for turn in range(2)
+        transport._memories = [
+            SimpleNamespace(get_buffer=lambda place, *_, parity=parity: Bytes(now[peers[place]][parity]))
+            for parity in range(2)
         ]
         if len(peers) == 1:
-            transport._flags, transport._halves = None, [None, None]
-        return capacity
+            transport._flags, transport._memories = None, [None, None]
 
     def channel(self, lowering: Lowering) -> tuple[Program, Any]:
         program = lowering.program(self.number)
@@ -269,12 +272,12 @@ MODES: dict[str, Any] = {
     "usp, documents": ("usp", 6, documents([40, 5, 30]), ModeOptions(inner_size=3)),
 }
 PLANS = {name: build_plan(mode, n, mask, options) for name, (mode, n, mask, options) in MODES.items()}
-PLANS |= {f"{name}, kept": keeping(PLANS[name]) for name in ("ulysses", "usp", "zigzag")}
+PLANS |= {f"{name}, kept": keep_received(PLANS[name]) for name in ("ulysses", "usp", "zigzag")}
 PLANS |= {"tangled": tangled_plan(12), "one-sided": one_sided_plan(8)}
 
 
 def hosts_of(n: int, kind: str) -> list[tuple[int, ...]]:
-    """By rank, the ranks that share its host."""
+    """Return, for each rank, the ranks that share its host."""
     if kind == "one":
         return [tuple(range(n))] * n
     if kind == "halves":
@@ -287,15 +290,15 @@ def hosts_of(n: int, kind: str) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams and bytes in the place of CUDA's."""
+    """Replace CUDA's streams and tensors."""
     cuda = SimpleNamespace(stream=on, current_stream=lambda _: Bytes.here, is_available=lambda: False)
     fake = SimpleNamespace(cuda=cuda, inference_mode=torch.inference_mode, uint8=torch.uint8)
     monkeypatch.setattr(peer, "torch", fake)
     monkeypatch.setattr(peer, "FlagOperations", Flags)
-    monkeypatch.setattr(peer, "_seen_as", lambda views, i, tensor: views[i])
-    monkeypatch.setattr(peer, "from_all", lambda _, value: [value])
+    monkeypatch.setattr(peer, "_view_like", lambda views, i, tensor: views[i])
+    monkeypatch.setattr(peer, "gather_objects", lambda _, value: [value])
     ops = {Copy: Pass.copied, Compute: Pass.computed, Merge: Pass.merged, Send: Pass.sent, Wait: Pass.waited}
-    monkeypatch.setattr(run, "_DO", {**run._DO, **ops, Acquire: Pass.acquire})
+    monkeypatch.setattr(run, "_HANDLERS", {**run._HANDLERS, **ops, Acquire: Pass.acquire})
 
 
 @pytest.mark.parametrize("kind", ["one", "halves", "scattered", "apart"])
@@ -313,7 +316,7 @@ def test_nothing_hangs_and_every_message_arrives(name: str, kind: str) -> None:
         channels = [[rank.channel(each) for each in passes] for rank in device.ranks]
         for rank in device.ranks:
             rank.overlap = seed < (2 if kind == "one" else 1)
-        # The host waits for nothing but more memory, so that all passes can be issued at once.
+        # The host waits only for more memory, so all passes can be issued without running any.
         for number, way in enumerate((0, 1, 1, 0, 0, 1)):
             for rank, both in zip(device.ranks, channels, strict=True):
                 Bytes.here = rank.caller

@@ -1,9 +1,7 @@
-"""Gradients that are summed inside nodes, on ranks that are processes: dense attention in fp64, in reduced precision as
-good as one device, and a message for each node in the place of one for each rank."""
+"""Gradients that are summed within nodes, on ranks that are processes: exact, with one message per node."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -15,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.comm import hosts
+from megatron_longctx.comm import symmetric
 from megatron_longctx.comm.p2p import Exchange, P2PTransport
 from megatron_longctx.schedules import ModeOptions, build_plan, find_mode
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import shard
 from megatron_longctx.topology import Cluster, Mesh, Network
-from tests.attention.test_context_parallel import Case, check, gradients, said
+from tests.attention.test_context_parallel import Case, check, gradients
 
 SCHEDULES = ("ring", "zigzag", "striped", "double_ring", "tasp", "all_gather", "helper")
 PER_NODE = (2, 3)
@@ -33,22 +31,22 @@ def options(node: int) -> ModeOptions:
 
 
 def cases(node: int) -> list[Case]:
-    """Causal, full, packed documents in a window; GQA and one key/value head for each."""
+    """Return causal and full attention and packed documents in a window, with GQA and MHA."""
     n = 2 * node
     found = []
     for schedule in SCHEDULES:
         found += [
-            Case(schedule, said(8 * n + 3), (2 * n, n)),
-            Case(schedule, said(8 * n, causal=False), (n, n), keep="true"),
-            Case(schedule, said(9, 1, 6 * n + 3, window=(13, None)), (2 * n, n)),
-            Case(schedule, said(3 * n, 5 * n + 1), (2 * n, n), keep="true"),
-            Case(schedule, said(16 * n), (2 * n, n), kernel="cpu", dtype=torch.bfloat16),
+            Case(schedule, (8 * n + 3,), (2 * n, n)),
+            Case(schedule, (8 * n,), (n, n), causal=False, keep="true"),
+            Case(schedule, (9, 1, 6 * n + 3), (2 * n, n), window=(13, None)),
+            Case(schedule, (3 * n, 5 * n + 1), (2 * n, n), keep="true"),
+            Case(schedule, (16 * n,), (2 * n, n), kernel="cpu", dtype=torch.bfloat16),
         ]
     return found
 
 
 class Crossings:
-    """Counts what this rank sends to the other node."""
+    """A counter of the bytes that this rank sends to the other node."""
 
     def __init__(self, rank: int, node: int) -> None:
         self.num_bytes, self.home = 0, rank // node
@@ -64,13 +62,13 @@ class Crossings:
 class Rank:
     def __init__(self, rank: int, node: int) -> None:
         self.rank, self.node, self.crossings = rank, node, Crossings(rank, node)
-        self.said: list[str] = []
+        self.logged: list[str] = []
         logger = logging.getLogger("megatron_longctx.attention.context_parallel")
         logger.setLevel(logging.INFO)
-        logger.addFilter(lambda record: self.said.append(record.getMessage()) is None)
+        logger.addFilter(lambda record: self.logged.append(record.getMessage()) is None)
 
     def call(self, case: Case, setting: str) -> tuple[dict[str, Tensor], int]:
-        """out and gradients, and the bytes that backward has sent to the other node."""
+        """Return out and gradients, and the bytes that backward sent to the other node."""
         attention = ContextParallelAttention(
             dist.group.WORLD,
             schedule=case.schedule,
@@ -91,20 +89,12 @@ def _run(number: int, node: int) -> dict[str, Any]:
     cases_of = [{name: rank.call(case, setting) for name, setting in runs.items()} for case in cases(node)]
     found: dict[str, Any] = {"results": [{name: of[0] for name, of in each.items()} for each in cases_of]}
     found["sent"] = [{name: of[1] for name, of in each.items()} for each in cases_of]
-    found["said"] = rank.said.copy()
-    rank.said.clear()
+    found["logged"] = rank.logged.copy()
+    rank.logged.clear()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hosts.os, "uname", lambda: SimpleNamespace(nodename=f"host{number % 2}"))
+        patched.setattr(symmetric.os, "uname", lambda: SimpleNamespace(nodename=f"host{number % 2}"))
         found["elsewhere"] = [rank.call(cases(node)[0], setting)[1] for setting in ("auto", "true")]
-    return {**found, "said elsewhere": rank.said}
-
-
-@functools.cache
-def _attempt(node: int) -> list[dict[str, Any]] | Exception:
-    try:
-        return run_distributed(_run, 2 * node, node)
-    except Exception as error:
-        return error
+    return {**found, "logged elsewhere": rank.logged}
 
 
 @pytest.fixture(params=PER_NODE, ids=lambda node: f"2 nodes of {node}", scope="module")
@@ -112,12 +102,9 @@ def node(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks(node: int) -> list[dict[str, Any]]:
-    found = _attempt(node)
-    if isinstance(found, Exception):
-        raise found
-    return found
+    return run_distributed(_run, 2 * node, node)
 
 
 def test_sums_are_the_gradients_of_dense_attention(node: int, ranks: list[dict[str, Any]]) -> None:
@@ -135,25 +122,25 @@ def test_sums_are_bit_equal_from_run_to_run(ranks: list[dict[str, Any]]) -> None
 
 
 def test_less_crosses_between_nodes(node: int, ranks: list[dict[str, Any]]) -> None:
-    """Full attention whose keys are kept: gradients are all that backward sends, of every rank of a node or of one."""
+    """With full attention and kept keys, backward sends only gradients, of every rank of a node or of one."""
     for i, case in enumerate(cases(node)):
         plain, less = (sum(found["sent"][i][setting] for found in ranks) for setting in ("false", "auto"))
         assert less < plain
-        if dict(case.said).get("causal") is False and case.schedule != "helper":
+        if not case.causal and case.schedule != "helper":
             block = 8 * 2 * 2 * node * 2 * 8 * 8  # dK, dV of a rank: tokens, sequences, heads, channels, bytes
             assert plain == 2 * node * node * block and less == 2 * node * block
 
 
-def test_it_is_said_once_by_the_first_rank(node: int, ranks: list[dict[str, Any]]) -> None:
+def test_the_first_rank_logs_it_once(node: int, ranks: list[dict[str, Any]]) -> None:
     expected = f"partial gradients for other nodes are summed by every {node} neighbouring ranks "
-    assert ranks[0]["said"] == [f"{expected}(attention.sum_in_node=auto)"] * 2 * len(cases(node))
-    assert not any(found["said"] for found in ranks[1:])
+    assert ranks[0]["logged"] == [f"{expected}(attention.sum_in_node=auto)"] * 2 * len(cases(node))
+    assert not any(found["logged"] for found in ranks[1:])
 
 
-def test_auto_does_not_go_by_a_description_of_other_nodes(node: int, ranks: list[dict[str, Any]]) -> None:
-    """Here every other rank is said to be on another machine; `true` is what it is."""
+def test_auto_checks_the_description_of_the_cluster(node: int, ranks: list[dict[str, Any]]) -> None:
+    """Every other rank pretends to be on another machine; `true` trusts the description."""
     plain, less = (sum(found["sent"][0][setting] for found in ranks) for setting in ("false", "auto"))
     assert [sum(found["elsewhere"][i] for found in ranks) for i in (0, 1)] == [plain, less]
-    auto, true = ranks[0]["said elsewhere"]
+    auto, true = ranks[0]["logged elsewhere"]
     assert "are not summed by" in auto and "are on several machines" in auto
     assert true.endswith("(attention.sum_in_node=true)") and "are summed by" in true

@@ -1,4 +1,4 @@
-"""Kernels that are compiled for kinds of calls are compiled by the first call of a run, for all that come later."""
+"""The first call of a run compiles the kernels of all later calls."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.function import Passes, shapes_of
-from megatron_longctx.attention.warm_up import kinds
+from megatron_longctx.attention.function import Passes, call_kinds, shapes_of
 from megatron_longctx.kernels import PROVIDERS, CallKind
 from megatron_longctx.kernels.interface import BlockInputs
 from megatron_longctx.kernels.packed import Segments
 from megatron_longctx.kernels.providers.fa4 import Fa4Kernel
 from megatron_longctx.mcore.sequence import ShardedSequence
-from megatron_longctx.schedules import MODES, ModeOptions, Target, build_plan, keeping
+from megatron_longctx.schedules import MODES, ModeOptions, Target, build_plan, keep_received
 from megatron_longctx.schedules.mask import Window, documents
 from megatron_longctx.testing.references import random_qkv
 from tests.kernels.packed_stand_ins import RowsKernel
@@ -27,7 +26,7 @@ Seen = set[tuple[str, CallKind, tuple[int, int]]]
 
 
 class Compiled(RowsKernel):
-    """Notes for what kinds of calls, passes and heads a kernel would have been compiled."""
+    """A kernel that records the kinds of calls, passes and heads for which it would be compiled."""
 
     compiles: ClassVar[bool] = True
     seen: ClassVar[Seen] = set()
@@ -48,9 +47,7 @@ class Compiled(RowsKernel):
 
 
 @pytest.mark.parametrize("windows", [{PLAIN}, {PLAIN, NEAR}])
-def test_no_pack_brings_a_kind_that_the_first_call_has_not_compiled(
-    windows: set[Window], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_call_compiles_the_kinds_of_all_packs(windows: set[Window], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROVIDERS, "compiled", Compiled)
     monkeypatch.setattr(Compiled, "seen", set())
     attention = ContextParallelAttention(kernel="compiled")
@@ -72,15 +69,15 @@ def test_no_pack_brings_a_kind_that_the_first_call_has_not_compiled(
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("name", MODES)
-def test_packs_over_ranks_bring_no_other_kinds(name: str, keep: bool) -> None:
+def test_packs_over_ranks_need_no_other_kinds(name: str, keep: bool) -> None:
     n, draw = 4, random.Random(0)
     q, k, v, _ = random_qkv(LENGTH // n, 1, 8, 4, 32, torch.bfloat16)
     shapes, engine = shapes_of(q, k, v), SimpleNamespace(kernel=Fa4Kernel())
 
     def of(lengths: list[int], rank: int, window: Window, varied: bool) -> set[Any]:
         plan = build_plan(name, n, documents(lengths, window=window), ModeOptions())
-        plan = keeping(plan) if keep else plan
-        return kinds(Passes(plan, Target(shapes.workload, Fa4Kernel.takes), rank, shapes, engine), varied)  # type: ignore[arg-type]
+        plan = keep_received(plan) if keep else plan
+        return call_kinds(Passes(plan, Target(shapes.workload, Fa4Kernel.takes), rank, shapes, engine), varied)  # type: ignore[arg-type]
 
     for window in (PLAIN, NEAR):
         warm = of([LENGTH], 1, window, True) | of([LENGTH // 16] * 16, 1, window, True)
@@ -93,15 +90,15 @@ def test_packs_over_ranks_bring_no_other_kinds(name: str, keep: bool) -> None:
                 assert of(lengths, rank, window, False) <= warm, (lengths, rank, window)
 
 
-def test_long_documents_on_one_rank_bring_no_other_kinds() -> None:
-    """Deterministic backward passes cut them, and see whole blocks."""
+def test_long_documents_on_one_rank_need_no_other_kinds() -> None:
+    """Deterministic backward passes cut them into blocks, some of them full."""
     kernel = Fa4Kernel(deterministic=True)
     q, k, v, _ = (torch.empty(LENGTH, 1, heads, 32, device="meta") for heads in (4, 2, 2, 4))
     shapes, engine = shapes_of(q, k, v), SimpleNamespace(kernel=kernel)
 
     def of(lengths: list[int], varied: bool) -> set[Any]:
         plan = build_plan("zigzag", 1, documents(lengths))
-        return kinds(Passes(plan, Target(shapes.workload, kernel.takes), 0, shapes, engine), varied)  # type: ignore[arg-type]
+        return call_kinds(Passes(plan, Target(shapes.workload, kernel.takes), 0, shapes, engine), varied)  # type: ignore[arg-type]
 
     long = of([50_000, 100, 70_000], False)
     assert {each.kind.right for each in long if each.backward} == {True, False}

@@ -58,16 +58,13 @@ def test_kernels_with_other_numbers_of_blocks(monkeypatch: pytest.MonkeyPatch) -
     left_out: dict[str, str] = {}
     used: list[tuple[int, int]] = []
 
-    class Reduction:
-        def __init__(self, memory: PeerMemory) -> None:
-            self.memory = memory
+    def reduce(x: torch.Tensor, bits: int, peers: PeerMemory, **_: object) -> torch.Tensor:
+        used.append((peers.blocks, bits))
+        return x
 
-        def all_reduce(self, x: torch.Tensor, bits: int, **_: object) -> torch.Tensor:
-            used.append((self.memory.blocks, bits))
-            return x
-
-    monkeypatch.setattr(all_reduce, "peer_memory", lambda *_: memory)
-    monkeypatch.setattr(all_reduce, "PeerReduction", Reduction)
+    monkeypatch.setattr(all_reduce, "allocate_peer_memory", lambda *_: memory)
+    monkeypatch.setattr(all_reduce, "PeerReduction", lambda memory: memory)
+    monkeypatch.setattr(all_reduce, "all_reduce", reduce)
     ways = all_reduce._with_blocks(None, torch.device("cpu"), (16, 48, 64), left_out)  # type: ignore[arg-type]
     for prepare in ways.values():
         prepare(torch.zeros(4))()

@@ -16,7 +16,7 @@ from benchmarks.inference_ranks import Decoded, FirstToken, Sweep, measure
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import workload_of
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.figures import calibration_file
+from megatron_longctx.inference.choice import calibration_file
 from megatron_longctx.mcore.inference import for_inference
 from megatron_longctx.schedules import Costs
 from megatron_longctx.schedules.calibration import Calibration, save_calibration

@@ -1,4 +1,4 @@
-"""`megatron-longctx data`: real text in, Megatron's indexed dataset out, byte for byte."""
+"""`megatron-longctx data` writes text as Megatron's indexed dataset, byte for byte."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_longctx.verbs import cli
 
-Say = Callable[..., str]
+Run = Callable[..., str]
 EOD = 256  # of the byte-level tokenizer
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Say:
-    """Runs the verb; gives what it logs, or with an exit code other than 0 what is on standard error."""
+def data(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Run:
+    """Runs the verb and returns its log, or its standard error if it must fail."""
 
     def run(source: Path | str, out: Path, *more: str, code: int = 0) -> str:
         caplog.clear()
@@ -32,7 +32,7 @@ def say(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) ->
 
 
 def documents(prefix: Path) -> list[list[bytes]]:
-    """The texts of every document, as they were before tokenizing."""
+    """Return the texts of every document, decoded."""
     dataset = IndexedDataset(str(prefix))
     found = []
     for index in range(len(dataset)):
@@ -50,7 +50,7 @@ def documents(prefix: Path) -> list[list[bytes]]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder of packages and files, with what is to be left out."""
+    """A folder of packages and files, some of which are left out."""
     files = {
         "pkg/b.py": "second",
         "pkg/a.py": "first",
@@ -70,9 +70,9 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def test_joined_folders_give_one_document_a_package(source: Path, tmp_path: Path, say: Say) -> None:
+def test_joined_folders_have_one_document_per_package(source: Path, tmp_path: Path, data: Run) -> None:
     prefix = tmp_path / "deep/out/corpus"
-    out = say(source, prefix, "--join", "--glob", "**/*.py")
+    out = data(source, prefix, "--join", "--glob", "**/*.py")
     expected = [[b"alone"], [b"first", b"second", "third: naïve ☃".encode()]]
     assert documents(prefix) == expected
     tokens = sum(len(text) + 1 for texts in expected for text in texts)
@@ -86,55 +86,55 @@ def test_joined_folders_give_one_document_a_package(source: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], ["b", "c", "a", "d", "e"]),  # in the order of their paths, whatever wrote them first
+        ([], ["b", "c", "a", "d", "e"]),  # in the order of their paths
         (["--glob", "*/*.html"], ["f"]),
         (["--join"], ["b", "ca", "e"]),  # without its tests
     ],
 )
-def test_the_files_of_a_folder(words: list[str], expected: list[str], tmp_path: Path, say: Say) -> None:
+def test_the_files_of_a_folder(words: list[str], expected: list[str], tmp_path: Path, data: Run) -> None:
     names = {"z.md": "e", "y/n.txt": "a", "y/m/n.rst": "c", "y/tests/n.py": "d", "a.tex": "b", "y/n.html": "f"}
     for name, text in {**names, ".git/n.txt": "no", "y/.n.md": "no", "y/empty.txt": ""}.items():
         path = tmp_path / "text" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    say(tmp_path / "text", tmp_path / "corpus", *words)
+    data(tmp_path / "text", tmp_path / "corpus", *words)
     assert ["".join(map(bytes.decode, texts)) for texts in documents(tmp_path / "corpus")] == expected
 
 
-def test_a_text_file_is_a_document(tmp_path: Path, say: Say) -> None:
+def test_a_text_file_is_a_document(tmp_path: Path, data: Run) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    say(tmp_path / "a.txt", tmp_path / "corpus")
+    data(tmp_path / "a.txt", tmp_path / "corpus")
     assert documents(tmp_path / "corpus") == [[b"one\n\ntwo\n"]]
 
 
-def test_the_reference_of_python_is_a_source(tmp_path: Path, say: Say) -> None:
-    assert "(pydoc), the byte-level tokenizer" in say("pydoc", tmp_path / "corpus")
+def test_the_reference_of_python_is_a_source(tmp_path: Path, data: Run) -> None:
+    assert "(pydoc), the byte-level tokenizer" in data("pydoc", tmp_path / "corpus")
     found = documents(tmp_path / "corpus")
     assert len(found) > 50 and b'"assert" statement' in found[0][0]
 
 
-def test_bytes_that_are_not_utf8_are_replaced(tmp_path: Path, say: Say) -> None:
+def test_bytes_that_are_not_utf8_are_replaced(tmp_path: Path, data: Run) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.py").write_bytes(b"caf\xe9")
-    say(tmp_path / "text", tmp_path / "corpus")
+    data(tmp_path / "text", tmp_path / "corpus")
     assert documents(tmp_path / "corpus") == [["caf\ufffd".encode()]]
 
 
-def test_jsonl_gives_one_document_a_line(tmp_path: Path, say: Say) -> None:
+def test_jsonl_has_one_document_per_line(tmp_path: Path, data: Run) -> None:
     path = tmp_path / "texts.jsonl"
     lines = [{"text": "one"}, {"id": 7, "text": "two\nlines"}, {"text": "ünï"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert ": 3 documents, 20 tokens (" in say(path, tmp_path / "corpus")
+    assert ": 3 documents, 20 tokens (" in data(path, tmp_path / "corpus")
     assert documents(tmp_path / "corpus") == [[b"one"], [b"two\nlines"], ["ünï".encode()]]
 
 
 def test_the_standard_library_is_a_source(
-    source: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, data: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = sysconfig.get_paths()
-    assert (Path(real["stdlib"]) / "json/decoder.py").is_file(), "where the demo's text comes from"
+    assert (Path(real["stdlib"]) / "json/decoder.py").is_file(), "the source of the demo's text"
     monkeypatch.setattr(sysconfig, "get_paths", lambda: real | {"stdlib": str(source)})
-    assert "(stdlib)" in say("stdlib", tmp_path / "corpus", "--glob", "of no use here")
+    assert "(stdlib)" in data("stdlib", tmp_path / "corpus", "--glob", "has no effect")
     assert [len(texts) for texts in documents(tmp_path / "corpus")] == [1, 3]
 
 
@@ -145,24 +145,27 @@ BAD_LINES = (
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:20].decode(errors="replace"))
-def test_a_bad_line_is_named_and_nothing_is_left(line: bytes, tmp_path: Path, say: Say) -> None:
+def test_a_bad_line_is_named_and_nothing_is_written(line: bytes, tmp_path: Path, data: Run) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good"}\n')
-    said = say(path, tmp_path / "out/corpus", code=2)
-    assert said == f'megatron-longctx data: {path}:2: expected {{"text": "…"}} in UTF-8. Fix or remove the line.\n'
+    message = data(path, tmp_path / "out/corpus", code=2)
+    assert message == f'megatron-longctx data: {path}:2: expected {{"text": "…"}} in UTF-8. Fix or remove the line.\n'
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_failed_source_leaves_the_earlier_corpus(tmp_path: Path, say: Say) -> None:
+def test_a_failed_source_keeps_the_earlier_corpus(tmp_path: Path, data: Run) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "kept"}\n')
-    say(path, tmp_path / "corpus")
+    data(path, tmp_path / "corpus")
     path.write_text('{"text": "new"}\nbroken\n')
-    say(path, tmp_path / "corpus", code=2)
+    data(path, tmp_path / "corpus", code=2)
     assert documents(tmp_path / "corpus") == [[b"kept"]]
 
 
 NAMED = "`stdlib`, `pydoc`, a folder, or a file that ends in .jsonl, .md, .py, .rst, .tex, .txt. Check the path, or"
+
+
+CHATS = {"a.jsonl": '{"prompt": "why?", "completion": "so"}\n'}
 
 
 @pytest.mark.parametrize(
@@ -174,113 +177,81 @@ NAMED = "`stdlib`, `pydoc`, a folder, or a file that ends in .jsonl, .md, .py, .
         ({"a.txt": ""}, "a.txt", [], "--source=AT/a.txt: expected text; the file is empty. Check what wrote it."),
         ({"a.jsonl": ""}, "a.jsonl", [], "--source=AT/a.jsonl: expected text; the file is empty."),
         ({"x/y/.gitkeep": ""}, "x", [], "--source=AT/x: expected files in the folder; it has none. Check the path."),
-        (
-            {"x/a.pdf": "p", "x/y/b.pdf": "p", "x/c": "c"}, "x", [],
-            "--source=AT/x: expected files that end in .md, .py, .rst, .tex, .txt; its 3 files have .pdf, no ending. "
-            "Choose others by --glob, for example --glob '**/*.html'.",
-        ),
+        ({"x/a.pdf": "p", "x/y/b.pdf": "p", "x/c": "c"}, "x", [],
+         "--source=AT/x: expected files that end in .md, .py, .rst, .tex, .txt; its 3 files have .pdf, no ending. "
+         "Choose others by --glob, for example --glob '**/*.html'."),
         ({"x/a.md": "", "x/b.md": ""}, "x", [], "--source=AT/x: expected text; all 2 files are empty."),
-        (
-            {"x/a.md": "a"}, "x", ["--glob", "*.txt"],
-            "--glob=*.txt: expected a pattern that files in AT/x match; none does. For example '**/*.txt'.",
-        ),
+        ({"x/a.md": "a"}, "x", ["--glob", "*.txt"],
+         "--glob=*.txt: expected a pattern that files in AT/x match; none does. For example '**/*.txt'."),
         ({"x/tests/a.md": "a"}, "x", ["--join"], "--source=AT/x: expected text outside of tests; all 1 files"),
-        (
-            {"a.jsonl": '{"text": "a"}\n{"id": 1, "content": "b"}\n'}, "a.jsonl", [],
-            "AT/a.jsonl:2: expected `text` (or `messages`, or `prompt` and `completion`, from the first line on); it "
-            "has id, content. Rename the key.",
-        ),
+        ({"a.jsonl": '{"text": "a"}\n{"id": 1, "content": "b"}\n'}, "a.jsonl", [],
+         "AT/a.jsonl:2: expected `text` (or `messages`, or `prompt` and `completion`, from the first line on); it "
+         "has id, content. Rename the key."),
         ({"a.jsonl": "{}\n"}, "a.jsonl", [], "AT/a.jsonl:1: expected `text` (or `messages`, or `prompt` and"),
         ({"a.jsonl": '{"prompt": "a"}\n'}, "a.jsonl", ["--chat-template", "AT/a.jsonl"], "AT/a.jsonl:1: expected {"),
+        ({"a.jsonl": '{"text": "one"}\n{"text": ""}\n'}, "a.jsonl", [],
+         "AT/a.jsonl:2: expected a text that is not empty. Fix or remove the line."),
+        (CHATS, "a.jsonl", [],
+         "--chat-template=None: expected a file: the lines are conversations, and this tokenizer has no chat"),
+        (CHATS, "a.jsonl", ["--chat-template", "gone"],
+         "--chat-template=gone: expected a file with a Jinja template"),
+        ({"a.md": "a"}, "a.md", ["--chat-template", "template"],
+         "--chat-template=template: expected conversations to lay out; the first line of AT/a.md is none"),
+        ({"a.md": "a"}, "a.md", ["--tokenizer", "huggingface"],
+         "--tokenizer-path None: expected the files of a huggingface tokenizer"),
+        ({"a.md": "a"}, "a.md", ["--tokenizer", "sentencepiece"],
+         "--tokenizer-path None: expected the files of a sentencepiece tokenizer"),
+        ({"a.md": "a"}, "a.md", ["--tokenizer", "tiktoken", "--tokenizer-path", "gone"],
+         "--tokenizer-path gone: expected the files of a tiktoken tokenizer"),
     ],
 )  # fmt: skip
-def test_what_a_source_lacks_is_named(
-    files: dict[str, str], source: str, words: list[str], expected: str, tmp_path: Path, say: Say
+def test_sources_that_cannot_be_read_are_refused(
+    files: dict[str, str], source: str, words: list[str], expected: str, tmp_path: Path, data: Run
 ) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     words = [word.replace("AT/", f"{tmp_path}/") for word in words]
-    said = say(tmp_path / source, tmp_path / "out/corpus", *words, code=2)
-    assert said.startswith(f"megatron-longctx data: {expected.replace('AT/', f'{tmp_path}/')}")
-    assert said.count("\n") == 1 and not list(tmp_path.glob("out/*"))
+    message = data(tmp_path / source, tmp_path / "out/corpus", *words, code=2)
+    assert message.startswith(f"megatron-longctx data: {expected.replace('AT/', f'{tmp_path}/')}")
+    assert message.count("\n") == 1 and not list(tmp_path.glob("out/*"))
 
 
-def test_no_source_is_not_the_current_folder(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_source_is_not_the_current_folder(tmp_path: Path, data: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secret.py").write_text("text")
     monkeypatch.chdir(tmp_path)
-    assert "--source=: expected `stdlib`, `pydoc`, a folder" in say("", tmp_path / "out/corpus", code=2)
+    assert "--source=: expected `stdlib`, `pydoc`, a folder" in data("", tmp_path / "out/corpus", code=2)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("glob", ["/etc/*", "../*", "**/../../*", "", "a**b", "/"])
-def test_a_pattern_that_is_none_or_leads_out_of_the_folder(glob: str, source: Path, tmp_path: Path, say: Say) -> None:
+def test_a_pattern_that_is_invalid_or_leaves_the_folder(glob: str, source: Path, tmp_path: Path, data: Run) -> None:
     (tmp_path / "outside.py").write_text("outside")
-    said = say(source, tmp_path / "out/corpus", "--glob", glob, code=2)
-    assert said.startswith(f"megatron-longctx data: --glob={glob}: expected a pattern of paths inside {source} (")
-    assert said.count("\n") == 1 and not list(tmp_path.glob("out/*"))
+    message = data(source, tmp_path / "out/corpus", "--glob", glob, code=2)
+    assert message.startswith(f"megatron-longctx data: --glob={glob}: expected a pattern of paths inside {source} (")
+    assert message.count("\n") == 1 and not list(tmp_path.glob("out/*"))
 
 
 @pytest.mark.parametrize("out", ["", ".", "..", "a/..", "a\nb"])
-def test_an_output_without_a_name(out: str, source: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_without_a_name(out: str, source: Path, data: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(source)
     before = sorted(source.rglob("*"))
-    said = say(source, out, code=2)
-    assert "expected a path that ends in a name of one line" in said and said.count("\n") == 1
+    message = data(source, out, code=2)
+    assert "expected a path that ends in a name of one line" in message and message.count("\n") == 1
     assert sorted(source.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("words", "given"),
-    [
-        (["--tokenizer", "huggingface"], "--tokenizer-path None: expected the files of a huggingface tokenizer"),
-        (["--tokenizer", "sentencepiece"], "--tokenizer-path None: expected the files of a sentencepiece tokenizer"),
-        (["--tokenizer", "tiktoken", "--tokenizer-path", "gone"], "--tokenizer-path gone: expected the files of a tik"),
-    ],
-)
-def test_a_tokenizer_that_is_not_there(words: list[str], given: str, source: Path, tmp_path: Path, say: Say) -> None:
-    said = say(source, tmp_path / "out/corpus", *words, code=2)
-    assert said.startswith(f"megatron-longctx data: {given}") and said.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_chats_are_laid_out_and_only_their_answers_are_learned(tmp_path: Path, say: Say) -> None:
+def test_chats_are_formatted_and_only_replies_are_trained(tmp_path: Path, data: Run) -> None:
     (tmp_path / "template").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     path = tmp_path / "chats.jsonl"
     path.write_text('{"prompt": "why?", "completion": "so"}\n{"prompt": "and?", "completion": "no"}\n')
-    said = say(path, tmp_path / "chats", "--chat-template", str(tmp_path / "template"))
-    assert ": 2 documents, 20 tokens, 8 of them answers (" in said
+    message = data(path, tmp_path / "chats", "--chat-template", str(tmp_path / "template"))
+    assert ": 2 documents, 20 tokens, 8 of them answers (" in message
     tokens, mask = IndexedDataset(str(tmp_path / "chats")), IndexedDataset(str(tmp_path / "chats.mask"))
     assert [bytes(tokens[i].tolist()) for i in range(2)] == [b"[why?][so]", b"[and?][no]"]
     assert [mask[i].tolist() for i in range(2)] == [[0] * 6 + [1] * 4] * 2
     path.write_text('{"prompt": "why?", "completion": "so"}\n{"prompt": "why?"}\n')
-    said = say(path, tmp_path / "chats", "--chat-template", str(tmp_path / "template"), code=2)
-    assert said.startswith(f"megatron-longctx data: {path}:2: expected ") and said.count("\n") == 1
-    assert len(IndexedDataset(str(tmp_path / "chats"))) == 2, "the earlier one is still there"
+    message = data(path, tmp_path / "chats", "--chat-template", str(tmp_path / "template"), code=2)
+    assert message.startswith(f"megatron-longctx data: {path}:2: expected ") and message.count("\n") == 1
+    assert len(IndexedDataset(str(tmp_path / "chats"))) == 2, "the earlier corpus is kept"
     assert not list(tmp_path.glob("*.partial*"))
-
-
-@pytest.mark.parametrize(
-    ("words", "given"),
-    [
-        ([], "--chat-template=None: expected a file: the lines are conversations, and this tokenizer has no chat"),
-        (["--chat-template", "gone"], "--chat-template=gone: expected a file with a Jinja template"),
-    ],
-)
-def test_chats_without_a_template(words: list[str], given: str, tmp_path: Path, say: Say) -> None:
-    path = tmp_path / "chats.jsonl"
-    path.write_text('{"prompt": "why?", "completion": "so"}\n')
-    assert say(path, tmp_path / "out/chats", *words, code=2).startswith(f"megatron-longctx data: {given}")
-    assert not (tmp_path / "out").exists()
-
-
-def test_texts_have_no_template(source: Path, tmp_path: Path, say: Say) -> None:
-    said = say(source, tmp_path / "out/x", "--chat-template", "template", code=2)
-    assert f"--chat-template=template: expected conversations to lay out; the first line of {source} is none" in said
-
-
-def test_an_empty_text_is_named(tmp_path: Path, say: Say) -> None:
-    path = tmp_path / "texts.jsonl"
-    path.write_text('{"text": "one"}\n{"text": ""}\n')
-    said = say(path, tmp_path / "out/corpus", code=2)
-    assert f"{path}:2: expected a text that is not empty. Fix or remove the line." in said

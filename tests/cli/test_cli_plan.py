@@ -1,4 +1,4 @@
-"""`megatron-longctx plan`: what it prints, to the letter, and what it draws."""
+"""`megatron-longctx plan`: its exact output, and its drawings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_longctx.compose import override_config
 from megatron_longctx.config import Config
 from megatron_longctx.schedules import build
 from megatron_longctx.verbs import cli
-from megatron_longctx.verbs import plan as plan_room
+from megatron_longctx.verbs import plan as plan_verb
 from tests.shared.training import tiny_corpus
 
-# 2 x 2 KV heads of 32 in bf16: 256 bytes a token.
+# Keys and values of 2 heads of 32 elements in bf16: 256 bytes per token.
 SMALL = ("parallelism=cp2", "data.seq_length=16")
 
 FORWARD = """\
@@ -81,7 +81,7 @@ totals
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    """What the verb prints: on standard output, or with an exit code other than 0 on standard error."""
+    """Return the verb's standard output, or its standard error if it must fail."""
     capsys.readouterr()
     assert cli.main(["plan", *words]) == code
     captured = capsys.readouterr()
@@ -97,20 +97,20 @@ def test_backward_of_the_full_mask(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, *SMALL, "--backward", "--full-mask") == BACKWARD_FULL_MASK
 
 
-def test_the_options_are_independent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_backward_and_full_mask_are_independent(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, *SMALL, "--backward").startswith("zigzag backward: 2 ranks, 16 tokens (zigzag), causal mask")
     assert plan(capsys, *SMALL, "--full-mask").startswith("zigzag forward: 2 ranks, 16 tokens (zigzag), full mask")
 
 
-def test_the_command_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zigzag_is_balanced(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "parallelism.schedule=zigzag", "parallelism.context_parallel_size=8")
     assert out.startswith("zigzag forward: 8 ranks, 4096 tokens (zigzag), causal mask, 8 steps")
     totals = [line.split() for line in out.split("totals\n")[1].split("\n\n")[0].splitlines()]
-    assert [row[2] for row in totals if row[0].isdigit()] == ["100.0%"] * 8, "zigzag is balanced"
+    assert [row[2] for row in totals if row[0].isdigit()] == ["100.0%"] * 8
 
 
 @pytest.mark.parametrize(
-    ("words", "bytes_"),
+    ("words", "sent"),
     [
         (["train.precision=bf16"], "4 KiB"),
         (["train.precision=fp32"], "8 KiB"),
@@ -119,20 +119,20 @@ def test_the_command_of_the_documentation(capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_bytes_follow_precision_heads_and_tensor_parallelism(
-    words: list[str], bytes_: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], sent: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"kv 8 / 8 ({bytes_})" in plan(capsys, *SMALL, "--full-mask", *words)
+    assert f"kv 8 / 8 ({sent})" in plan(capsys, *SMALL, "--full-mask", *words)
 
 
-def test_the_bound_of_all_gather_makes_more_and_smaller_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_max_buffer_tokens_divides_all_gather_into_more_groups(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("parallelism=cp4", "parallelism.schedule=all_gather", "data.seq_length=64")
-    free, bound = plan(capsys, *words), plan(capsys, *words, "parallelism.max_buffer_tokens=16")
-    assert "buffers for other ranks' kv: 48 tokens" in free
-    assert "buffers for other ranks' kv: 16 tokens" in bound
-    assert free.count("\nstep ") < bound.count("\nstep ")
+    unbounded, bounded = plan(capsys, *words), plan(capsys, *words, "parallelism.max_buffer_tokens=16")
+    assert "buffers for other ranks' kv: 48 tokens" in unbounded
+    assert "buffers for other ranks' kv: 16 tokens" in bounded
+    assert unbounded.count("\nstep ") < bounded.count("\nstep ")
 
 
-def test_the_ring_of_contiguous_spans_is_not_balanced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_contiguous_ring_is_not_balanced(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "parallelism=cp2", "parallelism.schedule=ring", "data.seq_length=16")
     assert "rank 0: 0:8  (8 tokens)" in out and "% of rank-time idle" in out and " 0.0% of rank-time" not in out
 
@@ -146,21 +146,19 @@ def test_draw(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5_000
 
 
-def test_where_the_documents_of_a_pack_lie_is_printed_and_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_documents_of_a_pack_are_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pack.png"
     words = ["parallelism=cp2", "parallelism.schedule=all_gather", "parallelism.cluster=h200_x8", "--documents"]
     out = plan(capsys, *words, "900,50,50,400,200", "--draw", str(path))
     assert out.startswith("all_gather forward: 2 ranks, 1600 tokens (balanced), causal, 5 documents mask")
-    table = out.split("5 documents in the balanced layout; the most above the average: tokens 0.0%, pairs 0.0%")[1]
+    table = out.split("5 documents in the balanced layout; the maximum above the average: tokens 0.0%, pairs 0.0%")[1]
     rows = [line.split() for line in table.splitlines()[2:4]]
     assert [row[:2] for row in rows] == [["0", "800"], ["1", "800"]]
     assert abs(float(rows[0][2].replace(",", "")) - 254_150) < 1_000, "half of all pairs"
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and path.stat().st_size > 5_000
 
 
-def test_packs_are_planned_as_the_datasets_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_pack_of_the_dataset_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["parallelism=cp2", "parallelism.schedule=all_gather", "data.packing=best_fit", "data.seq_length=512"]
     words.append(f"data.prefix={tmp_path}/corpus")
     out = plan(capsys, *words)
@@ -169,17 +167,17 @@ def test_packs_are_planned_as_the_datasets_first(tmp_path: Path, capsys: pytest.
     out = plan(capsys, *words)
     assert out.startswith(f"the first pack of {tmp_path}/corpus, of ")
     count = re.search(r"of (\d+) documents", out)
-    assert count and f"{count[1]} documents in the balanced layout; the most above" in out
+    assert count and f"{count[1]} documents in the balanced layout; the maximum above" in out
     assert "2 ranks, 90 tokens (balanced), causal, 2 documents mask" in plan(capsys, *words, "--documents=60,30")
 
 
 @pytest.mark.parametrize("lengths", ["", "5,,6", "0", "7,-1", "a", "1.5"])
-def test_lengths_that_are_none_are_refused(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_lengths_are_refused(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--documents={lengths}: expected lengths" in plan(capsys, *SMALL, f"--documents={lengths}", code=2)
 
 
 @pytest.mark.parametrize("name", ["gone/plan.png", "plan.txt", "plan"])
-def test_draw_to_a_bad_path_is_refused_before_printing(
+def test_a_bad_path_for_a_drawing_is_refused_before_printing(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / name
@@ -191,26 +189,26 @@ def test_draw_to_a_bad_path_is_refused_before_printing(
 
 def test_a_bound_that_no_group_fits_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("parallelism=cp4", "parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=1")
-    said = plan(capsys, *words, code=2)
-    assert "max_buffer_tokens" in said and said.count("\n") == 1
+    message = plan(capsys, *words, code=2)
+    assert "max_buffer_tokens" in message and message.count("\n") == 1
 
 
-def test_a_named_cluster_prices_the_plan_and_draws_its_time_line(
+def test_a_plan_is_simulated_on_a_named_cluster_and_its_time_line_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("parallelism=cp4", "data.seq_length=4096", "parallelism.cluster=h200_x8")
     picture = tmp_path / "time.png"
     out = plan(capsys, *words, "--timeline", str(picture))
-    summary, _, priced = out.partition("simulated on h200_x8")
+    summary, _, times = out.partition("simulated on h200_x8")
     assert re.search(
         r"\n  time     [\d.]+ ms on h200_x8, simulated, .*\n  memory of a training step: .*\n  .* a step fits\n\n",
         summary,
     )
     for word in ("  time  ", "  computing  ", "  waiting  ", "  busiest link  ", "  memory  "):
-        assert word in priced
+        assert word in times
     assert picture.read_bytes().startswith(b"\x89PNG")
-    said = plan(capsys, *SMALL, "--timeline", str(picture), code=2)
-    assert "expected parallelism.cluster=NAME beside it" in said
+    message = plan(capsys, *SMALL, "--timeline", str(picture), code=2)
+    assert "expected parallelism.cluster=NAME beside it" in message
 
 
 def test_all_modes_are_ranked_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,29 +223,23 @@ def test_all_modes_are_ranked_and_drawn(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (
-            ["parallelism.schedule=tasp"],
-            "parallelism.context_parallel_size=512: expected a plan of at most 1,200,000 me",
-        ),
-        (
-            ["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=2"],
-            "parallelism.context_parallel_size=512: expected a plan of at most 1,200,000 messages; that of all_gather",
-        ),
+        (["parallelism.schedule=tasp"],
+         "parallelism.context_parallel_size=512: expected a plan of at most 1,200,000 messages"),
+        (["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=2"],
+         "parallelism.context_parallel_size=512: expected a plan of at most 1,200,000 messages; that of all_gather"),
         (["--draw", "x.png"], "--draw=x.png: expected a plan of at most 20,000 messages; zigzag has 262,144 here"),
         (["--max-length", "--device-gib", "139"], "--max-length=given: expected a plan of at most 20,000 messages"),
     ],
-)
-def test_what_would_take_hours_at_many_ranks_is_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_a_plan_of_many_ranks_that_takes_hours_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"megatron-longctx plan: {said}" in plan(capsys, "parallelism.context_parallel_size=512", *words, code=2)
+    assert f"megatron-longctx plan: {message}" in plan(capsys, "parallelism.context_parallel_size=512", *words, code=2)
 
 
-def test_a_plan_that_takes_a_while_says_so_first(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_plan_is_announced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_MANY_MESSAGES", 24)
     monkeypatch.setattr(build, "_MESSAGES_PER_S", 5)
     with caplog.at_level("INFO", "megatron_longctx"):
@@ -256,9 +248,11 @@ def test_a_plan_that_takes_a_while_says_so_first(
     assert caplog.messages == ["planning ring for 5 ranks: some 5 s"]
 
 
-def test_work_grows_with_the_messages_of_a_plan_and_not_with_their_number_times_the_ranks() -> None:
-    """Counted in Python's own instructions, so that no machine is too slow: twice the ranks are 4 times the messages
-    (4.1 times the work), and were 5.1 times the work where every rank looked at all of them."""
+def test_work_grows_with_the_messages_of_a_plan_and_not_with_messages_times_ranks() -> None:
+    """Twice the ranks are 4 times the messages and 4.1 times the work; 5.1 times if every rank examined all messages.
+
+    Python's instructions are counted, so that the speed of the machine has no effect.
+    """
 
     def instructions(config: Config) -> int:
         count = 0
@@ -274,7 +268,7 @@ def test_work_grows_with_the_messages_of_a_plan_and_not_with_their_number_times_
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            plan_room.show(config)
+            plan_verb.show(config)
         finally:
             sys.settrace(before)
         return count
@@ -286,7 +280,7 @@ def test_work_grows_with_the_messages_of_a_plan_and_not_with_their_number_times_
     assert counts[1] < 4.4 * counts[0]
 
 
-def test_auto_takes_a_mode_where_a_cluster_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_selects_a_mode_for_a_named_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("parallelism=cp4", "parallelism.schedule=auto")
     assert "parallelism.schedule=auto takes all_gather on h200_x8" in plan(
         capsys, *words, "parallelism.cluster=h200_x8"
@@ -294,6 +288,6 @@ def test_auto_takes_a_mode_where_a_cluster_is_named(capsys: pytest.CaptureFixtur
     assert "expected a mode. Name one, or rank all of them with --compare" in plan(capsys, *words, code=2)
 
 
-def test_a_cluster_without_so_many_ranks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    said = plan(capsys, "parallelism.context_parallel_size=12", "parallelism.cluster=dgx_h100_x4", code=2)
-    assert "ranks=12: expected 1..8 or a multiple of 8" in said
+def test_a_cluster_that_cannot_have_this_number_of_ranks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    message = plan(capsys, "parallelism.context_parallel_size=12", "parallelism.cluster=dgx_h100_x4", code=2)
+    assert "ranks=12: expected 1..8 or a multiple of 8" in message

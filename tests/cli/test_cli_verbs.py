@@ -1,4 +1,4 @@
-"""The command's verbs: help, exit codes, and errors on standard error in one line without traceback."""
+"""The command's verbs: help, exit codes, and one-line errors on standard error without traceback."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ VERBS = (
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, standard output and error of the command, run in this process."""
+    """Run the command in this process. Return its exit code, standard output and error."""
     capsys.readouterr()
     try:
         code = cli.main(words)
-    except SystemExit as end:  # argparse's way out
+    except SystemExit as end:  # of argparse
         code = int(end.code or 0)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
@@ -48,7 +48,7 @@ def test_help_of_each_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 0 and err == "" and out.startswith(f"usage: megatron-longctx {verb}")
 
 
-def test_help_lists_every_verb_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_verb_with_a_description(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0
     for verb in VERBS:
@@ -56,7 +56,7 @@ def test_help_lists_every_verb_with_what_it_does(capsys: pytest.CaptureFixture[s
     assert "experiment=demo parallelism=cp4 train.steps=50" in out
 
 
-def test_bench_names_what_took_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_names_its_replacements(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ((), ("calibrate", "parallelism=cp2"), ("attention", "--out", "x.json")):
         code, out, err = run(capsys, "bench", *words)
         assert code == 2 and out == "" and len(err.splitlines()) == 1
@@ -75,11 +75,8 @@ def test_the_examples_in_the_help_can_be_composed() -> None:
 @pytest.mark.parametrize("verb", ["train", "plan", "generate", "demo", "calibrate"])
 def test_help_lists_the_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, verb, "--help")
-    assert (
-        code == 0
-        and "experiment=       ablation_distflashattn, ablation_tasp, compare_modes, demo" in out
-        and "reduction=        auto, int4" in out
-    )
+    assert code == 0 and "reduction=        auto, int4" in out
+    assert "experiment=       ablation_distflashattn, ablation_tasp, compare_modes, demo" in out
 
 
 @pytest.mark.parametrize(
@@ -91,7 +88,7 @@ def test_help_lists_the_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -
         "plan --backward a=1 --device-gib 3 b=2",
     ],
 )
-def test_settings_stand_anywhere_among_options(words: str) -> None:
+def test_settings_may_be_anywhere_among_options(words: str) -> None:
     arguments = cli.parse(words.split())
     assert (arguments.settings, arguments.backward, arguments.device_gib) == (["a=1", "b=2"], True, 3.0)
 
@@ -117,19 +114,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        [],
-        ["trian"],
-        ["train", "--steps"],
-        ["data"],
-        ["doctor", "x"],
-        ["data", "--source", "x", "--out", "y", "--tokenizer", "bpe"],
-    ],
+    ["", "trian", "train --steps", "data", "doctor x", "data --source x --out y --tokenizer bpe"],
 )
-def test_wrong_usage_is_refused_by_the_parser(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, *words)
+def test_wrong_usage_is_refused_by_the_parser(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *words.split())
     assert (code, out) == (2, "")
-    known = words[:1] if words and words[0] in VERBS else []
+    known = [verb for verb in words.split()[:1] if verb in VERBS]
     assert err.startswith(" ".join(["usage: megatron-longctx", *known])) and "error: " in err
 
 
@@ -143,8 +133,8 @@ def test_a_wrong_setting_is_one_line_on_standard_error(verb: str, capsys: pytest
     )
 
 
-def test_wrong_settings_of_a_job_do_not_wait_for_megatron() -> None:
-    """It takes longer to import than all else that comes before the first rank."""
+def test_wrong_settings_are_refused_before_megatron_is_imported() -> None:
+    """Its import takes longer than everything else before the first rank."""
     code = "import sys; from megatron_longctx.verbs.cli import main; assert main(['train', 'train.steps=-1']) == 2; "
     code += "assert not [name for name in sys.modules if name.startswith('megatron.core')]"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -155,20 +145,20 @@ def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monk
     from megatron_longctx.training import launcher
 
     def fail(*_: object) -> None:
-        raise JobFailed("rank 1 failed: of itself")
+        raise JobFailed("rank 1 failed: its reason")
 
     monkeypatch.setattr(launcher, "train", fail)
-    assert run(capsys, "train") == (1, "", "megatron-longctx train: rank 1 failed: of itself\n")
+    assert run(capsys, "train") == (1, "", "megatron-longctx train: rank 1 failed: its reason\n")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_longctx.verbs import doctor
 
     def broken() -> int:
-        raise RuntimeError("of the program, not of its user")
+        raise RuntimeError("a bug of the program")
 
     monkeypatch.setattr(doctor, "main", broken)
-    with pytest.raises(RuntimeError, match="of the program"):
+    with pytest.raises(RuntimeError, match="a bug of the program"):
         cli.main(["doctor"])
 
 
@@ -193,7 +183,7 @@ def test_interrupting_a_verb_is_quiet(tmp_path: Path) -> None:
         assert job.err.read_text() == "megatron-longctx data: interrupted\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+def test_a_reader_that_closes_the_pipe_is_not_an_error(tmp_path: Path) -> None:
     settings = "parallelism.context_parallel_size=64 data.seq_length=65536"
     command = f"set -o pipefail; {sys.executable} -m megatron_longctx.verbs.cli plan {settings} | head -1"
     result = subprocess.run(
@@ -218,21 +208,21 @@ def test_hydras_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     code, out, _ = run(capsys, "train", "--config-dir", str(tmp_path), "model=mine", "--cfg", "job")
     assert code == 0 and "  name: mine\n  num_layers: 2\n" in out
     code, out, _ = run(capsys, "train", "model=mine", "--cfg", "job")
-    assert code == 2, "the folder is forgotten"
+    assert code == 2, "the folder applies only to its own command"
     code, out, _ = run(capsys, "plan", "-m", "parallelism=cp2", "parallelism.schedule=ring,zigzag")
     assert code == 0 and out.index("ring forward: 2 ranks") < out.index("zigzag forward: 2 ranks")
 
 
-def test_a_sweep_goes_on_after_a_job_that_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_continues_after_a_job_that_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("parallelism.context_parallel_size=3", "data.seq_length=64", "parallelism.schedule=ulysses,ring")
     code, out, err = run(capsys, "plan", "-m", *words)
     assert code == 1 and "ring forward: 3 ranks" in out
-    refused, last = err.splitlines()[0], err.splitlines()[-1]
-    assert refused.startswith("megatron-longctx plan: 3 context-parallel ranks that share the heads")
+    first, last = err.splitlines()[0], err.splitlines()[-1]
+    assert first.startswith("megatron-longctx plan: 3 context-parallel ranks that share the heads")
     assert last == "megatron-longctx plan: 1 of 2 jobs failed: default-ulysses. Their errors are above."
 
 
-def test_what_may_follow_a_word_for_the_shell() -> None:
+def test_shell_completion_of_settings() -> None:
     from megatron_longctx.verbs.hydra_options import complete_settings
 
     assert {"experiment=", "train.steps=", "parallelism.schedule="} <= set(complete_settings("tr"))
@@ -241,7 +231,7 @@ def test_what_may_follow_a_word_for_the_shell() -> None:
     assert set(complete_settings("train.save=t")) == {"train.save=true", "train.save=false"}
 
 
-def test_a_plan_takes_the_planners_mode_and_its_exit_code_says_whether_it_fits(
+def test_the_exit_code_of_plan_is_whether_the_step_fits_with_the_selected_mode(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ("parallelism=cp4", "parallelism.schedule=auto", "parallelism.cluster=h200_x8", "data.seq_length=4096")

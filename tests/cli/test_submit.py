@@ -1,4 +1,4 @@
-"""`submit`: what a job gets is composed and copied once; `sbatch` is a stand-in that notes how it was called."""
+"""`submit` composes a job's configuration and copies the code once; a fake `sbatch` records how it is called."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.compose import load_config, save_config
+from megatron_longctx.compose import compose_config, load_config, save_config
 from megatron_longctx.verbs import cli
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory whose `bin` on PATH has sbatch."""
+    """A working directory with a fake sbatch on PATH."""
     (tmp_path / "bin").mkdir()
-    stand_in = tmp_path / "bin/sbatch"
-    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >called\nenv >environment\necho Submitted batch job 7\n')
-    stand_in.chmod(0o755)
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >called\nenv >environment\necho Submitted batch job 7\n')
+    sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -37,7 +37,7 @@ def test_a_dry_run_shows_the_command_and_writes_nothing(place: Path, capsys: pyt
     assert sorted(path.name for path in place.iterdir()) == ["bin"]
 
 
-def test_the_job_gets_a_copy_of_code_and_configuration(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_job_has_a_copy_of_code_and_configuration(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["submit", "train", "experiment=demo", "run.name=a", "train.steps=7"]) == 0
     assert "Submitted batch job 7" in capsys.readouterr().out
     *_, script, flag, resolved = (place / "called").read_text().split()
@@ -46,12 +46,12 @@ def test_the_job_gets_a_copy_of_code_and_configuration(place: Path, capsys: pyte
     assert os.access(script, os.X_OK) and (code / "launch/job.sh").is_file()
     environment = dict(line.split("=", 1) for line in (place / "environment").read_text().splitlines() if "=" in line)
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(code) and environment.get("LONGCTX_COMMIT")
-    ask = "from megatron_longctx import files; print(files.__file__, files.bundled('recipes'))"
-    said = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout.split() == [f"{code}/megatron_longctx/files.py", f"{code}/recipes"]
+    program = "from megatron_longctx import files; print(files.__file__, files.bundled('recipes'))"
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [f"{code}/megatron_longctx/files.py", f"{code}/recipes"]
 
 
-def test_a_sweep_is_a_run_for_every_combination(place: Path) -> None:
+def test_a_sweep_has_a_run_for_every_combination(place: Path) -> None:
     swept = ["parallelism.schedule=ring,zigzag", "optim.lr=1e-3,2e-3", "run.name=s"]
     assert cli.main(["submit", "sweep", "experiment=demo", *swept]) == 0
     called = (place / "called").read_text().split()
@@ -61,33 +61,31 @@ def test_a_sweep_is_a_run_for_every_combination(place: Path) -> None:
     assert [(run.parallelism.schedule, run.optim.lr) for run in runs[1:3]] == [("ring", 2e-3), ("zigzag", 1e-3)]
 
 
-def test_a_server_is_of_a_run_that_is_there(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_requires_an_existing_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["submit", "serve", "checkpoint=runs/a"]) == 2
     assert "runs/a/resolved.yaml: expected a run's configuration there" in capsys.readouterr().err
     (place / "runs/a").mkdir(parents=True)
-    from megatron_longctx.compose import compose_config
-
     save_config(compose_config(["experiment=demo"]), place / "runs/a/resolved.yaml")
     assert cli.main(["submit", "serve", "--time=1", "checkpoint=runs/a"]) == 0
     assert (place / "called").read_text().split()[-1] == "checkpoint=runs/a"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["train", "experiment=gone"], "experiment=gone: expected one of"),
         (["sweep", "experiment=demo"], "sweep: expected a setting with several values"),
         (["serve"], "checkpoint=: expected checkpoint=RUN"),
     ],
 )
-def test_what_cannot_run_is_refused_before_it_waits(
-    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+def test_jobs_that_cannot_run_are_refused_before_submission(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert cli.main(["submit", *words]) == 2
-    assert said in capsys.readouterr().err and not (place / "called").exists()
+    assert message in capsys.readouterr().err and not (place / "called").exists()
 
 
-def test_what_slurm_refuses_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurms_error_is_reported(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "bin/sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
     assert cli.main(["submit", "train", "experiment=demo"]) == 1
     assert "sbatch refused the job: sbatch: error: invalid partition" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Passes whose messages go by two kinds of links: each by its own, in order, nothing touched too early."""
+"""The choice of a transport, and hybrid passes: messages take their links in order and use no buffer too early."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron_longctx.comm import Exchange
-from megatron_longctx.comm import hybrid as links
-from megatron_longctx.comm.hybrid import HybridChannel, HybridTransport, crossings
+from megatron_longctx.comm import Exchange, P2PTransport, choose_transport, hybrid
+from megatron_longctx.comm.hybrid import HybridChannel, HybridTransport, cross_waits
 from megatron_longctx.schedules import (
     MODES,
     Block,
@@ -26,9 +26,36 @@ from megatron_longctx.schedules import (
 )
 from megatron_longctx.schedules.mask import full
 from megatron_longctx.schedules.program import Message, Receive
+from megatron_longctx.testing.distributed import run_distributed
 
 HOSTS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)))
 Hosts = tuple[tuple[int, ...], ...]
+
+
+def _chosen(rank: int, name: str) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        transport = choose_transport(name, group, torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    assert isinstance(transport, P2PTransport)
+    return transport.name
+
+
+@pytest.mark.parametrize("name", ["auto", "p2p"])
+def test_cpus_send_point_to_point(name: str) -> None:
+    assert run_distributed(_chosen, 2, name) == ["p2p", "p2p"]
+
+
+def test_all_ranks_refuse_peer_memory_on_cpus() -> None:
+    errors = run_distributed(_chosen, 2, "peer")
+    assert errors[0] == errors[1] and "not all ranks have a CUDA device. Choose auto or p2p" in errors[0]
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    expected = "attention.transport=pigeon: expected one of auto, peer, p2p. Set attention.transport to one of these."
+    assert run_distributed(_chosen, 1, "pigeon") == [expected]
 
 
 def host(hosts: Hosts, rank: int) -> tuple[int, ...]:
@@ -45,40 +72,40 @@ def programs(schedule: str, hosts: Hosts, backward: bool = False, mask: Any = 67
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("schedule", MODES)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_no_buffer_is_touched_by_both_kinds_without_an_order(schedule: str, backward: bool, hosts: Hosts) -> None:
-    """Each kind runs in order; a crossing orders a step of one kind after all earlier ones of the other."""
+def test_uses_of_a_buffer_by_both_kinds_of_messages_are_ordered(schedule: str, backward: bool, hosts: Hosts) -> None:
+    """Each kind runs in order; a cross wait orders a step of one kind after all earlier steps of the other."""
     for rank, program in enumerate(programs(schedule, hosts, backward)):
         peers = host(hosts, rank)
-        found = crossings(program, peers)
-        touches: dict[int, list[tuple[int, bool]]] = {}
+        waits = cross_waits(program, peers)
+        uses: dict[int, list[tuple[int, bool]]] = {}
         for t, receives in enumerate(program.receives):
             passed = [message.peer for message in program.sends.messages[t] if message.passed]
             used = [(rows, peer) for rows, peer in zip(program.passed[t], passed, strict=True)]
             used += [(each.into, each.peer) for each in receives if each.into is not None]
             for rows, peer in used:
-                touches.setdefault(rows.number, []).append((t, peer in peers))
-        for touched in touches.values():
-            for i, (later, near) in enumerate(touched):
-                for earlier, other in touched[:i]:
-                    if earlier < later and other != near:
-                        waits = [crossing.near if near else crossing.far for crossing in found[earlier + 1 : later + 1]]
-                        assert any(waits), (rank, earlier, later)
+                uses.setdefault(rows.number, []).append((t, peer in peers))
+        for of_buffer in uses.values():
+            for i, (later, is_peer) in enumerate(of_buffer):
+                for earlier, other in of_buffer[:i]:
+                    if earlier < later and other != is_peer:
+                        between = waits[earlier + 1 : later + 1]
+                        assert any(each.peer if is_peer else each.p2p for each in between), (rank, earlier, later)
 
 
-def test_only_what_is_passed_on_over_another_link_waits() -> None:
-    # On a ring over two hosts rank 1 gets from its peer what it sends to the other host, rank 2 the other way round.
+def test_only_blocks_that_are_passed_on_over_another_link_wait() -> None:
+    # In a ring over two hosts, rank 1 receives from its peer what it sends to the other host; rank 2 does the reverse.
     ring = programs("ring", HOSTS[0], mask=full(64))
-    one, two = (crossings(ring[rank], host(HOSTS[0], rank)) for rank in (1, 2))
-    assert [crossing.far for crossing in one][1:3] == [True, True] and not any(c.near for c in one[:2])
-    assert [crossing.near for crossing in two][1:3] == [True, True] and not any(c.far for c in two[:2])
-    # Straight from home to whoever needs it: nothing is passed on.
+    one, two = (cross_waits(ring[rank], host(HOSTS[0], rank)) for rank in (1, 2))
+    assert [each.p2p for each in one][1:3] == [True, True] and not any(each.peer for each in one[:2])
+    assert [each.peer for each in two][1:3] == [True, True] and not any(each.p2p for each in two[:2])
+    # Blocks go directly from their owner to the ranks that need them, so nothing is passed on.
     for schedule, rank in (("all_gather", 1), ("ulysses", 2)):
         program = programs(schedule, HOSTS[0])[rank]
-        assert not any(any(crossing) for crossing in crossings(program, host(HOSTS[0], rank)))
+        assert not any(map(any, cross_waits(program, host(HOSTS[0], rank))))
 
 
-class Way:
-    """A channel that notes what it is told to do; what it starts has arrived at a mark named after it."""
+class LoggingChannel:
+    """A channel that logs its calls; the event at which messages arrive is named after their step."""
 
     generation = 0
 
@@ -96,10 +123,8 @@ class Way:
         self.log.append((self.name, "wait", exchange.arrived))
 
 
-def test_messages_are_split_by_link_in_order_and_wait_for_the_latest_of_the_other_kind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of rank 0 with peer 1; an output is two tensors."""
+def test_messages_are_split_by_link_and_wait_for_the_latest_of_the_other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 0 with peer 1; an output is two tensors."""
     kv, out = Block(Kind.KV, 2, 0, 4), Block(Kind.OUT, 2, 0, 4, 3)
 
     def passed(*peers: int) -> tuple[Message, ...]:
@@ -109,43 +134,43 @@ def test_messages_are_split_by_link_in_order_and_wait_for_the_latest_of_the_othe
         sends=SimpleNamespace(messages=(passed(2, 1, 3), passed(1), passed(1))),
         receives=((Receive(out, 1, None, ()), Receive(kv, 3, None, ())), (), (Receive(kv, 2, None, ()),)),
     )
-    marks = [SimpleNamespace(near=near, far=far) for near, far in ((False, False), (True, True), (True, False))]
-    monkeypatch.setattr(links, "crossings", lambda *_: marks)
+    waits = [SimpleNamespace(peer=peer, p2p=p2p) for peer, p2p in ((False, False), (True, True), (True, False))]
+    monkeypatch.setattr(hybrid, "cross_waits", lambda *_: waits)
     log: list[Any] = []
-    channel = HybridChannel(Way("near", log), Way("far", log), program, (0, 1))  # type: ignore[arg-type]
+    channel = HybridChannel(LoggingChannel("peer", log), LoggingChannel("p2p", log), program, (0, 1))  # type: ignore[arg-type]
     channel.begin()
     x: Any = ["to 2", "to 1", "to 3", "out of 1", "lse of 1", "of 3"]
     channel.wait(channel.start(0, x[:3], x[3:], ["begin"]))
     channel.start(1, x[1:2], [], ["begin"])
     channel.start(2, x[1:2], ["of 2"], ["begin"])  # type: ignore[list-item]
     assert log == [
-        ("near", 0, ["to 1"], ["out of 1", "lse of 1"], ("begin",)),
-        ("far", 0, ["to 2", "to 3"], ["of 3"], ("begin",)),
-        ("near", "wait", "near 0"),
-        ("far", "wait", "far 0"),
-        ("near", 1, ["to 1"], [], ("begin", "far 0")),
-        ("far", 1, [], [], ("begin", "near 0")),
-        ("near", 2, ["to 1"], [], ("begin", "far 0")),
-        ("far", 2, [], ["of 2"], ("begin",)),
+        ("peer", 0, ["to 1"], ["out of 1", "lse of 1"], ("begin",)),
+        ("p2p", 0, ["to 2", "to 3"], ["of 3"], ("begin",)),
+        ("peer", "wait", "peer 0"),
+        ("p2p", "wait", "p2p 0"),
+        ("peer", 1, ["to 1"], [], ("begin", "p2p 0")),
+        ("p2p", 1, [], [], ("begin", "peer 0")),
+        ("peer", 2, ["to 1"], [], ("begin", "p2p 0")),
+        ("p2p", 2, [], ["of 2"], ("begin",)),
     ]
     channel.begin()  # a new pass waits for nothing of the one before
     channel.start(1, x[1:2], [], ["begin"])
-    assert log[-2:] == [("near", 1, ["to 1"], [], ("begin",)), ("far", 1, [], [], ("begin",))]
+    assert log[-2:] == [("peer", 1, ["to 1"], [], ("begin",)), ("p2p", 1, [], [], ("begin",))]
 
 
 @pytest.mark.parametrize("peers", [(0,), (0, 1)], ids=["alone", "with a peer"])
-def test_a_rank_alone_on_its_host_sends_from_memory_that_it_is_lent(peers: tuple[int, ...]) -> None:
+def test_a_rank_alone_on_its_host_sends_from_allocated_memory(peers: tuple[int, ...]) -> None:
     (program, *_) = programs("ring", (peers, *((rank,) for rank in range(len(peers), 4))))
-    shared, lent = torch.empty(1), torch.empty(2)
-    near: Any = SimpleNamespace(memory=lambda: shared, generation=0)
+    shared, allocated = torch.empty(1), torch.empty(2)
+    channel: Any = SimpleNamespace(memory=lambda: shared, generation=0)
     transport = HybridTransport.__new__(HybridTransport)
-    transport.messages = SimpleNamespace()  # type: ignore[assignment]
-    transport.peers = SimpleNamespace(peers=peers, channel=lambda *_: near)  # type: ignore[assignment]
-    asked: list[int] = []
+    transport.p2p = SimpleNamespace()  # type: ignore[assignment]
+    transport.peer = SimpleNamespace(peers=peers, channel=lambda *_: channel)  # type: ignore[assignment]
+    sizes: list[int] = []
 
-    def lend(num_bytes: int) -> torch.Tensor:
-        asked.append(num_bytes)
-        return lent
+    def allocate(num_bytes: int) -> torch.Tensor:
+        sizes.append(num_bytes)
+        return allocated
 
-    found = transport.channel(program, 2**20, lend).memory()
-    assert (found is lent, asked) == ((True, [program.sends.num_bytes]) if len(peers) == 1 else (False, []))
+    memory = transport.channel(program, 2**20, allocate).memory()
+    assert (memory is allocated, sizes) == ((True, [program.sends.num_bytes]) if len(peers) == 1 else (False, []))

@@ -1,4 +1,4 @@
-"""Merges over peer memory: against a gather between two merges, under Triton's interpreter and on GPUs."""
+"""Merges over peer memory against an all-gather between two merges, in Triton's interpreter and on GPUs."""
 
 import itertools
 import random
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import PeerMerge, gather_over
+from megatron_longctx.comm import PeerMerge, all_gather_rows
 from megatron_longctx.comm.peer_memory import PeerMemory
 from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.kernels.paged import PackedPartials, merge_ranks, merge_ranks_torch
@@ -22,54 +22,56 @@ SHAPES = ((1, 8, 16), (3, 4, 20), (9, 3, 8))
 """Queries, heads, head_dim."""
 
 
-def shares_of(shape: tuple[int, int, int], splits: int, seed: int, device: str = "cpu") -> PackedPartials:
-    """What a rank might have found in so many shares: nothing in some, for one query nothing at all."""
+def random_partials(shape: tuple[int, int, int], splits: int, seed: int, device: str = "cpu") -> PackedPartials:
+    """Return partial results of a rank: some splits have no keys, and one query has none in any split."""
     rows, heads, head_dim = shape
     gen = torch.Generator().manual_seed(seed)
-    found = PackedPartials(torch.randn(splits, rows * heads * (head_dim + 1), generator=gen), *shape)
-    found.lse.mul_(5)
+    partials = PackedPartials(torch.randn(splits, rows * heads * (head_dim + 1), generator=gen), *shape)
+    partials.lse.mul_(5)
     empty = torch.rand(splits, rows, generator=gen) < 0.3
     empty[:, rows // 2] |= rows > 1
-    found.lse[empty], found.out[empty] = -torch.inf, 0
-    return PackedPartials(found.flat.to(device), *shape)
+    partials.lse[empty], partials.out[empty] = -torch.inf, 0
+    return PackedPartials(partials.flat.to(device), *shape)
 
 
-def whole(shares: PackedPartials, shape: tuple[int, int, int]) -> PackedPartials:
-    """A rank's shares as one, by plain PyTorch; queries for which it has nothing as the kernels give them."""
-    found = PackedPartials(torch.empty(1, shares.flat.shape[1], device=shares.flat.device), *shape)
-    merge_ranks_torch(shares, found.out[0])
-    found.lse[0] = shares.lse.logsumexp(0)
-    return found
+def merged(partials: PackedPartials, shape: tuple[int, int, int]) -> PackedPartials:
+    """Merge a rank's partial results in plain PyTorch."""
+    result = PackedPartials(torch.empty(1, partials.flat.shape[1], device=partials.flat.device), *shape)
+    merge_ranks_torch(partials, result.out[0])
+    result.lse[0] = partials.lse.logsumexp(0)
+    return result
 
 
 def gathered(every: list[PackedPartials], shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    ranks = PackedPartials(torch.cat([whole(shares, shape).flat for shares in every]), *shape)
+    ranks = PackedPartials(torch.cat([merged(partials, shape).flat for partials in every]), *shape)
     return merge_ranks(ranks, torch.empty(shape, dtype=dtype))
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = 2**-7 if found.dtype == torch.bfloat16 else 1e-5  # the interpreter cuts bf16 off where GPUs round it
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2**-7 if actual.dtype == torch.bfloat16 else 1e-5  # the interpreter truncates bf16, which GPUs round
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def compare_step_by_step() -> None:
-    from megatron_longctx.comm.peer_merge_kernel import MERGE, PUSH, merge_over_peers
+    from megatron_longctx.comm.peer_kernels import MERGE, PUSH, merge_over_peers
     from tests.comm.simulated_peers import one_process
 
     for number, (shape, dtype) in enumerate(itertools.product(SHAPES, (torch.float32, torch.bfloat16))):
-        world, room = 2 + number % 3, 2**18
-        memories = one_process(world, room)
+        world, half_bytes = 2 + number % 3, 2**18
+        memories = one_process(world, half_bytes)
         for call in range(3):
-            every = [shares_of(shape, (1, 2, 5, 70)[(rank + call) % 4], 10 * call + rank) for rank in range(world)]
-            if call == 2:  # bad values of a query stay with it
+            every = [
+                random_partials(shape, (1, 2, 5, 70)[(rank + call) % 4], 10 * call + rank) for rank in range(world)
+            ]
+            if call == 2:  # NaN must not spread to other queries
                 every[0].out[0, 0, 0], every[0].lse[0, 0, 0] = torch.nan, 1.0
             outs = [torch.full(shape, 7.0, dtype=dtype) for _ in range(world)]
-            row = room // world // 16 * 16
+            row = half_bytes // world // 16 * 16
             for phase, rank in itertools.product((PUSH, MERGE), range(world)):
                 merge_over_peers(memories[rank], every[rank], outs[rank], row, phase)
             expected = gathered(every, shape, dtype)
             for out in outs:
-                close(out, expected)
+                assert_close(out, expected)
                 assert torch.equal(out.nan_to_num(), outs[0].nan_to_num()), "the same bits on every rank"
             assert bool(expected.isnan().any()) == (call == 2)
             if shape[0] > 1:
@@ -78,17 +80,17 @@ def compare_step_by_step() -> None:
 
 
 def _calls(rank: int, folder: Path, world: int) -> None:
-    """Many calls, which ranks enter at different times."""
+    """Make many calls, which ranks enter at different times."""
     from tests.comm.simulated_peers import mapped
 
     merge, same, own = PeerMerge(mapped(folder, rank, world, 2**17)), random.Random(0), random.Random(rank + 1)
     dist.barrier()
     for number in range(12):
         shape = same.choice(SHAPES)
-        every = [shares_of(shape, same.choice((1, 3, 20)), 100 * number + r) for r in range(world)]
+        every = [random_partials(shape, same.choice((1, 3, 20)), 100 * number + r) for r in range(world)]
         assert merge.fits(*shape)
         time.sleep(own.random() * 0.05)
-        close(merge(every[rank], torch.empty(shape)), gathered(every, shape, torch.float32))
+        assert_close(merge(every[rank], torch.empty(shape)), gathered(every, shape, torch.float32))
 
 
 def compare_between_processes() -> None:
@@ -97,7 +99,7 @@ def compare_between_processes() -> None:
 
 
 @pytest.mark.parametrize("what", ["compare_step_by_step", "compare_between_processes"])
-def test_kernels_under_the_interpreter(what: str) -> None:
+def test_kernels_in_the_interpreter(what: str) -> None:
     run_interpreted("-m", "tests.comm.test_peer_merge", what)
 
 
@@ -108,33 +110,33 @@ def test_what_fits() -> None:
 
 
 def _on_gpus(rank: int) -> None:
-    """Eager and replayed with other numbers, beside NCCL's gather; ranks come late in turns."""
+    """Compare eager and replayed calls with NCCL's all-gather; a different rank is late each time."""
     group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
     assert group is not None
     merge = PeerMerge.of(group, device, 448, 32, 128)
     assert not merge.fits(449, 32, 128)
     for rows, splits in ((1, 33), (2, 17), (16, 3), (16, 66), (80, 13), (128, 1), (448, 2)):
         shape = (rows, 32, 128)
-        shares = shares_of(shape, splits, rank, "cuda")
+        partials = random_partials(shape, splits, rank, "cuda")
         out = torch.empty(shape, device=device, dtype=torch.bfloat16)
         assert merge.fits(*shape)
 
-        def expected(shares: PackedPartials = shares, shape: tuple[int, int, int] = shape) -> torch.Tensor:
-            ranks = PackedPartials(gather_over(group, whole(shares, shape).flat[0]), *shape)
+        def expected(partials: PackedPartials = partials, shape: tuple[int, int, int] = shape) -> torch.Tensor:
+            ranks = PackedPartials(all_gather_rows(group, merged(partials, shape).flat[0]), *shape)
             return merge_ranks(ranks, torch.empty(shape, device=device, dtype=torch.bfloat16))
 
-        close(merge(shares, out), expected())
+        assert_close(merge(partials, out), expected())
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(3):
-                merge(shares, out)
+                merge(partials, out)
         for replay in range(20):
-            shares.flat.copy_(shares_of(shape, splits, 100 * replay + rank).flat)
+            partials.flat.copy_(random_partials(shape, splits, 100 * replay + rank).flat)
             if replay % 4 == rank % 4:
                 torch.cuda._sleep(2_000_000)
             graph.replay()
-            close(out, expected())
+            assert_close(out, expected())
 
 
 @pytest.mark.gpu(2)

@@ -1,4 +1,4 @@
-"""Where ranks meet: at one address only, bound before anybody else can take it."""
+"""The rendezvous of ranks: at one address only, which is bound before another process can take it."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm.rendezvous import Placement, host_store, interface_to, join_store, listen, meet
+from megatron_longctx.comm.rendezvous import RankInfo, connect_store, host_store, interface_to, listen, rendezvous_store
 from megatron_longctx.testing.distributed import PATIENCE_S, run_distributed
 
 
 def listening() -> set[str]:
-    """Where this process listens."""
+    """Return the addresses at which this process listens."""
     connections = psutil.Process().net_connections("inet")
     return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def _met(rank: int) -> tuple[set[str], str | None, str | None]:
+def _listening(rank: int) -> tuple[set[str], str | None, str | None]:
     group = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(1), group=group)
     return listening(), os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME")
 
 
-def test_ranks_of_one_host_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_host_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    assert run_distributed(_met, 2) == [({"127.0.0.1"}, "lo", "=lo")] * 2
+    assert run_distributed(_listening, 2) == [({"127.0.0.1"}, "lo", "=lo")] * 2
 
 
-def test_the_store_listens_where_it_is_told_to() -> None:
+def test_the_store_listens_at_its_socket_only() -> None:
     before = listening()
     listener = listen()
     port = listener.getsockname()[1]
-    with pytest.raises(OSError):  # from here on nobody else can have it
+    with pytest.raises(OSError):  # no other process can take it
         listen(port=port)
     store = host_store(listener, 20.0)
     assert listening() - before <= {"127.0.0.1"} and store.port == port
-    join_store(port, 20.0).set("a", "b")
+    connect_store(port, 20.0).set("a", "b")
     assert store.get("a") == b"b"
 
 
@@ -53,7 +53,7 @@ def _hosts(listener: socket.socket) -> None:
 
 
 def test_a_port_is_never_free_while_it_is_handed_to_rank_0() -> None:
-    """As the launcher of training does: it binds, rank 0 hosts the store there, seconds later."""
+    """The launcher of training binds it; seconds later, rank 0 hosts the store there."""
     with listen() as listener:
         port = listener.getsockname()[1]
         process = multiprocessing.get_context("spawn").Process(target=_hosts, args=(listener,))
@@ -62,49 +62,49 @@ def test_a_port_is_never_free_while_it_is_handed_to_rank_0() -> None:
         with pytest.raises(OSError):
             listen(port=port)
         time.sleep(0.01)
-    join_store(port, PATIENCE_S).set("ended", "")
+    connect_store(port, PATIENCE_S).set("ended", "")
     process.join()
     assert process.exitcode == 0
 
 
-def test_tasks_meet_at_the_address_that_they_were_given() -> None:
+def test_tasks_connect_at_the_address_of_their_environment() -> None:
     with listen() as free:
         port = free.getsockname()[1]
-    place = Placement(0, 2, 0, meeting=("localhost", port), one_host=True)
+    place = RankInfo(0, 2, 0, store_address=("localhost", port), single_host=True)
     before = listening()
-    first = meet(place, 20.0)
-    second = meet(replace(place, rank=1), 20.0)
+    first = rendezvous_store(place, 20.0)
+    second = rendezvous_store(replace(place, rank=1), 20.0)
     assert first is not None and second is not None and listening() - before <= {"127.0.0.1", "::1"}
     second.set("a", "b")
     assert first.get("a") == b"b"
-    assert meet(Placement(0, 2, 0), 20.0) is None, "torch's environment variables say how"
+    assert rendezvous_store(RankInfo(0, 2, 0), 20.0) is None, "torch's environment variables specify the rendezvous"
 
 
-def test_ranks_that_torchrun_starts_again_meet_in_a_place_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     agents = host_store(listen(), 20.0)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port), "RANK": "0", "WORLD_SIZE": "1"}
     for name, value in (env | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
-    said = []
+    counts = []
     for attempt in ("0", "1", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        store = meet(Placement(0, 1, 0), 20.0)
+        store = rendezvous_store(RankInfo(0, 1, 0), 20.0)
         assert store is not None
-        said.append(store.add("ranks here", 1))
-    assert said == [1, 1, 2]
+        counts.append(store.add("ranks here", 1))
+    assert counts == [1, 1, 2]
 
 
-def test_an_address_that_others_do_not_reach_and_a_taken_port_are_refused() -> None:
+def test_unreachable_addresses_and_taken_ports_are_refused() -> None:
     with pytest.raises(ValueError, match=r"MASTER_ADDR=localhost: expected an address that other hosts reach; on"):
-        meet(Placement(0, 2, 0, meeting=("localhost", 0)), 20.0)
+        rendezvous_store(RankInfo(0, 2, 0, store_address=("localhost", 0)), 20.0)
     with pytest.raises(OSError):
-        meet(Placement(0, 2, 0, meeting=("203.0.113.7", 0)), 20.0)
-    with listen() as taken, pytest.raises(ValueError, match=r"MASTER_PORT=\d+: expected a port that nobody listens at"):
-        meet(Placement(0, 2, 0, meeting=("127.0.0.1", taken.getsockname()[1])), 20.0)
+        rendezvous_store(RankInfo(0, 2, 0, store_address=("203.0.113.7", 0)), 20.0)
+    with listen() as taken, pytest.raises(ValueError, match=r"MASTER_PORT=\d+: expected a free port on"):
+        rendezvous_store(RankInfo(0, 2, 0, store_address=("127.0.0.1", taken.getsockname()[1])), 20.0)
 
 
 def _interfaces(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
-    """This host has these interfaces, all of them up."""
+    """Give this host these interfaces, all of them up."""
     known = {name: [SimpleNamespace(family=socket.AF_INET, address=address)] for name, address in addresses.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=True) for name in known})
@@ -130,17 +130,17 @@ def test_gloo_listens_on_the_interface_that_leads_to_the_first_host(monkeypatch:
         r"^GLOO_SOCKET_IFNAME=: expected the interface of this host that the others reach, one of eth0, ib0\. 127"
     )
     with pytest.raises(ValueError, match=expected):
-        interface_to("127.0.1.1")  # as Debian calls a host by its own name
+        interface_to("127.0.1.1")  # Debian's address of a host's own name
     _interfaces(monkeypatch, lo="127.0.0.1", eth0="192.0.2.2")
     assert interface_to("127.0.1.1") == interface_to("no such host.invalid") == "eth0"
 
 
-def test_slurm_says_who_a_task_is_and_how_many_share_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_provides_the_rank_and_the_tasks_that_share_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
     env |= {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7", "SLURM_CPUS_PER_TASK": "2"}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    assert Placement.of_environment(env) == Placement(5, 8, 1, 4, ("a", 7))
+    assert RankInfo.from_environment(env) == RankInfo(5, 8, 1, 4, ("a", 7))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))  # Slurm has bound it
-    assert Placement.of_environment(env) == Placement(5, 8, 1, 1, ("a", 7))
-    assert Placement.of_environment(env | {"SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert Placement.of_environment(env | {"RANK": "0", "WORLD_SIZE": "2"}) == Placement(0, 2, 0)
+    assert RankInfo.from_environment(env) == RankInfo(5, 8, 1, 1, ("a", 7))
+    assert RankInfo.from_environment(env | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert RankInfo.from_environment(env | {"RANK": "0", "WORLD_SIZE": "2"}) == RankInfo(0, 2, 0)

@@ -1,4 +1,4 @@
-"""Every key at the edges of what it may be, and beyond: refused in a line that names it, or accepted and meant."""
+"""Every key at the ends of its range and beyond: the value is refused in one line that names the key, or accepted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx import compose
-from megatron_longctx.compose import load_config, save_config
+from megatron_longctx.compose import load_config, override_config, save_config
 from megatron_longctx.config import Config, keys_of, validate
 from megatron_longctx.config.bounds import Choice, Key, Number, choice, number
 from megatron_longctx.errors import is_line
@@ -26,7 +25,7 @@ from megatron_longctx.memory.command import planned_job
 from megatron_longctx.verbs import plan
 from tests.shared.training import with_values as replaced
 
-KEYS = {key.name: key for keys in keys_of(Config).values() for key in keys}
+KEYS = keys_of(Config)
 WRONG_TYPES: tuple[Any, ...] = (None, True, "x", 1.5, 1, [], {}, (1,), b"x")
 NUMBERS = (-1, 0, 1, 2, 3, 2**31, 2**63, -(2**63), 10**30, 10**400, math.nan, math.inf, -math.inf, 5e-324, 1e308)
 TEXTS = (
@@ -43,7 +42,7 @@ OF_EXPERTS = (
     *(f"model.moe_{name}" for name in ("ffn_hidden_size", "shared_expert_intermediate_size", "z_loss_coeff")),
     *("model.moe_router_topk_scaling_factor", "model.moe_router_dtype", "parallelism.expert_tensor_parallel_size"),
 )
-# Fields of keys that mean something only beside another.
+# Settings without which a key must have its default.
 BESIDE: dict[str, dict[str, Any]] = {
     "parallelism.inner_size": {"parallelism.schedule": "usp"},
     "train.eval_interval": {"data.split": "95,5,0"},
@@ -80,16 +79,16 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 def with_values(values: dict[str, Any]) -> Config:
-    """A configuration that nothing has checked."""
+    """Return a configuration without validation."""
     return replaced(Config(), values)
 
 
 def edges(key: Key) -> Iterator[Any]:
-    """Values at and beyond the ends of what a key may be, of its type and of others."""
+    """Yield values at and beyond the ends of a key's range, of its type and of others."""
     yield from WRONG_TYPES
     yield key.default
     if isinstance(key.bounds, Number):
-        ends = (key.bounds.least, key.bounds.most)
+        ends = (key.bounds.minimum, key.bounds.maximum)
         yield from NUMBERS
         yield from (round(end) + step for end in ends for step in (-1, 0, 1))
         yield from (math.nextafter(end, to) for end in ends for to in (-math.inf, math.inf))
@@ -101,35 +100,34 @@ def edges(key: Key) -> Iterator[Any]:
 
 
 def refusal(config: Config) -> str | None:
-    """What validation says, in the one form of its errors."""
+    """Return the error of `validate`, whose form is checked."""
     try:
         validate(config)
     except ValueError as error:
-        said = str(error)
-        assert type(error) is ValueError and is_line(said), said
-        assert ": expected " in said and said.endswith((".", "?")) and len(said) < 900, said
-        return said
+        message = str(error)
+        assert type(error) is ValueError and is_line(message), message
+        assert ": expected " in message and message.endswith((".", "?")) and len(message) < 900, message
+        return message
     return None
 
 
 def accepted(key: Key) -> list[Any]:
-    return [
-        value for value in edges(key) if refusal(with_values({**BESIDE.get(key.name, {}), key.name: value})) is None
-    ]
+    beside = BESIDE.get(key.name, {})
+    return [value for value in edges(key) if refusal(with_values({**beside, key.name: value})) is None]
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_what_a_key_cannot_be_is_refused_by_its_name(name: str) -> None:
+def test_values_that_a_key_cannot_have_are_refused_by_its_name(name: str) -> None:
     key, beside = KEYS[name], BESIDE.get(name, {})
-    taken = 0
+    count = 0
     for value in edges(key):
-        said = refusal(with_values({**beside, name: value}))
-        if said is not None:
-            assert name in said, (value, said)
+        message = refusal(with_values({**beside, name: value}))
+        if message is not None:
+            assert name in message, (value, message)
             if isinstance(key.bounds, Choice) and type(value) is key.kind and value not in key.bounds.all:
-                assert key.bounds.expected in said, (value, said)
+                assert key.bounds.expected in message, (value, message)
             continue
-        taken += 1
+        count += 1
         value = attrgetter(name)(with_values({**beside, name: value}))
         kind = type(value)
         assert kind is key.kind or (value is None and key.nullable) or (kind is int and key.kind is float), value
@@ -137,42 +135,43 @@ def test_what_a_key_cannot_be_is_refused_by_its_name(name: str) -> None:
             assert math.isfinite(value) and abs(value) < 2**64, value
         if kind is str:
             assert value and is_line(value) and len(value.encode()) <= 4000 and "${" not in value
-    assert taken, "its default, at least"
+    assert count, "at least the default is accepted"
 
 
 @pytest.mark.parametrize("name", [name for name, key in KEYS.items() if isinstance(key.bounds, Number)])
-def test_the_ends_of_a_range_are_in_it_and_what_lies_beyond_is_not(name: str) -> None:
+def test_the_ends_of_a_range_are_in_it_and_values_beyond_are_not(name: str) -> None:
     key, beside = KEYS[name], BESIDE.get(name, {})
-    assert isinstance(key.bounds, Number) and key.bounds.least < key.bounds.most
-    for end, outward, out in (
-        (key.bounds.least, -math.inf, key.bounds.above),
-        (key.bounds.most, math.inf, key.bounds.below),
+    assert isinstance(key.bounds, Number) and key.bounds.minimum < key.bounds.maximum
+    for end, outward, excluded in (
+        (key.bounds.minimum, -math.inf, key.bounds.above),
+        (key.bounds.maximum, math.inf, key.bounds.below),
     ):
         at = key.kind(end)
         beyond = at + int(math.copysign(1, outward)) if key.kind is int else math.nextafter(at, outward)
-        for value, is_out in ((at, out), (beyond, True)):
-            said = refusal(with_values({**beside, name: value})) or ""
-            assert (f"{name}={value}: expected " in said and key.bounds.expected in said) == is_out, (value, said)
+        for value, refused in ((at, excluded), (beyond, True)):
+            message = refusal(with_values({**beside, name: value})) or ""
+            expected = f"{name}={value}: expected " in message and key.bounds.expected in message
+            assert expected == refused, (value, message)
 
 
 def test_the_examples_in_messages_are_accepted() -> None:
-    for key, (_, example) in compose._fields().items():
-        compose.override_config(with_values(BESIDE.get(key, {})), [f"{key}={example}"])
+    for name, key in KEYS.items():
+        override_config(with_values(BESIDE.get(name, {})), [f"{name}={key.example}"])
 
 
-# Those that decide what a plan and its memory are.
+# Keys that determine a plan and its memory.
 PLANNED = [
     name
-    for name, key in KEYS.items()
+    for name in KEYS
     if name.partition(".")[0] in ("model", "parallelism", "attention", "recompute", "data", "optim", "train")
     and name != "parallelism.cluster"
 ]
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_a_plan_and_its_memory_can_be_told_for_what_is_accepted(name: str) -> None:
-    """For sizes of ranks that a plan is quickly made of."""
-    size = KEYS[name].bounds.most if isinstance(KEYS[name].bounds, Number) else 0
+def test_accepted_values_have_a_plan_and_a_predicted_memory(name: str) -> None:
+    """Numbers of ranks are limited to those whose plan is computed quickly."""
+    size = KEYS[name].bounds.maximum if isinstance(KEYS[name].bounds, Number) else 0
     for value in accepted(KEYS[name]):
         if size == 1024 and value is not None and value > 8:
             continue
@@ -188,17 +187,17 @@ def test_a_plan_and_its_memory_can_be_told_for_what_is_accepted(name: str) -> No
             continue
         assert "memory of a training step: " in out.getvalue()
         if "not known" not in out.getvalue():
-            found = predict(planned_job(config))
-            assert 0 < found.num_bytes < 10**30 and type(found.num_bytes) is int, value
+            memory = predict(planned_job(config))
+            assert 0 < memory.num_bytes < 10**30 and type(memory.num_bytes) is int, value
 
 
-def test_what_is_accepted_comes_back_from_a_run_folder_as_it_was(tmp_path: Path) -> None:
-    """Extremes of all keys at once, each of the longest list of texts once."""
+def test_accepted_values_survive_a_run_folder(tmp_path: Path) -> None:
+    """Saves extremes of all keys together, and every text once."""
     values = {name: accepted(key) for name, key in KEYS.items() if not isinstance(key.bounds, Choice)}
     for turn in range(len(values["data.prefix"])):
         wanted: dict[str, Any] = {}
-        for name, found in values.items():
-            candidate = {**wanted, name: found[turn % len(found)]}
+        for name, options in values.items():
+            candidate = {**wanted, name: options[turn % len(options)]}
             if refusal(with_values(candidate)) is None:
                 wanted = candidate
         assert len(wanted) > len(values) / 2
@@ -212,15 +211,15 @@ def test_what_is_accepted_comes_back_from_a_run_folder_as_it_was(tmp_path: Path)
 def test_several_keys_at_their_edges_are_accepted_or_refused_by_one_of_their_names(data: st.DataObject) -> None:
     names = data.draw(st.lists(st.sampled_from(sorted(KEYS)), min_size=2, max_size=5, unique=True))
     values = {name: data.draw(st.sampled_from(list(edges(KEYS[name])))) for name in names}
-    said = refusal(with_values(values))
-    if said is not None:
-        assert any(name in said for name in names), (values, said)
+    message = refusal(with_values(values))
+    if message is not None:
+        assert any(name in message for name in names), (values, message)
 
 
-def test_a_key_that_does_not_say_what_it_may_be_is_found() -> None:
+def test_a_key_without_declared_bounds_is_an_error() -> None:
     @dataclass(frozen=True)
     class Part:
-        told: int = number(1, 0, 2)
+        bounded: int = number(1, 0, 2)
         named: str = choice("a", ("a", "b"))
         flag: bool = False
         size: int = 3

@@ -1,4 +1,4 @@
-"""Keys of multi-latent attention: what they cannot be, what does not serve it, and the sizes that they come to."""
+"""Multi-latent attention: settings and features that exclude it, and the numbers of parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _config(settings: dict[str, Any]) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"model.kv_lora_rank": None}, "model.qk_head_dim=12: expected null with model.kv_lora_rank=null"),
         ({"model.v_head_dim": None}, "model.v_head_dim=None: expected a number with model.kv_lora_rank=24"),
@@ -36,34 +36,34 @@ def _config(settings: dict[str, Any]) -> Config:
         ({"model.bias": True}, "model.bias=True: expected false with"),
         ({"attention.baseline": "te_a2a"}, "attention.baseline=te_a2a: expected null with"),
         ({**TP2, "parallelism.sequence_parallel": False}, "parallelism.sequence_parallel=False: expected true with"),
-        ({**TP2, "model.q_lora_rank": 5}, "tensor_parallel_size=2: expected a divisor of model.q_lora_rank = 5"),
+        ({**TP2, "model.q_lora_rank": 5}, "tensor_parallel_size=2: expected a divisor of model.q_lora_rank=5"),
     ],
 )
-def test_what_latents_cannot_be_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_settings_that_exclude_latents_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         _config(settings)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("take", "settings", "said"),
+    ("use", "settings", "message"),
     [
         (for_inference, {}, "model.kv_lora_rank=24: expected null for inference"),
         (for_losses, TP2, "parallelism.tensor_parallel_size=2: expected 1 with model.kv_lora_rank=24"),
         (lambda config: family_of_model(config.model), {}, "model.kv_lora_rank=24: expected None in a published model"),
     ],
 )
-def test_what_does_not_serve_latents_says_so(take: Callable[[Config], Any], settings: Any, said: str) -> None:
+def test_features_that_exclude_latents_are_refused(use: Callable[[Config], Any], settings: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
-        take(_config(settings))
-    assert said in str(error.value)
+        use(_config(settings))
+    assert message in str(error.value)
 
 
 def test_deepseek_v2_lite_has_the_published_parameters_and_their_flops() -> None:
     config = compose_config(["model=deepseek_v2_lite"])
     model, embeddings = config.model, 2 * 102_400 * 2048
     assert stage_parameters(Job(config, 102_400), 0) == 15_706_484_224
-    # Of every token: all but the look-up of its embedding, the norms, and 58 of 64 experts in 26 layers.
+    # A token uses all parameters but the embedding table, the norms, and 58 of 64 experts in 26 layers.
     idle = embeddings // 2 + 27 * (512 + 2 * 2048) + 2048 + 26 * 58 * 3 * 2048 * 1408
     flops = training_flops(model, 102_400, Work(10, 27 * 55, 100))
     assert flops.dense == 10 * 6 * (15_706_484_224 - idle) + 3 * 27 * 2 * 100 * 16 * (192 + 128)

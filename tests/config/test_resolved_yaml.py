@@ -1,4 +1,4 @@
-"""What is written into a run's folder comes back as it was, and nothing else is taken for it."""
+"""A configuration is read back unchanged from a run's folder, and other files are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def spoiled(tmp_path: Path, old: str, new: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "reason"),
     [
         ("train:\n", "train:\n  novelty: 1\n", "novelty"),
         ("model:\n", "novelty: 1\nmodel:\n", "novelty"),
@@ -50,15 +50,15 @@ def spoiled(tmp_path: Path, old: str, new: str) -> Path:
         ("steps: 20\n", f"steps: {'[' * 3000}\n", "more than 20 levels"),
     ],
 )
-def test_a_file_of_another_version_or_none_at_all(old: str, new: str, says: str, tmp_path: Path) -> None:
+def test_a_file_of_another_version_is_refused(old: str, new: str, reason: str, tmp_path: Path) -> None:
     path = spoiled(tmp_path, old, new)
     with pytest.raises(ValueError, match="not a configuration of this version") as caught:
         load_config(path)
     text = str(caught.value)
-    assert text.startswith(f"{path}: ") and says in text and text.endswith("Restore or delete it.")
+    assert text.startswith(f"{path}: ") and reason in text and text.endswith("Restore or delete it.")
 
 
-def test_a_file_that_is_cut_is_not_taken_for_defaults(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "resolved.yaml"
     save_config(Config(), path)
     whole = path.read_bytes()
@@ -72,17 +72,17 @@ def test_a_file_that_is_cut_is_not_taken_for_defaults(tmp_path: Path) -> None:
     assert load_config(path) == Config()
 
 
-def test_values_are_validated_on_loading_too(tmp_path: Path) -> None:
+def test_values_are_validated_on_loading(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^train\.steps=0: expected at least 1 and at most"):
         load_config(spoiled(tmp_path, "steps: 20\n", "steps: 0\n"))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected a run's configuration there"):
         load_config(tmp_path / "resolved.yaml")
 
 
-def test_the_checkout_is_its_own_source_of_recipes_and_launch_scripts() -> None:
+def test_recipes_and_launch_scripts_are_those_of_the_checkout() -> None:
     root = Path(__file__).resolve().parents[2]
     assert [bundled(name) for name in ("recipes", "launch", "analysis")] == [
         root / name for name in ("recipes", "launch", "analysis")

@@ -1,6 +1,9 @@
-"""What the tests of this room share."""
+"""Shared fixtures of the inference tests."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -9,7 +12,7 @@ from megatron_longctx.config import Config
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A run that has learned something, saved with 2 context-parallel ranks."""
+    """A trained run, saved with 2 context-parallel ranks."""
     from megatron_longctx.testing.distributed import run_distributed
     from tests.shared.training import Job, run_jobs, tiny_config, tiny_corpus
 
@@ -21,3 +24,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
         config = tiny_config(root, "trained", settings)
         run_distributed(run_jobs, 2, [Job(config)])
     return config
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Any]:
+    """A running HTTP server, `tests.inference.http_server.Served`."""
+    from tests.inference.http_server import serving
+
+    with serving() as running:
+        yield running

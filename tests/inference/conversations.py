@@ -1,4 +1,4 @@
-"""Conversations of several sessions with a real model, and the same tokens through the dense model in one process."""
+"""Conversations of several sessions with a real model, and the same tokens through a dense forward pass."""
 
 from __future__ import annotations
 
@@ -25,20 +25,26 @@ from tests.shared.training import changed
 
 @dataclass
 class Record:
-    """One session: all of its tokens, which of them it generated, and logits by the number of tokens before them."""
+    """One session.
+
+    Attributes:
+        tokens: all of them.
+        generated: the positions of generated ones.
+        logits: keyed by the number of tokens before them.
+    """
 
     tokens: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
     logits: dict[int, Tensor] = field(default_factory=dict)
 
 
-# Per turn: tokens appended to each of three sessions (0: it is left out), and how many each batch then generates.
+# Per turn: tokens appended to each of three sessions (0: it is left out), and tokens that each then generates.
 TURNS = (((23, 1, 2), 3), ((1, 9, 0), 2), ((0, 1, 5), 4), ((7, 0, 1), 1), ((2, 14, 3), 5), ((1, 1, 1), 2))
 
 
 @contextmanager
 def engine_of(config: Config, checkpoints: Path | None = None) -> Iterator[LongContextEngine]:
-    """The engine of a run, in process groups of its sizes; without checkpoints its weights are of a seed."""
+    """Build the engine of a run in process groups of its sizes; without checkpoints the weights are of a fixed seed."""
     par = config.parallelism
     collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
     engine, _ = build_engine(for_inference(config), collection, checkpoints)
@@ -48,7 +54,7 @@ def engine_of(config: Config, checkpoints: Path | None = None) -> Iterator[LongC
 
 
 def converse(rank: int, config: Config, checkpoints: Path | None) -> list[Record]:
-    """All turns with greedy continuations; every session's logits after every prefill and every decode."""
+    """Run all turns with greedy decoding, and record every session's logits after every prefill and every decode."""
     with engine_of(config, checkpoints) as engine:
         source = random.Random(1)
         sessions = [engine.open() for _ in range(3)]
@@ -60,7 +66,7 @@ def converse(rank: int, config: Config, checkpoints: Path | None) -> list[Record
             for number in range(count):
                 for session, logits in zip(active, engine.next_logits(list(active)), strict=True):
                     records[session.number].logits[len(session.tokens)] = logits.clone()
-                # The first ends before the others: sequences of a batch end at different times.
+                # Sequences of a batch end at different times: the first before the others.
                 going = list(active)[number % 2 :] or list(active)
                 before = {session: len(session.tokens) for session in going}
                 engine.continue_all(going, Sampling(max_new_tokens=1))
@@ -75,7 +81,7 @@ def converse(rank: int, config: Config, checkpoints: Path | None) -> list[Record
 
 @dataclass(frozen=True)
 class Model:
-    """A configuration, and where its weights come from (None: its seed)."""
+    """A configuration and its weights (None: of the fixed seed)."""
 
     config: Config
     checkpoints: Path | None = None
@@ -83,7 +89,7 @@ class Model:
 
 @dataclass
 class Truth:
-    """One rank's conversation, and the dense model's logits of the same texts: in fp64, and by the usual kernel."""
+    """One rank's conversation, and the dense model's logits for the same texts in fp64 and with the usual kernel."""
 
     records: list[Record]
     exact: list[Tensor]
@@ -91,12 +97,12 @@ class Truth:
 
 
 def converse_in(rank: int, models: Sequence[Model]) -> list[list[Record]]:
-    """`converse` with several models in one world."""
+    """Run `converse` with several models in one world."""
     return [converse(rank, model.config, model.checkpoints) for model in models]
 
 
 def truths(rank: int, models: Sequence[Model]) -> list[Truth]:
-    """In a world of one rank."""
+    """Return the truth for every model, in a world of one rank."""
     found = []
     for model in models:
         records = converse(rank, model.config, model.checkpoints)
@@ -113,8 +119,11 @@ def dense(
     fp64: bool,
     change: Callable[[GPTModel], None] = lambda _: None,
 ) -> list[Tensor]:
-    """Logits `[length, vocabulary]` of every text by one forward pass of Megatron's model over the whole of it, once
-    `change` has seen the model."""
+    """Return logits `[length, vocabulary]` of every text by one forward pass of Megatron's model over all of it.
+
+    Args:
+        change: applied to the model before.
+    """
     single = replace(config, parallelism=ParallelismConfig())
     if fp64:
         single = replace(single, attention=AttentionConfig(kernel="reference"))
@@ -138,7 +147,7 @@ def dense(
 
 
 def parallel(config: Config, context: int, tensor: int = 1, **inference: object) -> Config:
-    """`config` at other parallel sizes, with pages small enough to matter."""
+    """Return `config` with other parallel sizes and with small pages."""
     sizes = {"parallelism.context_parallel_size": context, "parallelism.tensor_parallel_size": tensor}
     settings = {"page_tokens": 4, "cache_tokens": 600} | inference
     return changed(config, sizes | {f"inference.{name}": value for name, value in settings.items()})

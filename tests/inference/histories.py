@@ -1,29 +1,40 @@
-"""Caches with a past, for tests of what comes next."""
+"""Caches with a history, for tests of the next batch."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import chain
 
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.cache_manager import FEW, CacheManager
+from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManager
+
+
+def slots_of(manager: CacheManager, session: int, rank: int) -> list[int]:
+    """The slots of a session's tokens on a rank, in the order of positions."""
+    shard = manager.shards(session)[rank]
+    return list(chain.from_iterable(shard.slots(0, shard.tokens)))
 
 
 def batch_with_past(
-    n: int, pasts: Sequence[Sequence[int]], new: Sequence[int], page: int = 3, pages: int = 60, few: int = FEW
+    n: int,
+    pasts: Sequence[Sequence[int]],
+    new: Sequence[int],
+    page: int = 3,
+    pages: int = 60,
+    max_contiguous: int = MAX_CONTIGUOUS,
 ) -> Batch:
-    """Sequence i has had turns of `pasts[i]` tokens, taken by turns with the others; `new[i]` tokens come now."""
-    manager = CacheManager(n, pages, page, few)
+    """`new[i]` tokens of sequence i, which had earlier chunks of `pasts[i]` tokens, interleaved with the others'."""
+    manager = CacheManager(n, pages, page, max_contiguous)
     sessions = [manager.open() for _ in pasts]
-    for turn in range(max(map(len, pasts), default=0)):
-        counts = {s: past[turn] for s, past in zip(sessions, pasts, strict=True) if turn < len(past)}
-        manager.append(counts)
-    turns = manager.append({s: count for s, count in zip(sessions, new, strict=True) if count})
-    return Batch(n, manager.slots_per_rank, turns)
+    for number in range(max(map(len, pasts), default=0)):
+        manager.append({s: past[number] for s, past in zip(sessions, pasts, strict=True) if number < len(past)})
+    chunks = manager.append({s: count for s, count in zip(sessions, new, strict=True) if count})
+    return Batch(n, manager.slots_per_rank, chunks)
 
 
 def random_batch(seed: int) -> Batch:
-    """Up to 3 sequences with up to 4 earlier turns each, many of one token, on up to 5 ranks."""
+    """Up to 3 sequences with up to 4 earlier chunks each, many of one token, on up to 5 ranks."""
     source = random.Random(seed)
 
     def tokens() -> int:
@@ -31,15 +42,15 @@ def random_batch(seed: int) -> Batch:
 
     count = source.randint(1, 3)
     pasts = [[tokens() for _ in range(source.randint(0, 4))] for _ in range(count)]
-    new, few = [tokens() for _ in range(count)], source.choice((0, 3, FEW))
-    return batch_with_past(source.randint(1, 5), pasts, new, source.randint(1, 5), 400, few)
+    new, contiguous = [tokens() for _ in range(count)], source.choice((0, 3, MAX_CONTIGUOUS))
+    return batch_with_past(source.randint(1, 5), pasts, new, source.randint(1, 5), 400, contiguous)
 
 
 def random_family(seed: int) -> Batch:
-    """Up to 5 sequences, each a fork of another at any place, that have gone on apart; up to 4 go on together now."""
+    """Up to 4 of up to 5 sequences, each of which is a fork of another at any position and has continued since."""
     source = random.Random(seed)
     n = source.randint(1, 5)
-    manager = CacheManager(n, 300, source.randint(1, 5), source.choice((0, 3, FEW)))
+    manager = CacheManager(n, 300, source.randint(1, 5), source.choice((0, 3, MAX_CONTIGUOUS)))
     family = [manager.open()]
     manager.append({family[0]: source.randint(1, 60)})
     for _ in range(source.randint(1, 4)):

@@ -1,4 +1,4 @@
-"""A server on a port in this process. Tests take requests from its inbox as the ranks do, and answer when they like."""
+"""A server in this process. Tests take requests from its inbox in place of the ranks, and answer them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any
 
 import uvicorn
 
-from megatron_longctx.inference.scheduler import Bounds, Event, Request
+from megatron_longctx.inference.scheduler import Event, Request, RequestLimits
 from megatron_longctx.models.chat import Chat
 from megatron_longctx.serving.http_api import server
 from megatron_longctx.serving.http_api.access import Access
 from megatron_longctx.serving.http_api.app import Api
 from megatron_longctx.serving.http_api.inbox import Inbox
 from megatron_longctx.serving.http_api.parsing import Model
-from megatron_longctx.serving.http_api.server import server_of
+from megatron_longctx.serving.http_api.server import build_server
 from tests.shared.jobs import PATIENCE_S
 
 BODY = {"prompt": "ab", "max_tokens": 9}
-BOUNDS = Bounds(tokens=10**4, positions=None, vocab_size=1000)
-LONG = 1000  # the token whose text is long
+LIMITS = RequestLimits(tokens=10**4, positions=None, vocab_size=1000)
+LONG = 1000  # a token with a long text
 LONG_TEXT = "x" * 200_000
 
 
@@ -43,7 +43,7 @@ def encode(text: str) -> list[int]:
 
 @dataclass
 class Served:
-    """A server on a port, and the ranks' end of its inbox."""
+    """A running server, its port and the ranks' side of its inbox."""
 
     port: int
     inbox: Inbox
@@ -51,14 +51,14 @@ class Served:
     _taken: list[Request | int] = field(default_factory=list)
 
     def hurry(self) -> None:
-        """Look all the time, from now on, whether the clients of the connections there are do what they have to."""
+        """Check the progress of the present connections all the time from now on."""
         for connection in list(self._server.server_state.connections):
             assert isinstance(connection, server._Connection)
             connection.timeout_keep_alive = 0.05
-            connection.loop.call_soon_threadsafe(connection._look, None)
+            connection.loop.call_soon_threadsafe(connection._check_progress, None)
 
     def take(self) -> Request | int:
-        """What arrives next."""
+        """Return the next item that arrives."""
         deadline = time.monotonic() + PATIENCE_S
         while not self._taken:
             assert time.monotonic() < deadline, "nothing arrives"
@@ -71,12 +71,12 @@ class Served:
         return found
 
     def say(self, number: int, text: str, reason: str | None = None) -> None:
-        """The request's next tokens; the last with `reason`."""
+        """Deliver the request's next tokens, the last with `reason`."""
         for i, letter in enumerate(text):
             self.inbox.deliver([Event(number, ord(letter), reason if i == len(text) - 1 else None, cached_tokens=1)])
 
     def connect(self, head: str = "", body: bytes = b"", **headers: str) -> socket.socket:
-        """A connection that has sent a head with these headers (`_` for `-`), or nothing yet."""
+        """Connect, and send a head with these headers (`_` for `-`) and a body, or nothing."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
         if head:
             fields = {"Host": "here", "Content_Type": "application/json"} | headers
@@ -85,13 +85,23 @@ class Served:
         return connection
 
     def post(self, body: Any, path: str = "/v1/completions") -> socket.socket:
-        """A connection that has sent a request."""
+        """Connect and send a request."""
         data = json.dumps(body).encode()
         return self.connect(f"POST {path}", data, Content_Length=str(len(data)))
 
     def ask(self, body: Any, path: str = "/v1/completions") -> tuple[int, Any, http.client.HTTPResponse]:
-        """The answer of a request that needs no ranks."""
+        """Return the answer to a request that the ranks do not see."""
         return answer_on(self.post(body, path))
+
+    def get(self, path: str, **headers: str) -> tuple[int, Any, http.client.HTTPResponse]:
+        return answer_on(self.connect(f"GET {path}", **headers))
+
+    def complete(self, connection: socket.socket, text: str = "c") -> Any:
+        """Answer the request of this connection with `text`, and return the body, which has to have status 200."""
+        self.say(self.request().number, text, "length")
+        status, body, _ = answer_on(connection)
+        assert status == 200
+        return body
 
 
 def answer_on(connection: socket.socket) -> tuple[int, Any, http.client.HTTPResponse]:
@@ -103,7 +113,7 @@ def answer_on(connection: socket.socket) -> tuple[int, Any, http.client.HTTPResp
 
 
 def ended(connection: socket.socket) -> bool:
-    """Whether the server closes the connection without another word."""
+    """Whether the server closes the connection without an answer."""
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -128,11 +138,11 @@ def serving(
     encode: Callable[[str], list[int]] = encode,
 ) -> Iterator[Served]:
     inbox = inbox or Inbox(max_waiting)
-    model = Model("m", encode, decode, 0, chat or Chat(), 16, BOUNDS, 1)
+    model = Model("m", encode, decode, 0, chat or Chat(), 16, LIMITS, 1)
     api = Api(model, inbox, 1000, timeout_s, access or Access())
     listener = socket.create_server(("127.0.0.1", 0))
-    running = server_of(api, max_connections)
-    running.config.timeout_keep_alive = math.ceil(PATIENCE_S)  # whoever is slow on a busy machine is not let go
+    running = build_server(api, max_connections)
+    running.config.timeout_keep_alive = math.ceil(PATIENCE_S)  # do not close slow connections on a busy machine
     thread = threading.Thread(target=running.run, args=([listener],))
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""The cache's books: every token findable where it was put, pages neither leaked nor shared, ranks even."""
+"""The cache manager: every token is found where it was stored, pages do not leak, ranks hold even shards."""
 
 from __future__ import annotations
 
@@ -10,52 +10,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.inference.cache_manager import (
-    FEW,
+    MAX_CONTIGUOUS,
     CacheFull,
     CacheManager,
     Fork,
     ScheduledChunk,
-    shares_of,
-    slots_of,
+    split_new_tokens,
 )
 from megatron_longctx.inference.pages import BlockPool
+from tests.inference.histories import slots_of
 
 
 class Memory:
-    """What the slots of all ranks hold, written and copied as the engine would do it. Every token is one of a kind."""
+    """The contents of all ranks' slots, written and copied as the engine would do it. Every token is unique."""
 
-    def __init__(self, manager: CacheManager, few: int) -> None:
-        self.cache_manager, self.few = manager, few
+    def __init__(self, manager: CacheManager, max_contiguous: int) -> None:
+        self.manager, self.max_contiguous = manager, max_contiguous
         self.slots = [[-1] * manager.slots_per_rank for _ in range(manager.n)]
         self.tokens: dict[int, list[int]] = {}
-        self.ends: dict[int, list[int]] = {}  # of the turns so far
+        self.ends: dict[int, list[int]] = {}  # of the chunks so far
         self.spread: dict[int, int] = {}  # the bound on how uneven the session may be
         self._numbers = itertools.count()
 
-    def open(self) -> None:
-        self._add(self.cache_manager.open(), [], [0], 2)
-
-    def _add(self, session: int, tokens: list[int], ends: list[int], spread: int) -> None:
+    def add(self, session: int, tokens: list[int], ends: list[int], spread: int) -> None:
         self.tokens[session], self.ends[session], self.spread[session] = tokens, ends, spread
 
     def pages(self, session: int, rank: int) -> set[int]:
-        return {slot // self.cache_manager.page_tokens for slot in slots_of(self.cache_manager.slots(session, rank))}
+        return {slot // self.manager.page_tokens for slot in slots_of(self.manager, session, rank)}
 
-    def write(self, turns: tuple[ScheduledChunk, ...]) -> None:
-        for turn in turns:
-            assert turn.cached == len(self.tokens[turn.session])
-            new = [next(self._numbers) for _ in range(turn.new)]
-            self.tokens[turn.session] += new
-            self.ends[turn.session].append(turn.cached + turn.new)
-            for rank in range(self.cache_manager.n):
-                slots = slots_of(turn.new_runs[rank])
-                places = [i for span in turn.new_spans(rank) for i in span]
-                for slot, i in zip(slots, places, strict=True):
+    def write(self, chunks: tuple[ScheduledChunk, ...]) -> None:
+        for chunk in chunks:
+            assert chunk.cached == len(self.tokens[chunk.session])
+            new = [next(self._numbers) for _ in range(chunk.new)]
+            self.tokens[chunk.session] += new
+            self.ends[chunk.session].append(chunk.cached + chunk.new)
+            for rank in range(self.manager.n):
+                slots = list(itertools.chain.from_iterable(chunk.new_slots[rank]))
+                indices = itertools.chain.from_iterable(chunk.new_spans[rank])
+                for slot, i in zip(slots, indices, strict=True):
                     self.slots[rank][slot] = new[i]
-                self._nobody_else_has({slot // self.cache_manager.page_tokens for slot in slots}, turn.session, rank)
+                self._check_sole_holder({slot // self.manager.page_tokens for slot in slots}, chunk.session, rank)
 
     def fork(self, session: int, tokens: int) -> None:
-        fork = self.cache_manager.fork(session, tokens)
+        fork = self.manager.fork(session, tokens)
         self._copy(fork)
         ends = [end for end in self.ends[session] if end <= tokens]
         spread = self.spread[session]
@@ -63,11 +60,10 @@ class Memory:
             cut = next(end for end in self.ends[session] if end > tokens) - ends[-1]
             ends.append(tokens)
             spread += self._uneven(cut)
-        self._add(fork.session, self.tokens[session][:tokens], ends, spread)
+        self.add(fork.session, self.tokens[session][:tokens], ends, spread)
 
-    def shorten(self, session: int) -> None:
-        """By its last token."""
-        self._copy(self.cache_manager.shorten(session, len(self.tokens[session]) - 1))
+    def remove_last(self, session: int) -> None:
+        self._copy(self.manager.truncate(session, len(self.tokens[session]) - 1))
         self.tokens[session].pop()
         size = self.ends[session].pop() - self.ends[session][-1]
         if size > 1:
@@ -75,19 +71,19 @@ class Memory:
             self.spread[session] += self._uneven(size)
 
     def _uneven(self, tokens: int) -> int:
-        """The bound on what cutting a turn of so many tokens adds."""
-        stretches = self.cache_manager.n * (1 if tokens <= self.few * self.cache_manager.n else 2)
-        return -(-tokens // stretches)
+        """The bound on what cutting a chunk of `tokens` tokens adds to the unevenness."""
+        spans = self.manager.n * (1 if tokens <= self.max_contiguous * self.manager.n else 2)
+        return -(-tokens // spans)
 
     def _copy(self, fork: Fork) -> None:
         for rank, (source, target) in enumerate(fork.copies):
-            assert len(source) == len(target) < self.cache_manager.page_tokens
+            assert len(source) == len(target) < self.manager.page_tokens
             for old, new in zip(source, target, strict=True):
                 self.slots[rank][new] = self.slots[rank][old]
-            self._nobody_else_has({slot // self.cache_manager.page_tokens for slot in target}, fork.session, rank)
+            self._check_sole_holder({slot // self.manager.page_tokens for slot in target}, fork.session, rank)
 
-    def _nobody_else_has(self, pages: set[int], session: int, rank: int) -> None:
-        for other in self.cache_manager.sessions:
+    def _check_sole_holder(self, pages: set[int], session: int, rank: int) -> None:
+        for other in self.manager.sessions:
             assert other == session or not pages & self.pages(other, rank), "written while another session reads it"
 
     def forget(self, session: int) -> None:
@@ -95,19 +91,19 @@ class Memory:
             del of_session[session]
 
     def check(self) -> None:
-        manager = self.cache_manager
+        manager = self.manager
         assert set(manager.sessions) == set(self.tokens)
         for session, tokens in self.tokens.items():
             seen = []
-            for rank in range(manager.n):
-                positions = [p for span in manager.positions(session, rank) for p in span]
+            for rank, shard in enumerate(manager.shards(session)):
+                positions = list(itertools.chain.from_iterable(shard.positions))
                 assert positions == sorted(positions)
-                slots = slots_of(manager.slots(session, rank))
-                assert [self.slots[rank][slot] for slot in slots] == [tokens[p] for p in positions]
-                assert len(self.pages(session, rank)) == manager.num_pages(session, rank)
+                stored = [self.slots[rank][slot] for slot in slots_of(manager, session, rank)]
+                assert stored == [tokens[p] for p in positions]
+                assert len(self.pages(session, rank)) == len(shard.pages)
                 seen += positions
             assert sorted(seen) == list(range(len(tokens))) and manager.length(session) == len(tokens)
-            sizes = [manager.num_tokens(session, rank) for rank in range(manager.n)]
+            sizes = [shard.tokens for shard in manager.shards(session)]
             assert max(sizes) - min(sizes) <= min(self.spread[session], len(tokens))
         for rank in range(manager.n):
             held = set().union(*(self.pages(session, rank) for session in self.tokens))
@@ -115,58 +111,64 @@ class Memory:
             assert manager.free_pages(rank) == manager.pages_per_rank - len(held), "pages have leaked"
 
 
-def test_few_tokens_lie_in_a_row_and_more_are_even_work() -> None:
-    assert shares_of(2, 8, few=4).spans == ((range(4),), (range(4, 8),))
-    assert shares_of(2, 9, few=4).spans == ((range(2), range(6, 9)), (range(2, 4), range(4, 6)))
+def test_few_tokens_are_contiguous_and_more_are_even_work() -> None:
+    assert split_new_tokens(2, 8, max_contiguous=4).spans == ((range(4),), (range(4, 8),))
+    assert split_new_tokens(2, 9, max_contiguous=4).spans == ((range(2), range(6, 9)), (range(2, 4), range(4, 6)))
     for n, new in ((1, 5), (4, 66), (4, 2048), (4, 2049), (3, 100_000)):
-        layout = shares_of(n, new)
+        layout = split_new_tokens(n, new)
         sizes = [layout.num_tokens(rank) for rank in range(n)]
-        assert max(sizes) - min(sizes) <= 2 and layout.name == ("contiguous" if new <= FEW * n else "zigzag")
+        assert max(sizes) - min(sizes) <= 2
+        assert layout.name == ("contiguous" if new <= MAX_CONTIGUOUS * n else "zigzag")
 
 
-OPERATIONS = ("open", "append", "append", "decode", "decode", "fork", "fork", "undo", "shorten", "evict", "close")
+OPERATIONS = ("open", "append", "append", "decode", "decode", "fork", "fork", "undo", "truncate", "evict", "close")
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 40), st.integers(0, 2**32), st.sampled_from((0, 4, FEW)))
-def test_thousands_of_random_operations_neither_leak_nor_corrupt(
-    n: int, page: int, pages: int, seed: int, few: int
-) -> None:
+@given(
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.integers(1, 40),
+    st.integers(0, 2**32),
+    st.sampled_from((0, 4, MAX_CONTIGUOUS)),
+)
+def test_random_operations_neither_leak_nor_corrupt(n: int, page: int, pages: int, seed: int, contiguous: int) -> None:
     source = random.Random(seed)
-    manager = CacheManager(n, pages, page, few)
-    memory = Memory(manager, few)
+    manager = CacheManager(n, pages, page, contiguous)
+    memory = Memory(manager, contiguous)
+
+    def state() -> object:
+        return [manager.free_pages(r) for r in range(n)], {s: manager.length(s) for s in memory.tokens}
+
     for step in range(120):
         sessions = list(memory.tokens)
         operation = source.choice(OPERATIONS)
-        before = [(manager.free_pages(r)) for r in range(n)], {s: manager.length(s) for s in sessions}
+        before = state()
         if operation == "open" or not sessions:
-            memory.open()
+            memory.add(manager.open(), [], [0], 2)
             continue
         chosen = source.choice(sessions)
         try:
             if operation == "fork":
                 memory.fork(chosen, source.randint(0, manager.length(chosen)))
-            elif operation == "shorten" and manager.length(chosen):
-                memory.shorten(chosen)
+            elif operation == "truncate" and manager.length(chosen):
+                memory.remove_last(chosen)
             elif operation in ("append", "decode", "undo"):
                 some = source.sample(sessions, source.randint(1, len(sessions)))
                 counts = {s: 1 if operation == "decode" else source.randint(1, 3 * page * n) for s in some}
-                most = {s: manager.most_pages(s, count) for s, count in counts.items()}
-                turns = manager.append(counts)
-                assert all(manager.num_pages(s, rank) <= most[s] for s in some for rank in range(n))
+                most = {s: manager.max_pages(s, count) for s, count in counts.items()}
+                chunks = manager.append(counts)
+                assert all(len(shard.pages) <= most[s] for s in some for shard in manager.shards(s))
                 if operation == "undo":
-                    manager.undo(turns)
-                    assert before == (
-                        [manager.free_pages(r) for r in range(n)],
-                        {s: manager.length(s) for s in sessions},
-                    )
+                    manager.undo(chunks)
+                    assert before == state()
                 else:
-                    memory.write(turns)
+                    memory.write(chunks)
         except CacheFull:
-            assert before == ([(manager.free_pages(r)) for r in range(n)], {s: manager.length(s) for s in sessions})
+            assert before == state()
         if operation == "evict":
             manager.evict(chosen)
-            memory._add(chosen, [], [0], 2)
+            memory.add(chosen, [], [0], 2)
         elif operation == "close":
             manager.close(chosen)
             memory.forget(chosen)
@@ -181,7 +183,7 @@ def test_thousands_of_random_operations_neither_leak_nor_corrupt(
 def test_a_prefix_is_held_once_until_the_last_holder_closes() -> None:
     manager = CacheManager(2, 50, 4)
     first = manager.open()
-    manager.append({first: 83})  # 41 or 42 a rank: 10 full pages and a bit
+    manager.append({first: 83})  # 41 or 42 per rank: 10 full pages and a partial one
     forks = [manager.fork(first, 83).session for _ in range(5)]
     assert manager.used_pages() == 2 * (10 + 1 + 5)
     assert manager.held_pages([first, *forks], 0) == 16 and manager.held_pages(forks[:1], 0) == 11
@@ -195,8 +197,8 @@ def test_a_prefix_is_held_once_until_the_last_holder_closes() -> None:
     assert manager.used_pages() == 0
 
 
-def test_a_fork_goes_on_where_its_source_would() -> None:
-    """Whatever its number: the same history has the same places."""
+def test_a_fork_continues_where_its_source_would() -> None:
+    """The same history leads to the same places, whatever the session's number."""
     manager = CacheManager(3, 200, 4)
     first = manager.open()
     manager.append({first: 24})
@@ -204,7 +206,7 @@ def test_a_fork_goes_on_where_its_source_would() -> None:
     fork = manager.fork(first, 24).session
     for count in (1, 5, 7, 1):
         one, other = manager.append({first: count, fork: count})
-        assert one.shares == other.shares and one.positions == other.positions
+        assert one.new_spans == other.new_spans and one.cached_positions == other.cached_positions
 
 
 def test_a_fork_that_does_not_fit_changes_nothing() -> None:
@@ -225,8 +227,8 @@ def test_decoded_tokens_go_round_robin_from_the_sessions_number_on() -> None:
     for session in range(3):
         assert manager.open() == session
         for t in range(9):
-            (turn,) = manager.append({session: 1})
-            (rank,) = (r for r in range(4) if turn.num_new(r))
+            (chunk,) = manager.append({session: 1})
+            (rank,) = (r for r in range(4) if chunk.num_new(r))
             assert rank == (session + t) % 4
 
 
@@ -236,7 +238,7 @@ def test_one_token_prompts_do_not_pile_up_on_one_rank() -> None:
     for _ in range(100):
         manager.append({session: 1})
         manager.append({session: 2})
-    assert [manager.num_tokens(session, rank) for rank in range(3)] == [100, 100, 100]
+    assert [shard.tokens for shard in manager.shards(session)] == [100, 100, 100]
 
 
 def test_positions_of_a_long_decode_stay_few_ranges() -> None:
@@ -244,7 +246,7 @@ def test_positions_of_a_long_decode_stay_few_ranges() -> None:
     session = manager.open()
     for _ in range(400):
         manager.append({session: 1})
-    assert manager.positions(session, 2) == (range(2, 400, 4),)
+    assert manager.shards(session)[2].positions == [range(2, 400, 4)]
 
 
 def test_a_session_alone_grows_in_one_run_of_slots() -> None:
@@ -252,32 +254,32 @@ def test_a_session_alone_grows_in_one_run_of_slots() -> None:
     session = manager.open()
     for count in (7, 1, 1, 30, 2):
         manager.append({session: count})
-    assert all(len(manager.slots(session, rank)) == 1 for rank in range(2))
+    assert all(len(shard.slots(0, shard.tokens)) == 1 for shard in manager.shards(session))
 
 
 def test_pages_come_from_the_smallest_run_that_holds_them() -> None:
     pool = BlockPool(12)
-    pool.take(12, -1)
-    pool.give_back([0, 1, 2, 3, 6, 7, 10])
-    assert pool.take(2, -1) == [6, 7]
-    assert pool.take(5, -1) == [0, 1, 2, 3, 10]
+    pool.allocate(12, -1)
+    pool.release([0, 1, 2, 3, 6, 7, 10])
+    assert pool.allocate(2, -1) == [6, 7]
+    assert pool.allocate(5, -1) == [0, 1, 2, 3, 10]
     assert pool.num_free == 0
 
 
 def test_a_page_is_free_again_when_nobody_holds_it() -> None:
     pool = BlockPool(3)
-    pool.take(2, -1)
+    pool.allocate(2, -1)
     pool.share([0])
-    pool.give_back([0, 1])
-    assert pool.num_free == 2 and pool.take(2, -1) == [1, 2], "the first is still held"
-    pool.give_back([1, 2])
-    pool.give_back([0])
+    pool.release([0, 1])
+    assert pool.num_free == 2 and pool.allocate(2, -1) == [1, 2], "the first is still held"
+    pool.release([1, 2])
+    pool.release([0])
     assert pool.num_free == 3
-    with pytest.raises(AssertionError, match="given back twice"):
-        pool.give_back([0])
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release([0])
 
 
-def test_what_is_refused_says_what_was_expected() -> None:
+def test_errors_name_what_was_expected() -> None:
     manager = CacheManager(2, 3, 4)
     session = manager.open()
     with pytest.raises(CacheFull, match=r"need 4 pages of 4 tokens on rank 0: expected at most the 3 of 3"):

@@ -1,7 +1,8 @@
-"""Plans over a cache are proved: every new token attends all of its own sequence up to itself, once."""
+"""Plans over a cache: every new token attends to its own sequence up to itself, each pair exactly once."""
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.cache_manager import FEW, CacheManager
-from megatron_longctx.schedules import Kind, Lowering, Plan, Takes, Target, Workload, places, verify
+from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManager
+from megatron_longctx.schedules import Kind, Lowering, Plan, Takes, Target, Workload, buffers, verify
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.describe import describe, moved_tokens
 from megatron_longctx.schedules.program import Compute, Copy
@@ -23,38 +24,39 @@ HEADS = Workload(num_heads=4, num_kv_heads=2, head_dim=8)
 PACKED = Takes(packed=True)
 
 
-def seen(batch: Batch, plan: Plan) -> dict[tuple[int, int], int]:
-    """How often (number of a new token, number of a slot) is computed, from the plan's calls one pair at a time."""
-    count: dict[tuple[int, int], int] = {}
+def computed(batch: Batch, plan: Plan) -> dict[tuple[int, int], int]:
+    """How often the plan's calls compute each pair of a new token and a slot."""
+    count: Counter[tuple[int, int]] = Counter()
     tokens = [[number for span in spans for number in span] for spans in batch.queries.spans]
     for attend in (attend for step in plan.steps for attends in step.attends for attend in attends):
         queries = [tokens[block.home][i] for block in attend.queries for i in range(block.start, block.stop)]
         slots = [block.home * batch.slots + i for block in attend.keys for i in range(block.start, block.stop)]
         for each in attend.slices:
             for q, k in product(range(each.q_start, each.q_stop), range(each.k_start, each.k_stop)):
-                if each.lo <= k - q <= each.hi:
-                    pair = queries[q], slots[k]
-                    count[pair] = count.get(pair, 0) + 1
-    return count
+                count[queries[q], slots[k]] += each.lo <= k - q <= each.hi
+    return +count
 
 
 def visible(batch: Batch, window: int | None = None) -> dict[tuple[int, int], int]:
-    """The same from what the cache's books say alone: which token of which sequence lies where."""
+    """The same from the cache manager alone, which says where every token of every sequence is stored."""
     found, first = {}, 0
-    for turn in batch.chunks:
-        places: dict[int, int] = {}  # by position
+    for chunk in batch.chunks:
+        places: dict[int, int] = {}  # keyed by position
         for rank in range(batch.n):
-            new = [turn.cached + i for span in turn.new_spans(rank) for i in span]
-            held = [p for span in turn.positions[rank] for p in span] + new
-            slots = [slot for run in (*turn.cached_runs[rank], *turn.new_runs[rank]) for slot in run]
+            held = [p for span in (*chunk.cached_positions[rank], *chunk.new_positions(rank)) for p in span]
+            slots = [slot for run in (*chunk.cached_slots[rank], *chunk.new_slots[rank]) for slot in run]
             places |= {p: rank * batch.slots + slot for p, slot in zip(held, slots, strict=True)}
-        assert sorted(places) == list(range(turn.cached + turn.new))
-        for i in range(turn.new):
-            at = turn.cached + i
+        assert sorted(places) == list(range(chunk.cached + chunk.new))
+        for i in range(chunk.new):
+            at = chunk.cached + i
             start = 0 if window is None else max(0, at - window)
             found |= {(first + i, places[p]): 1 for p in range(start, at + 1)}
-        first += turn.new
+        first += chunk.new
     return found
+
+
+def keys_sent(plan: Plan) -> int:
+    return sum(moved_tokens(plan)[rank].get(Kind.KV, (0, 0))[0] for rank in range(plan.n))
 
 
 @pytest.mark.parametrize("mode", CACHE_MODES)
@@ -64,41 +66,41 @@ def test_every_mode_computes_attention_whatever_the_past(
     mode: str, seed: int, shared: bool, window: int | None
 ) -> None:
     batch = (random_family if shared else random_batch)(seed)
-    batch = Batch(batch.n, batch.slots, batch.chunks, window)
+    batch = batch.with_window(window)
     plan = batch.plan(mode)
     verify(plan)
-    assert seen(batch, plan) == visible(batch, window)
+    assert computed(batch, plan) == visible(batch, window)
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_shared_keys_travel_once(n: int) -> None:
+def test_shared_keys_are_sent_once(n: int) -> None:
     manager = CacheManager(n, 200, 4)
     first = manager.open()
     manager.append({first: 40 * n})
     forks = [manager.fork(first, 40 * n).session for _ in range(3)]
 
     def moved(*sessions: int) -> int:
-        turns = manager.append({session: 1 for session in sessions})
-        plan = Batch(n, manager.slots_per_rank, turns).plan("pass_kv")
-        manager.undo(turns)
+        chunks = manager.append({session: 1 for session in sessions})
+        plan = Batch(n, manager.slots_per_rank, chunks).plan("pass_kv")
+        manager.undo(chunks)
         verify(plan)
-        return sum(moved_tokens(plan)[rank].get(Kind.KV, (0, 0))[0] for rank in range(n))
+        return keys_sent(plan)
 
     assert moved(*forks) <= moved(first) + 2 * n  # the new tokens
 
 
 @pytest.mark.parametrize("mode", CACHE_MODES)
-def test_joined_calls_do_not_depend_on_where_tokens_lie(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joined_calls_do_not_depend_on_where_tokens_are_stored(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same history in a fresh cache and in the gaps of a used one: the same calls, of the same sizes in order."""
-    monkeypatch.setattr(places, "LONG_RUN", 32)
+    monkeypatch.setattr(buffers, "LONG_RUN", 32)
 
     def calls(joined: bool, gaps: bool) -> list[object]:
         manager = CacheManager(2, 12, 64)
         sessions = [manager.open() for _ in range(3)]
         for _ in range(3):
             manager.append({session: 128 for session in (sessions if gaps else sessions[:1])})
-        turns = manager.append({sessions[0]: 3})
-        lowering = Lowering(Batch(2, manager.slots_per_rank, turns).plan(mode), Target(HEADS, PACKED, None, joined))
+        chunks = manager.append({sessions[0]: 3})
+        lowering = Lowering(Batch(2, manager.slots_per_rank, chunks).plan(mode), Target(HEADS, PACKED, None, joined))
         ops = [op for rank in range(2) for op in lowering.program(rank).ops]
         return [op.call for op in ops if isinstance(op, Compute)]
 
@@ -113,24 +115,21 @@ def test_prompts_shorter_than_the_ranks(mode: str, new: tuple[int, ...], n: int)
         verify(batch_with_past(n, pasts, new).plan(mode))
 
 
-def test_what_moves_is_not_padded() -> None:
-    """Ring pass-KV moves every cached and new key n-1 times at most, pass-Q every query and its partial results."""
+def test_messages_are_not_padded() -> None:
+    """Ring pass-KV sends every cached and new key at most n-1 times, pass-Q every query and its partial results."""
     batch = batch_with_past(4, [(40,), (3,)], (8, 2))
-    kv = [moved_tokens(batch.plan("pass_kv"))[rank] for rank in range(4)]
-    assert sum(moved.get(Kind.KV, (0, 0))[0] for moved in kv) <= 3 * (batch.cached + batch.new)
-    assert all(set(moved) <= {Kind.KV} for moved in kv)
+    plan = batch.plan("pass_kv")
+    assert keys_sent(plan) <= 3 * (batch.cached + batch.new)
+    assert all(set(moved_tokens(plan)[rank]) <= {Kind.KV} for rank in range(4))
     for mode in ("pass_q", "one_hop"):
         moved = [moved_tokens(batch.plan(mode))[rank] for rank in range(4)]
         for kind in (Kind.Q, Kind.OUT):
             assert sum(m.get(kind, (0, 0))[1] for m in moved) <= 3 * batch.new
 
 
-def test_a_window_leaves_keys_at_home() -> None:
-    whole, near = (Batch(b.n, b.slots, b.chunks, w) for b in [batch_with_past(4, [(400,)], (8,))] for w in (None, 16))
-    kv = [
-        sum(moved_tokens(b.plan("pass_kv"))[rank].get(Kind.KV, (0, 0))[0] for rank in range(4)) for b in (whole, near)
-    ]
-    assert kv[1] < 0.2 * kv[0]
+def test_keys_outside_the_window_are_not_sent() -> None:
+    batch = batch_with_past(4, [(400,)], (8,))
+    assert keys_sent(batch.with_window(16).plan("pass_kv")) < 0.2 * keys_sent(batch.plan("pass_kv"))
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
@@ -140,8 +139,8 @@ def test_one_hop_takes_three_steps_and_the_ring_n_plus_one(n: int) -> None:
     assert steps == {"one_hop": 3, "pass_q": n + 1, "pass_kv": n}
 
 
-def test_new_tokens_are_balanced_over_the_ranks_whatever_lies_in_the_cache() -> None:
-    plan = batch_with_past(4, [(64,), (7, 1, 1)], (64, 32), page=8, few=0).plan("pass_kv")
+def test_new_tokens_are_balanced_over_the_ranks_whatever_the_cache_holds() -> None:
+    plan = batch_with_past(4, [(64,), (7, 1, 1)], (64, 32), page=8, max_contiguous=0).plan("pass_kv")
     pairs = [plan.pairs(rank) for rank in range(4)]
     assert max(pairs) - min(pairs) <= 0.02 * max(pairs)
 
@@ -149,7 +148,9 @@ def test_new_tokens_are_balanced_over_the_ranks_whatever_lies_in_the_cache() -> 
 @pytest.mark.parametrize("mode", CACHE_MODES)
 def test_few_new_tokens_take_few_operations_and_hardly_more_work(mode: str) -> None:
     """A call for every rank's keys, one more for the diagonal, and at most two merges."""
-    rows, cut = (batch_with_past(4, [(131006,)], [66], page=64, pages=520, few=few) for few in (FEW, 0))
+    rows, cut = (
+        batch_with_past(4, [(131006,)], [66], page=64, pages=520, max_contiguous=few) for few in (MAX_CONTIGUOUS, 0)
+    )
     issued = [simulate(b.plan(mode), load_cluster("h200_x8"), Target(HEADS, PACKED)).operations for b in (rows, cut)]
     exchanges = {"pass_kv": 3, "pass_q": 4, "one_hop": 2}[mode]
     assert issued[0] <= 5 + 2 + exchanges and issued[0] <= issued[1]
@@ -159,9 +160,9 @@ def test_few_new_tokens_take_few_operations_and_hardly_more_work(mode: str) -> N
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_long_runs_are_read_in_place(joined: bool) -> None:
-    long = places.LONG_RUN
+    long = buffers.LONG_RUN
     batch = batch_with_past(1, [(long, 5, long), (3, 1, 1)], (1, 1), page=long, pages=9)
-    assert len(batch.chunks[0].cached_runs[0]) > 1
+    assert len(batch.chunks[0].cached_slots[0]) > 1
     program = Lowering(batch.plan("pass_q"), Target(HEADS, PACKED, None, joined)).program(0)
     copies = [rows for op in program.ops if isinstance(op, Copy) for rows, _ in op.pairs if rows.kind is Kind.KV]
     assert (max((rows.tokens for rows in copies), default=0) >= long) == joined

@@ -1,4 +1,4 @@
-"""Attention over a cache with a past equals dense attention over each whole sequence."""
+"""Attention over a cache with a history equals dense attention over each whole sequence."""
 
 from __future__ import annotations
 
@@ -31,20 +31,11 @@ LAYERS = 2
 HEADS = ((4, 2), (4, 1), (2, 2))
 
 
-@dataclass
-class Chat:
-    """Sequences and how many of their tokens are cached. q, k, v of every layer are known for the whole length."""
-
-    session: int
-    layers: list[tuple[Tensor, Tensor, Tensor, Tensor]]
-    done: int = 0
-
-
-def history(seed: int, turns: int = 5) -> list[list[int]]:
-    """Per turn, the new tokens of three sequences: long and short prompts between single tokens; 0 skips a turn."""
+def history(seed: int, prompts: int = 5) -> list[list[int]]:
+    """Per round, the new tokens of three sequences: long and short prompts between single tokens; 0 skips a round."""
     source = random.Random(seed)
     rounds = [[23, 1, 2]]
-    while len(rounds) < 2 * turns:
+    while len(rounds) < 2 * prompts:
         rounds.append([1, 1, 1])
         rounds.append([source.choice((0, 1, 3, 17)) for _ in range(3)])
     return [counts for counts in rounds if any(counts)]
@@ -52,7 +43,7 @@ def history(seed: int, turns: int = 5) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Case:
-    """heads: of queries, and of keys and values."""
+    """heads: the number of query heads and of KV heads."""
 
     heads: tuple[int, int]
     dtype: torch.dtype = torch.float32
@@ -71,69 +62,68 @@ class Case:
         return random_qkv(length, 1, *self.heads, self.head_dim, self.dtype, self.device, seed)
 
 
-def slots_of(n: int) -> CacheManager:
-    return CacheManager(n, 80 // n + 6, 4, few=3)  # some turns are contiguous, some zigzag
+def manager_for(n: int) -> CacheManager:
+    return CacheManager(n, 80 // n + 6, 4, max_contiguous=3)  # some chunks are contiguous, some zigzag
 
 
 def attention_of(case: Case, group: dist.ProcessGroup | None, transport: str) -> CachedAttention:
     n = 1 if group is None else dist.get_world_size(group)
     device = torch.device("cuda", torch.cuda.current_device()) if case.device == "cuda" else CPU
-    return CachedAttention(group, case.shape, slots_of(n).slots_per_rank, device, transport=transport)
+    return CachedAttention(group, case.shape, manager_for(n).slots_per_rank, device, transport=transport)
 
 
 def in_threads(ranks: ThreadedRanks, rank: int, case: Case) -> CachedAttention:
-    attention = CachedAttention(None, case.shape, slots_of(ranks.n).slots_per_rank, CPU)
+    attention = CachedAttention(None, case.shape, manager_for(ranks.n).slots_per_rank, CPU)
     attention.rank, attention.world = rank, ranks.n
     attention._engine = replace(attention._engine, transport=ranks.transport(rank))
     return attention
 
 
 def chat(attention: CachedAttention, mode: str, case: Case) -> None:
-    """All turns on one rank of several, every layer's output compared with dense attention over whole sequences."""
+    """Compare every layer's output on one rank, in every round, with dense attention over whole sequences."""
     n, rank = attention.world, attention.rank
     rounds = history(n)
+    manager = manager_for(n)
+    sessions = [manager.open() for _ in range(3)]
     lengths = [sum(counts[i] for counts in rounds) for i in range(3)]
-    manager = slots_of(n)
-    chats = [
-        Chat(manager.open(), [case.tensors(length, 10 * i + layer) for layer in range(LAYERS)])
-        for i, length in enumerate(lengths)
-    ]
-    truths = [[dense_attention(*qkv, causal=True) for qkv in chat.layers] for chat in chats]
+    # Keyed by sequence and layer, over the whole length.
+    tensors = {
+        (i, layer): case.tensors(length, 10 * i + layer) for i, length in enumerate(lengths) for layer in range(LAYERS)
+    }
+    exact = {key: dense_attention(*qkv, causal=True)["out"] for key, qkv in tensors.items()}
     kernel, scale = choose("auto", case.request), case.head_dim**-0.5
-    owns = [
-        [kernel.forward(*qkv[:3], dense_call(len(qkv[0]), len(qkv[0]), True), scale=scale)[0] for qkv in chat.layers]
-        for chat in chats
-    ]
+    single = {
+        key: kernel.forward(*qkv[:3], dense_call(len(qkv[0]), len(qkv[0]), True), scale=scale)[0]
+        for key, qkv in tensors.items()
+    }
     seen: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = [([], [], []) for _ in range(LAYERS)]
     for counts in rounds:
-        active = [(i, count) for i, count in enumerate(counts) if count]
-        turns = manager.append({chats[i].session: count for i, count in active})
-        batch = Batch(n, manager.slots_per_rank, turns)
+        active = [i for i, count in enumerate(counts) if count]
+        chunks = manager.append({sessions[i]: counts[i] for i in active})
+        batch = Batch(n, manager.slots_per_rank, chunks)
         verify(batch.plan(mode))
         attention.begin(batch, mode)
         places = [
-            (i, [turn.cached + p for span in turn.new_spans(rank) for p in span])
-            for (i, _), turn in zip(active, turns, strict=True)
+            (i, [position for span in chunk.new_positions(rank) for position in span])
+            for i, chunk in zip(active, chunks, strict=True)
         ]
         for layer in range(LAYERS):
-            q, k, v = (torch.cat([chats[i].layers[layer][x][at] for i, at in places]) for x in range(3))
+            q, k, v = (torch.cat([tensors[i, layer][x][at] for i, at in places]) for x in range(3))
             found, own, truth = seen[layer]
             found.append(attention(layer, q, k, v))
-            truth += [truths[i][layer]["out"][at] for i, at in places]
-            own += [owns[i][layer][at] for i, at in places]
+            truth += [exact[i, layer][at] for i, at in places]
+            own += [single[i, layer][at] for i, at in places]
             close = 1e-5 if case.dtype == torch.float32 else 0.05
             assert torch.allclose(found[-1].double(), torch.cat(truth[-len(places) :]), atol=close), (mode, counts)
-        for i, count in active:
-            chats[i].done += count
-    for found, own, truth in seen:  # over all turns: a single token's rounding says little
+    for found, own, truth in seen:  # over all rounds: the rounding of a single token says little
         whole = [{"out": torch.cat(x)} for x in (found, own, truth)]
         assert_as_good_as(*whole, (mode, case))
-    assert [chat.done for chat in chats] == lengths
+    assert [manager.length(session) for session in sessions] == lengths
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("peers", [False, True], ids=["p2p", "peer"])
-def test_every_turn_equals_dense_attention(n: int, peers: bool) -> None:
+def test_every_round_equals_dense_attention(n: int, peers: bool) -> None:
     cases = [Case(heads) for heads in HEADS]
     if n == 3:
         cases.append(Case(HEADS[0], torch.bfloat16))
@@ -148,7 +138,7 @@ def in_processes(rank: int) -> int:
     return len(CACHE_MODES)
 
 
-def test_processes_find_the_same() -> None:
+def test_processes_equal_dense_attention() -> None:
     assert run_distributed(in_processes, 2) == [len(CACHE_MODES)] * 2
 
 
@@ -160,7 +150,7 @@ def on_gpus(rank: int, transport: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "transport"), [(1, "p2p"), *((n, way) for n in (2, 4) for way in ("p2p", "peer"))])
-def test_every_turn_equals_dense_attention_on_gpus(n: int, transport: str) -> None:
+def test_every_round_equals_dense_attention_on_gpus(n: int, transport: str) -> None:
     if gpu_ranks() < n:
         pytest.skip(f"needs {n} CUDA devices")
     run_distributed(on_gpus, n, transport, backend="nccl")
@@ -183,48 +173,47 @@ def test_the_caches_size_is_what_its_shape_says() -> None:
     assert sum(layer.nbytes for layer in attention._layers) == 10 * shape.token_bytes == 10 * 3 * 2 * 2 * 16 * 2
 
 
-def test_new_tokens_are_stored_side_by_side_or_apart() -> None:
-    """Passes whose tokens fill one run of slots, and others, in turn."""
+def test_new_tokens_are_stored_in_one_run_of_slots_or_in_several() -> None:
     manager, case = CacheManager(1, 12, 4), Case(HEADS[0])
     attention = CachedAttention(
         None, CacheShape(1, *case.heads, case.head_dim, case.dtype), manager.slots_per_rank, CPU
     )
     sessions = [manager.open(), manager.open()]
-    given = [case.tensors(16, seed) for seed in (1, 2)]
-    truths = [dense_attention(*qkv, causal=True)["out"] for qkv in given]
-    done, together = [0, 0], []
+    tensors = [case.tensors(16, seed) for seed in (1, 2)]
+    truths = [dense_attention(*qkv, causal=True)["out"] for qkv in tensors]
+    done, in_one_run = [0, 0], []
     for counts in ((5, 0), (3, 6), (0, 1), (4, 0), (1, 1)):
-        turns = manager.append({sessions[i]: count for i, count in enumerate(counts) if count})
-        slots = [slot for turn in turns for run in turn.new_runs[0] for slot in run]
-        together.append(slots == list(range(slots[0], slots[0] + len(slots))))
-        attention.begin(Batch(1, manager.slots_per_rank, turns), "pass_kv")
+        chunks = manager.append({sessions[i]: count for i, count in enumerate(counts) if count})
+        slots = [slot for chunk in chunks for run in chunk.new_slots[0] for slot in run]
+        in_one_run.append(slots == list(range(slots[0], slots[0] + len(slots))))
+        attention.begin(Batch(1, manager.slots_per_rank, chunks), "pass_kv")
         at = [slice(start, start + count) for start, count in zip(done, counts, strict=True)]
-        q, k, v = (torch.cat([given[i][x][at[i]] for i in range(2)]) for x in range(3))
+        q, k, v = (torch.cat([tensors[i][x][at[i]] for i in range(2)]) for x in range(3))
         wanted = torch.cat([truths[i][at[i]] for i in range(2)])
         assert torch.allclose(attention(0, q, k, v).double(), wanted, atol=1e-5), counts
         done = [start + count for start, count in zip(done, counts, strict=True)]
-    assert set(together) == {True, False}, "both kinds were met"
+    assert set(in_one_run) == {True, False}
 
 
 def fall_back(rank: int) -> list[str]:
-    """What is logged where memory for merges cannot be had, by one rank alone."""
-    said: list[str] = []
+    """Return the warnings of this rank when memory for merges cannot be allocated."""
+    warnings: list[str] = []
     attention = CachedAttention(dist.group.WORLD, CacheShape(1, 2, 1, 8, torch.float32), 16, CPU)
-    attention.expect_rows(8)  # point to point: nothing to make
+    attention.allocate_merge(8)  # point to point: nothing to allocate
     object.__setattr__(attention._engine, "transport", PeerTransport.__new__(PeerTransport))
 
     def fails(*_: object) -> None:
         raise PeerMemoryError("no room on rank 1")
 
     cached_attention.PeerMerge.of = fails  # type: ignore[assignment, method-assign]
-    cached_attention.fused_kernels = lambda: True  # type: ignore[assignment]
-    cached_attention.logger.warning = lambda text, error: said.append(text % error)  # type: ignore[assignment, method-assign]
-    attention.expect_rows(8)
+    cached_attention.has_fused_kernels = lambda: True  # type: ignore[assignment]
+    cached_attention.logger.warning = lambda text, error: warnings.append(text % error)  # type: ignore[assignment, method-assign]
+    attention.allocate_merge(8)
     assert attention._merge is None
-    cached_attention.fused_kernels = lambda: rank == 0  # type: ignore[assignment]
+    cached_attention.has_fused_kernels = lambda: rank == 0  # type: ignore[assignment]
     cached_attention.PeerMerge.of = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
-    attention.expect_rows(8)  # not asked for where some rank has no kernels
-    return said
+    attention.allocate_merge(8)  # not allocated, as some rank has no kernels
+    return warnings
 
 
 def test_without_memory_for_merges_results_are_gathered() -> None:

@@ -1,24 +1,41 @@
-"""The rules choose as the paper says they do, and the simulator between what it predicts."""
+"""The choice of a mode: the paper's rules, the simulator's predictions, and where their numbers come from."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_longctx.config import CACHE_RULES
+from megatron_longctx.compose import compose_config
+from megatron_longctx.config import CACHE_RULES, Config, workload_of
+from megatron_longctx.inference import choice
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.choice import Chooser, Figures, algorithm_1, algorithm_5, bytes_rule, empirical
+from megatron_longctx.inference.choice import (
+    Chooser,
+    RuleInputs,
+    algorithm_1,
+    algorithm_5,
+    bytes_rule,
+    calibration_file,
+    empirical,
+    find_rule_inputs,
+)
+from megatron_longctx.mcore.inference import for_inference
 from megatron_longctx.schedules import Costs, Workload
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
+from megatron_longctx.schedules.calibration import Calibration, save_calibration
 from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.topology import Cluster, Network, load_cluster
 from tests.inference.histories import batch_with_past
 
+CPU = torch.device("cpu")
 # Llama 3 405B's heads on one of 8 tensor-parallel ranks, over 4 hosts; the paper's achieved rates.
 HEADS = Workload(num_heads=16, num_kv_heads=1, head_dim=128)
 HOSTS = Cluster("hosts", 4, 1, network=Network(1, 26e9 / 2**30, 1e-5))
-PAPER = Figures(HEADS, HOSTS, Costs(540, 540))
+PAPER = RuleInputs(HEADS, HOSTS, Costs(540, 540))
 # Table 4: cached, new, milliseconds of pass-KV and pass-Q (128K tokens, 4 hosts).
 TABLE_4 = (
     (126720, 1280, 1023.39, 898.71),
@@ -50,15 +67,15 @@ def test_algorithm_5_takes_pass_q_in_no_case_where_algorithm_1_does_not() -> Non
 
 
 def test_the_empirical_rule_as_printed_is_wrong_on_the_papers_own_table() -> None:
-    """A fact about the paper: the rule needs coefficients of one's own."""
+    """The rule needs coefficients that are fitted to the machine."""
     assert not any(empirical(new, cached, 4, PAPER)[0] for cached, new, *_ in TABLE_4)
-    fitted = Figures(HEADS, empirical=(0.0, 1.0, 2.9))
+    fitted = RuleInputs(HEADS, empirical=(0.0, 1.0, 2.9))
     assert [empirical(new, cached, 4, fitted)[0] for cached, new, *_ in CLEAR] == [kv < q for *_, kv, q in CLEAR]
 
 
-def test_bytes_compare_what_would_travel() -> None:
+def test_bytes_compares_the_sizes_of_messages() -> None:
     for heads, kv_heads, threshold in ((16, 1, 0.125), (8, 8, 2.0), (32, 8, 0.5)):
-        taken, inputs = bytes_rule(50, 50, 4, Figures(Workload(heads, kv_heads, 64)))
+        taken, inputs = bytes_rule(50, 50, 4, RuleInputs(Workload(heads, kv_heads, 64)))
         assert inputs == {"miss_rate": 0.5, "threshold": threshold} and taken == (threshold <= 0.5)
 
 
@@ -88,28 +105,28 @@ def operations(batch: Batch, mode: str) -> int:
 @pytest.mark.parametrize(
     ("cached", "new", "operation_s", "taken"),
     [
-        (2000, 66, 0.0, "one_hop"),  # a device that never waits has two exchanges rather than three
+        (2000, 66, 0.0, "one_hop"),  # without host time, two exchanges rather than three
         (131006, 66, 1.5e-4, "one_hop"),  # 9 operations, pass_kv 10
         (131006, 66, 1e-3, "one_hop"),
         (0, 32768, 1.5e-4, "pass_kv"),  # the device takes longer than any host
     ],
 )
-def test_the_host_of_a_short_prompt_is_priced(cached: int, new: int, operation_s: float, taken: str) -> None:
-    figures = Figures(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
+def test_the_hosts_time_counts_for_short_prompts(cached: int, new: int, operation_s: float, taken: str) -> None:
+    facts = RuleInputs(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
     batch = batch_with_past(4, [(cached,)] if cached else [()], [new], page=64, pages=2 + (cached + new) // 200)
-    decision = Chooser(figures).choose(batch)
+    decision = Chooser(facts).choose(batch)
     assert decision.mode == taken
     least = {mode: operation_s * operations(batch, mode) for mode in CACHE_MODES}
     assert all(decision.seconds[mode] >= least[mode] for mode in CACHE_MODES)
 
 
-def test_what_hides_behind_a_slow_host_counts_in_part() -> None:
-    """Over a long cache keys travel for longer than the rest takes, but a short prompt's host takes longer still."""
-    batch = batch_with_past(4, [(131006,)], [66], page=64, pages=520, few=0)
+def test_communication_behind_a_slow_host_counts_in_part() -> None:
+    """Over a long cache, sending keys takes longer than the rest of the layer, but the host takes longer still."""
+    batch = batch_with_past(4, [(131006,)], [66], page=64, pages=520, max_contiguous=0)
 
     def seconds(operation_s: float) -> dict[str, float]:
-        figures = Figures(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
-        return Chooser(figures, rule="simulate").choose(batch).seconds
+        facts = RuleInputs(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
+        return Chooser(facts, rule="simulate").choose(batch).seconds
 
     device, slow = seconds(0.0), seconds(3e-4)
     issued = {mode: operations(batch, mode) for mode in CACHE_MODES}
@@ -129,32 +146,100 @@ def test_decodes_of_one_size_are_decided_once() -> None:
 
 
 @pytest.mark.parametrize("rule", CACHE_RULES)
-def test_every_rule_can_be_asked(rule: str) -> None:
+def test_every_rule_chooses_a_mode(rule: str) -> None:
     decision = Chooser(PAPER, rule=rule).choose(batch_with_past(4, [(40,)], [8]))
     assert decision.mode in CACHE_MODES and (decision.inputs or decision.seconds)
 
 
 @pytest.mark.parametrize("mode", CACHE_MODES)
 def test_a_forced_mode_is_taken(mode: str) -> None:
-    assert Chooser(Figures(HEADS), mode).choose(batch_with_past(2, [(4,)], [3])).mode == mode
+    assert Chooser(RuleInputs(HEADS), mode).choose(batch_with_past(2, [(4,)], [3])).mode == mode
 
 
-def test_what_cannot_be_asked_is_refused() -> None:
+def test_unknown_modes_and_rules_are_refused() -> None:
     with pytest.raises(ValueError, match=r"inference\.mode=ring: expected one of auto, one_hop"):
         Chooser(PAPER, "ring")
     with pytest.raises(ValueError, match=r"inference\.rule=guess: expected one of auto, simulate"):
         Chooser(PAPER, rule="guess")
     with pytest.raises(ValueError, match=r"expected parallelism\.cluster=NAME"):
-        Chooser(Figures(HEADS), rule="algorithm_1")
-    assert Chooser(Figures(HEADS)).choose(batch_with_past(2, [(4,)], [3])).rule == "bytes"
+        Chooser(RuleInputs(HEADS), rule="algorithm_1")
+    assert Chooser(RuleInputs(HEADS)).choose(batch_with_past(2, [(4,)], [3])).rule == "bytes"
 
 
-def test_a_mode_that_is_taken_for_once_decides_nothing_else() -> None:
+def test_a_mode_that_is_forced_in_a_context_has_no_effect_outside() -> None:
     chooser, batch = Chooser(PAPER, rule="bytes"), batch_with_past(4, [(400,)], [1])
     assert chooser.candidates == tuple(CACHE_MODES) and Chooser(PAPER, mode="pass_q").candidates == ("pass_q",)
-    with chooser.taking("pass_kv"):
+    with chooser.forcing("pass_kv"):
         assert chooser.choose(batch).mode == "pass_kv"
     assert chooser.choose(batch).mode == "one_hop"
-    with chooser.taking("pass_q"):
-        assert chooser.choose(batch).mode == "pass_q", "also where a batch like it was decided"
+    with chooser.forcing("pass_q"):
+        assert chooser.choose(batch).mode == "pass_q", "also if a batch like it was decided before"
     assert chooser.choose(batch).mode == "one_hop" and chooser.mode == "auto"
+
+
+def config_of(*words: str) -> Config:
+    return compose_config(["parallelism=cp2", "train.device=cpu", *words])
+
+
+def calibrated(config: Config, folder: Path, gibps: float, batch: int = 1) -> None:
+    """Save a calibration of `config` whose links have `gibps`."""
+    cluster = Cluster("measured", 2, 1, network=Network(1, gibps, 1e-5))
+    workload = replace(workload_of(config), batch=batch)
+    found = Calibration("cpu", "cpu", "p2p", cluster, workload, Costs(0.5, 0.5))
+    save_calibration(found, calibration_file(config, CPU, folder))
+
+
+def test_a_calibration_comes_before_the_cluster(tmp_path: Path) -> None:
+    config = config_of("parallelism.cluster=tcp")
+    named = find_rule_inputs(config, CPU, tmp_path)
+    assert named.cluster is not None and named.cluster.name != "measured" and named.costs is None
+    calibrated(config, tmp_path, 3.0)
+    found = find_rule_inputs(config, CPU, tmp_path)
+    assert found.cluster is not None and found.cluster.name == "measured" and found.flops == 0.5e12
+    assert found.bandwidth == 3 * 2**30
+    decision = Chooser(found).choose(batch_with_past(2, [(40,)], [8]))
+    assert decision.rule == "simulation" and decision.seconds
+
+
+def test_calibrations_of_batches_are_not_used(tmp_path: Path) -> None:
+    config = config_of()
+    calibrated(config, tmp_path, 3.0, batch=2)
+    assert find_rule_inputs(config, CPU, tmp_path).cluster is None
+
+
+def test_one_rank_and_unknown_links(tmp_path: Path) -> None:
+    calibrated(config_of(), tmp_path, 3.0)
+    alone = find_rule_inputs(config_of("parallelism.context_parallel_size=1"), CPU, tmp_path)
+    assert alone.cluster is None
+    other_heads = find_rule_inputs(config_of("model.num_kv_heads=4"), CPU, tmp_path)
+    assert other_heads.cluster is None and Chooser(other_heads)._rule == "bytes"
+    with pytest.raises(ValueError, match="longctx calibrate"):
+        Chooser(other_heads, rule="simulate")
+
+
+def test_a_broken_calibration_is_refused(tmp_path: Path) -> None:
+    config = config_of()
+    path = calibration_file(config, CPU, tmp_path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="expected a calibration"):
+        find_rule_inputs(config, CPU, tmp_path)
+
+
+def test_the_calibration_is_that_of_the_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over_peers, either = config_of("inference.transport=peer"), config_of("inference.transport=auto")
+    calibrated(config_of(), tmp_path, 3.0)
+    assert find_rule_inputs(over_peers, CPU, tmp_path).costs is None
+    assert calibration_file(over_peers, CPU, tmp_path) != calibration_file(config_of(), CPU, tmp_path)
+    assert calibration_file(either, CPU, tmp_path) == calibration_file(config_of(), CPU, tmp_path)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(choice, "environment", lambda: {"device": "NVIDIA H200"})
+    calibration_file(config_of(), gpu, tmp_path).touch()
+    assert calibration_file(either, gpu, tmp_path) == calibration_file(config_of(), gpu, tmp_path)  # the only one
+    nothing = tmp_path / "nothing"
+    assert calibration_file(either, gpu, nothing) == calibration_file(over_peers, gpu, nothing)
+
+
+def test_peer_memory_is_refused_on_cpus_before_ranks_start() -> None:
+    with pytest.raises(ValueError, match=r"inference\.transport=peer: expected auto or p2p on CPUs"):
+        for_inference(config_of("inference.transport=peer"))
+    assert for_inference(config_of("inference.transport=auto")).inference.transport == "auto"

@@ -1,4 +1,4 @@
-"""A trained model answers over a sharded cache as it does in one dense forward pass, turn by turn."""
+"""A trained model with a sharded cache answers as in one dense forward pass, turn by turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER_SHAPES = (
 
 
 def models_of(trained: Config) -> list[Model]:
-    """The trained one with grouped heads, and with fresh weights one KV head, and as many as query heads."""
+    """Return the trained model, with grouped heads, and untrained ones: one KV head, and as many as query heads."""
     others = [Model(changed(trained, {**shape, "data.seq_length": 128})) for shape in OTHER_SHAPES]
     return [Model(trained, Path(trained.run.root, trained.run.name, "checkpoints")), *others]
 
@@ -35,7 +35,7 @@ def truth(trained: Config) -> list[Truth]:
 
 
 def check(records: list[Record], truth: Truth) -> None:
-    """Token for token, and logits by the project's rule: at most twice the error of one device's kernel."""
+    """Compare tokens exactly, and logits by the project's rule: at most twice the error of one device's kernel."""
     assert [record.tokens for record in records] == [record.tokens for record in truth.records]
     for record, exact, own in zip(records, truth.exact, truth.own, strict=True):
         assert len(record.generated) >= 5
@@ -46,7 +46,7 @@ def check(records: list[Record], truth: Truth) -> None:
         assert error(found, exact[rows]) <= 2 * error(own[rows], exact[rows])
 
 
-def test_a_rank_alone_gives_the_dense_models_tokens_and_logits(truth: list[Truth]) -> None:
+def test_one_rank_equals_the_dense_model(truth: list[Truth]) -> None:
     for each in truth:
         check(each.records, each)
         assert all(len(set(record.tokens)) > 5 for record in each.records)
@@ -54,7 +54,7 @@ def test_a_rank_alone_gives_the_dense_models_tokens_and_logits(truth: list[Truth
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_every_turn_gives_the_dense_models_tokens_and_logits(trained: Config, truth: list[Truth], n: int) -> None:
+def test_every_turn_equals_the_dense_model(trained: Config, truth: list[Truth], n: int) -> None:
     model, *others = models_of(trained)
     modes = ("auto", *MODES) if n == 3 else ("auto", "pass_kv", "pass_q")
     cases = [(parallel(model.config, n, mode=mode), 0) for mode in modes]

@@ -1,4 +1,4 @@
-"""`megatron-longctx eval` as a user starts it: the same results at any sizes, written down, and refusals by name."""
+"""`megatron-longctx eval` as a user starts it: the same results at any parallel sizes, files, and refused arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HELD_OUT = ("data.split=60,40", "train.check_data=false")
 
 
 def evaluated(folder: Path, words: Sequence[str]) -> tuple[dict[str, Any], Path, str]:
-    """The JSON of the verb, which has to succeed, where it lies, and what was said."""
+    """Run the verb, which has to succeed, and return its JSON, the folder of its files and its standard output."""
     here = Path(tempfile.mkdtemp(dir=folder))
     command = [*CLI, "eval", f"out={here}/found", *words]
     job = finished(here, command, clean_environment(CUDA_VISIBLE_DEVICES=""), quick=True)
@@ -36,9 +36,9 @@ def evaluated(folder: Path, words: Sequence[str]) -> tuple[dict[str, Any], Path,
     return found, here / "found", job.out.read_text()
 
 
-def test_losses_are_the_same_at_any_sizes_and_those_of_validation(trained: Config, tmp_path: Path) -> None:
+def test_losses_are_the_same_at_any_sizes_and_as_in_validation(trained: Config, tmp_path: Path) -> None:
     words = [run_of(trained), *HELD_OUT, "tasks=loss_by_position", "lengths=96,301", "samples=4"]
-    found, out, said = evaluated(tmp_path, [*words, "parallelism.context_parallel_size=1"])
+    found, out, printed = evaluated(tmp_path, [*words, "parallelism.context_parallel_size=1"])
     lengths = found["tasks"]["loss_by_position"]["lengths"]
     assert found["iteration"] == 12 and list(lengths) == ["96", "301"] and found["environment"]["commit"] is not None
     for length, each in lengths.items():
@@ -47,8 +47,8 @@ def test_losses_are_the_same_at_any_sizes_and_those_of_validation(trained: Confi
         assert [r["tokens"] for r in ranges] == [4 * (r["stop"] - r["first"]) for r in ranges]
         assert each["tokens"] == 4 * int(length) and each["perplexity"] == pytest.approx(math.exp(each["loss"]))
         assert each["loss"] == pytest.approx(sum(r["loss"] * r["tokens"] for r in ranges) / each["tokens"])
-        assert f"| {int(length):,} | {each['loss']:.5f} |" in said
-    assert (out / "loss_by_position.png").is_file() and (out / "eval.md").read_text() in said
+        assert f"| {int(length):,} | {each['loss']:.5f} |" in printed
+    assert (out / "loss_by_position.png").is_file() and (out / "eval.md").read_text() in printed
     assert not (out / "needle.png").exists()
     for sizes in (
         ["parallelism.context_parallel_size=2", "parallelism.schedule=ulysses"],
@@ -62,22 +62,24 @@ def test_losses_are_the_same_at_any_sizes_and_those_of_validation(trained: Confi
 
 
 def _validation(trained: Config, folder: Path) -> float:
-    """As training takes it, of the same weights."""
+    """Return the validation loss of training with the same weights."""
     frozen = {"train.steps": 1, "optim.warmup_steps": 0, "optim.lr": 0.0, "optim.min_lr": 0.0, "train.save": False}
-    asked = {"train.eval_interval": 1, "train.eval_samples": 4, "data.split": "60,40", "run.root": str(folder)}
-    config = changed(replace(trained, parallelism=ParallelismConfig()), {**frozen, **asked})
+    validation = {"train.eval_interval": 1, "train.eval_samples": 4, "data.split": "60,40", "run.root": str(folder)}
+    config = changed(replace(trained, parallelism=ParallelismConfig()), {**frozen, **validation})
     start = Path(trained.run.root, trained.run.name, "checkpoints")
     run_distributed(run_jobs, 1, [Job(config, start_from=start)])
     (line,) = (folder / trained.run.name / "metrics.jsonl").read_text().splitlines()
     return float(json.loads(line)[names.VALIDATION_LOSS])
 
 
-def test_losses_of_packs_are_by_position_in_the_document(trained: Config, tmp_path: Path) -> None:
+def test_losses_of_packs_are_indexed_by_position_in_the_document(trained: Config, tmp_path: Path) -> None:
     words = [run_of(trained), "tasks=loss_by_position", "lengths=200", "samples=3", "data.packing=best_fit"]
-    found, _, said = evaluated(tmp_path, [*words, f"data={trained.data.prefix}", "parallelism.context_parallel_size=2"])
+    found, _, printed = evaluated(
+        tmp_path, [*words, f"data={trained.data.prefix}", "parallelism.context_parallel_size=2"]
+    )
     first, *_, last = found["tasks"]["loss_by_position"]["lengths"]["200"]["positions"]
     assert first["tokens"] > 3 and last["tokens"] < 3 * (last["stop"] - last["first"])
-    assert "data.packing=best_fit" in said and "no second part" not in said
+    assert "data.packing=best_fit" in printed and "no second part" not in printed
     assert "losses are those of" in evaluated(tmp_path, [*words, "parallelism.context_parallel_size=1"])[2]
 
 
@@ -85,7 +87,7 @@ def test_answers_are_the_same_on_several_ranks(trained: Config, tmp_path: Path) 
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     words = [run_of(trained), "tasks=needle,niah_multivalue", "lengths=1100", "depths=0,.5", "samples=1", "chat=true"]
     words.append(f"inference.chat_template={tmp_path}/chat.jinja")
-    alone, out, said = evaluated(tmp_path, [*words, "parallelism.context_parallel_size=1"])
+    alone, out, printed = evaluated(tmp_path, [*words, "parallelism.context_parallel_size=1"])
     several = evaluated(tmp_path, [*words, "parallelism.context_parallel_size=2"])[0]
     assert alone["tasks"] == several["tasks"] and list(alone["tasks"]) == ["needle", "niah_multivalue"]
     found = alone["tasks"]["needle"]["lengths"]["1100"]
@@ -93,7 +95,7 @@ def test_answers_are_the_same_on_several_ranks(trained: Config, tmp_path: Path) 
     for question in found["questions"]:
         assert 1080 < question["prompt_tokens"] + question["answer_tokens"] <= 1100
         assert question["said"] and question["score"] == float(question["answers"][0] in question["said"])
-    assert "| 50% |" in said and "| niah_multivalue |" in said
+    assert "| 50% |" in printed and "| niah_multivalue |" in printed
     assert (out / "needle.png").is_file() and not (out / "loss_by_position.png").exists()
 
 
@@ -144,7 +146,7 @@ def test_a_chats_template_counts(trained: Config, tmp_path: Path, capsys: pytest
         ([], "lengths=96: expected at least "),
     ],
 )
-def test_what_cannot_run_is_refused_in_a_line(
+def test_bad_arguments_are_refused_in_one_line(
     trained: Config, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert cli.main(["eval", run_of(trained), *words]) == 2

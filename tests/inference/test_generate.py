@@ -1,4 +1,4 @@
-"""`megatron-longctx generate` as a user starts it: only the text on standard output, the same at any sizes."""
+"""`megatron-longctx generate` as a user starts it: only text on standard output, the same at any parallel sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_of(config: Config) -> str:
 
 
 def generate(folder: Path, words: Sequence[str], typed: str | bytes = b"", stdin: str | None = None) -> tuple[str, str]:
-    """Standard output and error of the verb, which has to succeed. stdin: a terminal, where `typed` is not given."""
+    """Run the verb, which has to succeed; return standard output and error. stdin: a terminal, instead of `typed`."""
     here = Path(tempfile.mkdtemp(dir=folder))
     (here / "in").write_bytes(typed if isinstance(typed, bytes) else typed.encode())
     environment = clean_environment(CUDA_VISIBLE_DEVICES="")
@@ -32,35 +32,37 @@ def generate(folder: Path, words: Sequence[str], typed: str | bytes = b"", stdin
     return job.out.read_text(), job.err.read_text()
 
 
-def test_the_text_is_the_same_at_any_sizes_and_alone_on_standard_output(trained: Config, tmp_path: Path) -> None:
+def test_only_the_text_is_on_standard_output_and_the_same_at_any_sizes(trained: Config, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("abc de fg, ü")
     common = [run_of(trained), f"prompt_file={tmp_path}/prompt.txt", "inference.max_new_tokens=12"]
-    alone, said = generate(tmp_path, common)
-    assert re.search(SUMMARY + r" \d+ of \d+ pages, 0\.000 GiB", said) and said.count("cached before this turn") == 1
+    alone, stderr = generate(tmp_path, common)
+    assert (
+        re.search(SUMMARY + r" \d+ of \d+ pages, 0\.000 GiB", stderr) and stderr.count("cached before this turn") == 1
+    )
     assert alone.endswith("\n") and len(alone.encode()) >= 6 and "cache" not in alone
-    sharded, said = generate(tmp_path, [*common, "parallelism.context_parallel_size=2", "inference.mode=pass_q"])
+    sharded, stderr = generate(tmp_path, [*common, "parallelism.context_parallel_size=2", "inference.mode=pass_q"])
     assert sharded == alone
-    assert "13 new and 0 cached tokens of 1 sequences on 2 ranks: pass_q by inference.mode=pass_q" in said
+    assert "13 new and 0 cached tokens of 1 sequences on 2 ranks: pass_q by inference.mode=pass_q" in stderr
 
 
 def test_a_chat_computes_only_what_is_new(trained: Config, tmp_path: Path) -> None:
     words = [run_of(trained), "parallelism=cp2", "inference.max_new_tokens=3", "inference.temperature=0.5", "--chat"]
-    out, said = generate(tmp_path, words, "abc\nde\n")
-    # Three tokens an answer: the last is computed with the next turn's, and with the end of its line.
-    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, said)] == [(7, 0), (14, 6)]
+    out, stderr = generate(tmp_path, words, "abc\nde\n")
+    # Three tokens per answer: the last is computed with the next turn, and with the end of its line.
+    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, stderr)] == [(7, 0), (14, 6)]
     assert out.count("\n") >= 2
 
 
-def test_a_chat_by_a_template_computes_what_its_text_does_not_begin_with(trained: Config, tmp_path: Path) -> None:
+def test_a_chat_with_a_template_computes_only_what_is_not_cached(trained: Config, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     words = [run_of(trained), "inference.max_new_tokens=3", f"inference.chat_template={template}", "--chat"]
     template.write_text("{% for m in messages %}{{ m.content }}.{% endfor %}")
-    _, said = generate(tmp_path, ["parallelism=cp2", *words], "abcdefgh\nabc\n")
-    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, said)] == [(9 + 3, 0), (9 + 3 + 1 + 4 + 3, 9 + 2)]
-    # An answer comes where this one has a bracket later: the conversation is computed anew.
+    _, stderr = generate(tmp_path, ["parallelism=cp2", *words], "abcdefgh\nabc\n")
+    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, stderr)] == [(9 + 3, 0), (9 + 3 + 1 + 4 + 3, 9 + 2)]
+    # This template later puts a bracket where the answer begins, so the whole conversation is recomputed.
     template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    out, said = generate(tmp_path, ["parallelism=single", *words], "abcdefgh\nabc\n")
-    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, said)] == [(10 + 3, 0), (10 + 5 + 5 + 3, 0)]
+    out, stderr = generate(tmp_path, ["parallelism=single", *words], "abcdefgh\nabc\n")
+    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, stderr)] == [(10 + 3, 0), (10 + 5 + 5 + 3, 0)]
     first, second = out.splitlines()
     prompt = f"prompt=[abcdefgh][{first}][abc]"
     again, _ = generate(tmp_path, [run_of(trained), "parallelism=single", prompt, *words[1:2]])
@@ -95,7 +97,7 @@ def test_a_chat_by_a_template_computes_what_its_text_does_not_begin_with(trained
         (["prompt=a", "parallelism.pipeline_parallel_size=2"], "expected 1 for inference"),
     ],
 )
-def test_what_cannot_run_is_refused_in_a_line(
+def test_bad_arguments_are_refused_in_one_line(
     trained: Config, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     where = [] if any(word.startswith("checkpoint") for word in words) or words == ["prompt=a"] else [run_of(trained)]
@@ -106,7 +108,7 @@ def test_what_cannot_run_is_refused_in_a_line(
     assert message in line
 
 
-def test_a_prompt_that_is_no_text_is_refused(
+def test_a_prompt_that_is_not_text_is_refused(
     trained: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompt").write_bytes(b"caf\xe9")
@@ -116,14 +118,14 @@ def test_a_prompt_that_is_no_text_is_refused(
     assert "prompt='caf\\udce9': expected UTF-8 text" in capsys.readouterr().err
 
 
-def test_a_turn_that_is_no_text_ends_no_chat(trained: Config, tmp_path: Path) -> None:
+def test_a_turn_that_is_not_text_does_not_end_a_chat(trained: Config, tmp_path: Path) -> None:
     words = [run_of(trained), "parallelism=cp2", "inference.max_new_tokens=3", "--chat"]
-    _, said = generate(tmp_path, words, b"abc\n\xff\nde\n")
-    assert [int(count) for count, _ in re.findall(SUMMARY, said)] == [4 + 3, 7 + 1 + 4 + 3, 15 + 1 + 3 + 3]
+    _, stderr = generate(tmp_path, words, b"abc\n\xff\nde\n")
+    assert [int(count) for count, _ in re.findall(SUMMARY, stderr)] == [4 + 3, 7 + 1 + 4 + 3, 15 + 1 + 3 + 3]
 
 
 @pytest.mark.parametrize("template", [False, True])
-def test_a_turn_that_does_not_fit_ends_no_conversation_at_a_terminal(
+def test_a_turn_that_does_not_fit_does_not_end_a_conversation_at_a_terminal(
     trained: Config, tmp_path: Path, template: bool
 ) -> None:
     words = [run_of(trained), "parallelism=cp2", "inference.max_new_tokens=3", "inference.cache_tokens=64"]
@@ -131,12 +133,12 @@ def test_a_turn_that_does_not_fit_ends_no_conversation_at_a_terminal(
     if template:
         (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}.{% endfor %}")
         words.insert(0, f"inference.chat_template={tmp_path}/chat.jinja")
-    here, terminal = pty.openpty()  # the cache has room for 96 tokens: 3 pages on each rank
+    here, terminal = pty.openpty()  # the cache has room for 96 tokens: 3 pages per rank
     # A turn that does not fit, one that does though its answer does not, and one that both do.
     os.write(here, b"abc\n" + b"x" * 100 + b"\n" + b"y" * 87 + b"\nde\n\x04")
-    _, said = generate(tmp_path, words, stdin=os.ttyname(terminal))
+    _, stderr = generate(tmp_path, words, stdin=os.ttyname(terminal))
     os.close(here)
     os.close(terminal)
-    assert said.count("The conversation is as before.") == 2
+    assert stderr.count("The conversation is as before.") == 2
     first = 4 + 3  # "abc" with the end of a line, or with a dot; and the answer
-    assert [int(count) for count, _ in re.findall(SUMMARY, said)] == [first, first + 1 + 3 + 3]
+    assert [int(count) for count, _ in re.findall(SUMMARY, stderr)] == [first, first + 1 + 3 + 3]

@@ -1,10 +1,9 @@
-"""The HTTP interface: what is asked for and what is answered."""
+"""The HTTP interface: requests and answers."""
 
 from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,12 @@ import pytest
 
 from megatron_longctx.inference.scheduler import Event
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.models.chat import chat_of
+from megatron_longctx.models.chat import load_chat
 from tests.inference.http_server import BODY, Served, answer_on, serving
 from tests.shared.jobs import PATIENCE_S
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as found:
-        yield found
-
-
-def test_a_stream_says_who_speaks_once_and_ends_with_what_was_asked_for(served: Served) -> None:
+def test_a_stream_has_the_role_once_and_ends_with_the_usage(served: Served) -> None:
     body = {"messages": [{"role": "user", "content": "ab"}], "stream": True, "stream_options": {"include_usage": True}}
     connection = served.post(body, "/v1/chat/completions")
     request = served.request()
@@ -49,7 +42,7 @@ def test_a_stream_says_who_speaks_once_and_ends_with_what_was_asked_for(served: 
     }
 
 
-def test_a_stop_text_ends_the_request_for_the_ranks_too(served: Served) -> None:
+def test_a_stop_text_cancels_the_request(served: Served) -> None:
     connection = served.post({**BODY, "stop": ["yz"]})
     number = served.request().number
     served.say(number, "xyz")
@@ -64,14 +57,14 @@ def test_a_stop_text_ends_the_request_for_the_ranks_too(served: Served) -> None:
     served.say(number, "!", "cancelled")
 
 
-def test_a_template_lays_a_chat_out_and_ends_its_answer(tmp_path: Path) -> None:
+def test_a_template_formats_a_chat_and_ends_its_answer(tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text(
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
         "{{ m.role }}:{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     talk = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    with serving(chat=chat_of(str(path), build_tokenizer("byte-level"))) as served:
+    with serving(chat=load_chat(str(path), build_tokenizer("byte-level"))) as served:
         connection = served.post({"messages": talk, "stop": "zz"}, "/v1/chat/completions")
         request = served.request()
         assert bytes(request.prompt) == b"user:ab</s>assistant:"
@@ -81,12 +74,11 @@ def test_a_template_lays_a_chat_out_and_ends_its_answer(tmp_path: Path) -> None:
         assert served.take() == request.number
         status, answer, _ = served.ask({"messages": [*talk, {"role": "tool", "content": ""}]}, "/v1/chat/completions")
         assert (status, answer["error"]["message"]) == (400, "messages: refused by the chat template: no tools")
-        connection = served.post({"prompt": "a"})  # which is no chat
-        served.say(served.request().number, "</s>", "length")
-        assert answer_on(connection)[1]["choices"][0]["text"] == "</s>"
+        body = served.complete(served.post({"prompt": "a"}), "</s>")  # not a chat
+        assert body["choices"][0]["text"] == "</s>"
 
 
-def test_what_the_ranks_refuse_or_fail_at_is_told(served: Served) -> None:
+def test_errors_of_the_ranks_are_reported(served: Served) -> None:
     for refused, expected in ((True, 400), (False, 500)):
         for stream in (False, True):
             connection = served.post({**BODY, "stream": stream})
@@ -102,13 +94,11 @@ def test_what_the_ranks_refuse_or_fail_at_is_told(served: Served) -> None:
     assert status == 200 and b'"late"' in text and b"[DONE]" not in text
 
 
-def test_a_body_may_come_in_chunks(served: Served) -> None:
+def test_a_body_may_be_chunked(served: Served) -> None:
     data = json.dumps(BODY).encode()
     parts = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (data[:5], data[5:])) + b"0\r\n\r\n"
     connection = served.connect("POST /v1/completions", parts, Transfer_Encoding="chunked")
-    number = served.request().number
-    served.say(number, "c", "length")
-    assert answer_on(connection)[1]["choices"][0]["text"] == "c"
+    assert served.complete(connection)["choices"][0]["text"] == "c"
 
 
 @pytest.mark.parametrize(
@@ -139,18 +129,17 @@ def test_a_body_may_come_in_chunks(served: Served) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_bodies_that_mean_harm(served: Served, body: bytes, status: int, message: str) -> None:
+def test_hostile_bodies(served: Served, body: bytes, status: int, message: str) -> None:
     connection = served.connect("POST /v1/completions", body, Content_Length=str(len(body)))
     if status == 200:
-        served.say(served.request().number, "c", "length")
-    found, answer, _ = answer_on(connection)
-    assert found == status
-    if status != 200:
-        assert message in answer["error"]["message"] and len(answer["error"]["message"]) < 300
+        served.complete(connection)
+    else:
+        found, answer, _ = answer_on(connection)
+        assert found == status and message in answer["error"]["message"] and len(answer["error"]["message"]) < 300
 
 
 @pytest.mark.parametrize(
-    ("asked", "most"),
+    ("parameters", "most"),
     [
         ({"max_tokens": 3}, 3),
         ({"max_tokens": 3, "max_completion_tokens": None}, 3),
@@ -158,15 +147,15 @@ def test_bodies_that_mean_harm(served: Served, body: bytes, status: int, message
         ({"max_tokens": None}, 16),
     ],
 )
-def test_the_most_tokens_have_two_names(served: Served, asked: dict[str, Any], most: int) -> None:
-    connection = served.post({"prompt": "a", **asked})
+def test_max_tokens_has_two_names(served: Served, parameters: dict[str, Any], most: int) -> None:
+    connection = served.post({"prompt": "a", **parameters})
     request = served.request()
     assert request.sampling.max_new_tokens == most
     served.say(request.number, "c", "stop")
     assert answer_on(connection)[0] == 200
 
 
-def test_an_empty_answer_has_a_speaker_too(served: Served) -> None:
+def test_an_empty_answer_has_a_role(served: Served) -> None:
     body = {"messages": [{"role": "user", "content": "ab"}], "stream": True}
     connection = served.post(body, "/v1/chat/completions")
     served.inbox.deliver([Event(served.request().number, None, "stop")])
@@ -187,7 +176,7 @@ def test_an_empty_answer_has_a_speaker_too(served: Served) -> None:
         ([{"role": "user", "content": "\ud800"}], "not valid Unicode"),
     ],
 )
-def test_messages_that_are_none(served: Served, messages: Any, message: str) -> None:
+def test_bad_messages_are_refused(served: Served, messages: Any, message: str) -> None:
     status, answer, _ = served.ask({"messages": messages}, "/v1/chat/completions")
     assert status == 400 and message in answer["error"]["message"]
 
@@ -196,14 +185,14 @@ def test_paths_and_methods_that_are_not_served(served: Served) -> None:
     for head in ("GET /", "GET /v1/other", "GET /v1/models/other", "POST /v1/nothing"):
         status, answer, _ = answer_on(served.connect(head))
         assert status == 404 and answer["error"]["type"] == "not_found_error"
-    status, answer, _ = answer_on(served.connect("GET /v1/completions"))
+    status, answer, _ = served.get("/v1/completions")
     assert status == 405 and answer["error"]["message"] == "GET /v1/completions is not served here"
     with served.connect() as connection:
         connection.sendall(b"nonsense\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
 
 
-def test_a_connection_takes_one_request_after_another(served: Served) -> None:
+def test_a_connection_serves_several_requests(served: Served) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE_S)
     connection.connect()
     sock = connection.sock

@@ -1,4 +1,4 @@
-"""The HTTP interface's bounds: who may ask, how much, how many at once, and how long the server waits for whom."""
+"""The HTTP interface's limits: access, sizes, connections, and time limits for clients and ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,42 +17,36 @@ import pytest
 import uvicorn
 
 from megatron_longctx.config import ServeConfig
-from megatron_longctx.inference.scheduler import Bounds, Event
+from megatron_longctx.inference.scheduler import Event, RequestLimits
 from megatron_longctx.models.chat import Chat
 from megatron_longctx.serving import serve
 from megatron_longctx.serving.http_api import app, server
-from megatron_longctx.serving.http_api.access import API_KEY, Access, access_of
+from megatron_longctx.serving.http_api.access import API_KEY, Access, build_access
 from megatron_longctx.serving.http_api.app import Api
 from megatron_longctx.serving.http_api.inbox import Inbox
-from megatron_longctx.serving.http_api.parsing import ApiError, Model, checked
-from megatron_longctx.serving.http_api.server import server_of
-from tests.inference.http_server import BODY, BOUNDS, LONG, Served, answer_on, decode, encode, ended, serving, until
+from megatron_longctx.serving.http_api.parsing import ApiError, Model, parse_request
+from megatron_longctx.serving.http_api.server import build_server
+from tests.inference.http_server import BODY, LIMITS, LONG, Served, answer_on, decode, encode, ended, serving, until
 from tests.shared.jobs import PATIENCE_S
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as found:
-        yield found
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens", ["", "a"])
-def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool, tokens: str) -> None:
+def test_a_client_that_disconnects_ends_its_request(served: Served, stream: bool, tokens: str) -> None:
     connection = served.post({**BODY, "stream": stream})
     number = served.request().number
     served.say(number, tokens)
     if stream and tokens:
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
     connection.close()
-    if stream and tokens:  # nobody reads: it shows with the next token
+    if stream and tokens:  # it is noticed with the next token
         served.say(number, "b")
     assert served.take() == number
     served.say(number, "c", "cancelled")
     assert served.inbox.num_requests == 0
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_there(served: Served) -> None:
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -> None:
     status, answer, response = answer_on(served.connect("POST /v1/completions", Content_Length="1001"))
     assert status == 413 and "1001 bytes: expected at most 1000" in answer["error"]["message"]
     assert response.headers["connection"] == "close"
@@ -64,29 +57,27 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_there(served: Served) 
 
 def test_health_needs_no_key_and_everything_else_does() -> None:
     with serving(access=Access(("schlüssel",))) as served:
-        assert answer_on(served.connect("GET /health"))[:2] == (200, {"status": "ok", "requests": 0})
+        assert served.get("/health")[:2] == (200, {"status": "ok", "requests": 0})
         for path in ("/v1/models", "/v1/other"):
             for shown in ({}, {"Authorization": "Bearer schlussel"}, {"Authorization": "\xff"}):
-                status, answer, _ = answer_on(served.connect(f"GET {path}", **shown))
+                status, answer, _ = served.get(path, **shown)
                 assert status == 401 and "missing or wrong API key" in answer["error"]["message"]
         right = "Bearer " + "schlüssel".encode().decode("latin-1")
-        assert answer_on(served.connect("GET /v1/models", Authorization=right))[1]["data"][0]["id"] == "m"
-        assert answer_on(served.connect("GET /v1/other", Authorization=right))[0] == 404
-        assert answer_on(served.connect("GET /v1/other", Authorization=right.replace("B", "b")))[0] == 404
+        assert served.get("/v1/models", Authorization=right)[1]["data"][0]["id"] == "m"
+        assert served.get("/v1/other", Authorization=right)[0] == 404
+        assert served.get("/v1/other", Authorization=right.replace("B", "b"))[0] == 404
 
 
 def test_a_full_queue_and_a_stopping_server_say_when_to_try_again() -> None:
     with serving(max_waiting=2) as served:
         waiting = [(served.post(BODY), served.request().number) for _ in range(2)]
-        assert answer_on(served.connect("GET /health"))[1]["requests"] == 2
+        assert served.get("/health")[1]["requests"] == 2
         status, answer, response = served.ask(BODY)
         assert status == 429 and response.headers["retry-after"] == "1"
         assert answer["error"]["type"] == "rate_limit_error"
         served.say(waiting[0][1], "c", "length")
         assert answer_on(waiting[0][0])[0] == 200
-        later = served.post(BODY)
-        served.say(served.request().number, "d", "length")
-        assert answer_on(later)[1]["choices"][0]["text"] == "d"
+        assert served.complete(served.post(BODY), "d")["choices"][0]["text"] == "d"
         served.inbox.stop()
         status, answer, _ = answer_on(waiting[1][0])
         assert status == 503 and answer["error"]["message"] == "the server is stopping"
@@ -101,13 +92,13 @@ def test_a_server_that_fails_ends_the_job_with_its_error(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(uvicorn.Server, "run", fail)
     inbox, before = Inbox(1), signal.getsignal(signal.SIGTERM)
-    model = Model("m", encode, decode, 0, Chat(), 16, BOUNDS)
+    model = Model("m", encode, decode, 0, Chat(), 16, LIMITS)
     with pytest.raises(RuntimeError, match="out of threads"), serve._serving(model, inbox, ServeConfig(port=0)):
         until(lambda: inbox.stopping)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_connections_that_ask_for_nothing_are_in_nobodys_way() -> None:
+def test_idle_connections_are_closed_for_new_ones() -> None:
     with serving(max_connections=4) as served:
         elsewhere = socket.create_connection(
             ("127.0.0.1", served.port), source_address=("127.0.0.2", 0), timeout=PATIENCE_S
@@ -117,33 +108,33 @@ def test_connections_that_ask_for_nothing_are_in_nobodys_way() -> None:
         half = served.connect("POST /v1/completions", b'{"prompt"', Content_Length="100")
         idle = [served.connect() for _ in range(9)]
         for _ in range(3):
-            assert answer_on(served.connect("GET /health"))[0] == 200
-        assert ended(half) and ended(idle[0]), "the first of those that wait for their clients"
+            assert served.get("/health")[0] == 200
+        assert ended(half) and ended(idle[0]), "the oldest of those that wait for their clients"
         served.say(number, "c", "length")
         assert answer_on(under_way)[0] == 200
-        elsewhere.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")  # of an address with one connection
+        elsewhere.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")  # from an address with one connection
         assert answer_on(elsewhere)[0] == 200
         for connection in (half, *idle):
             connection.close()
 
 
-def test_more_requests_than_connections_are_told_so() -> None:
+def test_more_requests_than_connections_get_503() -> None:
     with serving(max_connections=3) as served:
         under_way = [(served.post(BODY), served.request().number) for _ in range(3)]
-        status, text, response = answer_on(served.connect("GET /health"))
+        status, text, response = served.get("/health")
         assert (status, text) == (503, b"Service Unavailable") and response.headers["connection"] == "close"
         for connection, number in under_way:
             served.say(number, "c", "length")
             assert answer_on(connection)[0] == 200
-        until(lambda: answer_on(served.connect("GET /health"))[0] == 200)
+        until(lambda: served.get("/health")[0] == 200)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_has_said_all_gets_its_answer(served: Served, stream: bool) -> None:
+def test_a_client_that_closes_only_its_sending_half_gets_its_answer(served: Served, stream: bool) -> None:
     connection = served.post({**BODY, "stream": stream})
     connection.shutdown(socket.SHUT_WR)
     number = served.request().number
-    time.sleep(3 * server._LOOK_S)  # looks whether somebody is there
+    time.sleep(3 * server._PROBE_S)  # it probes whether the client still reads
     served.say(number, "cd", "length")
     status, text, _ = answer_on(connection)
     assert status == 200 and (b"[DONE]" in text if stream else text["choices"][0]["text"] == "cd")
@@ -158,44 +149,42 @@ def test_a_client_that_has_said_all_gets_its_answer(served: Served, stream: bool
     assert ended(unfinished)
 
 
-def test_ranks_that_hang_are_not_said_to_be_well() -> None:
+def test_stalled_ranks_are_reported() -> None:
     inbox = Inbox(8, stalled_s=1000.0)
     with serving(inbox=inbox) as served:
         waiting, streaming = served.post(BODY), served.post({**BODY, "stream": True})
         numbers = {served.request().number, served.request().number}
         inbox.round_began = time.monotonic() - 900
-        assert answer_on(served.connect("GET /health"))[0] == 200
+        assert served.get("/health")[0] == 200
         inbox.round_began = time.monotonic() - 1001
-        status, answer, response = answer_on(served.connect("GET /health"))
+        status, answer, response = served.get("/health")
         assert status == 503 and answer == {"status": "stalled", "requests": 2} and response.headers["retry-after"]
         for connection in (waiting, streaming, served.post(BODY)):
             status, answer, _ = answer_on(connection)
             assert status == 503 and "one of them hangs" in answer["error"]["message"]
-        assert {served.take(), served.take()} == numbers, "the ranks are told, should they come back"
+        assert {served.take(), served.take()} == numbers, "the requests are cancelled, should the ranks come back"
         for number in numbers:
             served.say(number, "c", "cancelled")
         inbox.round_began = None
-        assert answer_on(served.connect("GET /health"))[0] == 200
+        assert served.get("/health")[0] == 200
 
 
-def test_what_another_sites_page_can_have_a_browser_send_is_refused() -> None:
-    with serving(access=access_of("127.0.0.1", None, None, {})) as served:
+def test_requests_that_another_site_can_make_a_browser_send_are_refused() -> None:
+    with serving(access=build_access(ServeConfig(), {})) as served:
         data = json.dumps(BODY).encode()
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
             head = {"Content_Length": str(len(data)), "Content_Type": kind, "Host": "127.0.0.1"}
             status, answer, _ = answer_on(served.connect("POST /v1/completions", data, **head))
             assert status == 415 and "expected application/json" in answer["error"]["message"]
         head |= {"Content_Type": "Application/JSON; charset=utf-8", "Host": f"[::1]:{served.port}"}
-        connection = served.connect("POST /v1/completions", data, **head)
-        served.say(served.request().number, "c", "length")
-        assert answer_on(connection)[0] == 200
+        served.complete(served.connect("POST /v1/completions", data, **head))
         for path in ("/health", "/v1/models", "/v1/other"):
-            status, answer, _ = answer_on(served.connect(f"GET {path}", Host=f"evil.example:{served.port}"))
+            status, answer, _ = served.get(path, Host=f"evil.example:{served.port}")
             assert status == 421 and "'evil.example:" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("host", "allowed", "called", "refused"),
+    ("host", "allowed", "accepted", "refused"),
     [
         (
             "127.0.0.1",
@@ -210,28 +199,26 @@ def test_what_another_sites_page_can_have_a_browser_send_is_refused() -> None:
         ("127.0.0.1", "*", ["evil.example"], []),
     ],
 )
-def test_by_which_names_a_server_may_be_called(
-    host: str, allowed: str | None, called: list[str], refused: list[str]
-) -> None:
-    access = access_of(host, allowed, None, {API_KEY: "k"})
-    assert [access.called(name) for name in called + refused] == [True] * len(called) + [False] * len(refused)
+def test_the_allowed_hosts_of_a_server(host: str, allowed: str | None, accepted: list[str], refused: list[str]) -> None:
+    access = build_access(ServeConfig(host=host, allowed_hosts=allowed), {API_KEY: "k"})
+    assert [access.allows_host(name) for name in accepted + refused] == [True] * len(accepted) + [False] * len(refused)
 
 
 def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n  two \nfirst\n")
-    access = access_of("::", None, str(tmp_path / "keys"), {API_KEY: "first\nsecond"})
+    access = build_access(ServeConfig(host="::", api_keys=str(tmp_path / "keys")), {API_KEY: "first\nsecond"})
     assert access.keys == ("first", "second", "one", "two")
     assert [access.client(f"Bearer {key}".encode()) for key in (*access.keys, "three", "")] == [1, 2, 3, 4, None, None]
-    assert access_of("127.0.0.1", None, None, {}).client(b"Bearer whatever") == 0
+    assert build_access(ServeConfig(), {}).client(b"Bearer whatever") == 0
     (tmp_path / "empty").write_text("\n")
     for name, reason in (("gone", "No such file"), ("empty", "it has none")):
         with pytest.raises(ValueError, match=rf"serve.api_keys=.*{name}: expected a file with a key a line \({reason}"):
-            access_of("127.0.0.1", None, str(tmp_path / name), {})
+            build_access(ServeConfig(api_keys=str(tmp_path / name)), {})
     with pytest.raises(ValueError, match=r"serve.host=::: expected a loopback address, or MEGATRON_LONGCTX_API_KEY"):
-        access_of("::", None, None, {API_KEY: " "})
+        build_access(ServeConfig(host="::"), {API_KEY: " "})
 
 
-def test_the_ranks_are_told_whose_a_request_is() -> None:
+def test_a_requests_salt_is_its_client() -> None:
     with serving(access=Access(("one", "two"))) as served:
         data = json.dumps(BODY).encode()
         for key, salt in (("one", 1), ("two", 2)):
@@ -244,7 +231,7 @@ def test_the_ranks_are_told_whose_a_request_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("parameters", "message"),
     [
         ({"prompt": "a" * 40}, "the prompt has 40 characters: expected at most 36, since a prompt may have 9 tokens"),
         ({"messages": [{"role": "user", "content": "a" * 20}] * 2}, "the prompt has 40 characters"),
@@ -254,28 +241,28 @@ def test_the_ranks_are_told_whose_a_request_is() -> None:
     ],
     ids=str,
 )
-def test_prompts_that_are_too_long_are_refused_here(asked: dict[str, Any], message: str) -> None:
-    """Before the time of cutting them into tokens, and before all ranks hear of them."""
+def test_prompts_that_are_too_long_are_refused_early(parameters: dict[str, Any], message: str) -> None:
+    """Before they are tokenized, and before they are sent to the ranks."""
 
     def short(text: str) -> list[int]:
         assert len(text) <= 36
         return encode(text)
 
-    model = Model("m", short, decode, 0, Chat(), 1, Bounds(10, None, 1000), token_chars=4)
+    model = Model("m", short, decode, 0, Chat(), 1, RequestLimits(10, None, 1000), token_chars=4)
     with pytest.raises(ApiError, match=f"^{message}") as caught:
-        checked(model, json.dumps(asked).encode(), chat="messages" in asked)
+        parse_request(model, json.dumps(parameters).encode(), chat="messages" in parameters)
     assert caught.value.status == 400
 
 
-def test_a_body_that_no_prompt_can_need_is_not_waited_for() -> None:
-    model = Model("m", encode, decode, 0, Chat(), 1, Bounds(10, None, 1000), token_chars=4)
-    assert model.most_bytes == 2**16 + 640 and replace(model, token_chars=None).most_bytes == math.inf
+def test_the_largest_body_that_a_prompt_can_need() -> None:
+    model = Model("m", encode, decode, 0, Chat(), 1, RequestLimits(10, None, 1000), token_chars=4)
+    assert model.max_bytes == 2**16 + 640 and replace(model, token_chars=None).max_bytes == math.inf
     longest = {"messages": [{"role": "user", "content": "😀"}] * 36}
-    assert len(json.dumps(longest, indent=8)) < model.most_bytes
+    assert len(json.dumps(longest, indent=8)) < model.max_bytes
 
 
-def test_long_texts_are_cut_into_tokens_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many beside each other would leave the tokens of others no time to go out."""
+def test_long_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several at a time would delay the tokens of other requests."""
     monkeypatch.setattr(app, "_LONG", 10)
     under_way, most = [0], []
 
@@ -294,8 +281,8 @@ def test_long_texts_are_cut_into_tokens_one_at_a_time(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
-def test_it_listens_at_addresses_of_ipv6(caplog: pytest.LogCaptureFixture) -> None:
-    inbox, model = Inbox(1), Model("m", encode, decode, 0, Chat(), 16, BOUNDS)
+def test_it_listens_at_ipv6_addresses(caplog: pytest.LogCaptureFixture) -> None:
+    inbox, model = Inbox(1), Model("m", encode, decode, 0, Chat(), 16, LIMITS)
     caplog.set_level("INFO", "megatron_longctx")
     with serve._serving(model, inbox, ServeConfig(host="::1", port=0)):
         found = re.search(r"http://\[::1\]:(\d+)/v1", caplog.text)
@@ -306,7 +293,7 @@ def test_it_listens_at_addresses_of_ipv6(caplog: pytest.LogCaptureFixture) -> No
         connection.close()
 
 
-def test_clients_that_let_others_wait_are_let_go() -> None:
+def test_slow_clients_are_disconnected() -> None:
     with serving(timeout_s=0.2) as served:
         silent, slow, kept, half = (served.connect() for _ in range(4))
         slow.sendall(b"POST /v1/comp")
@@ -316,9 +303,9 @@ def test_clients_that_let_others_wait_are_let_go() -> None:
         assert answer.status == 200 and answer.read()
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n")
         half.sendall(b"Content-Type: application/json\r\n\r\n")
-        status, said, _ = answer_on(half)
-        assert status == 408 and "did not come within 0.2 s" in said["error"]["message"]
-        # One that asks and does not read: its request is over, too.
+        status, body, _ = answer_on(half)
+        assert status == 408 and "did not come within 0.2 s" in body["error"]["message"]
+        # A client that does not read loses its request, too.
         deaf = served.post({**BODY, "stream": True})
         number = served.request().number
         for _ in range(100):
@@ -329,16 +316,16 @@ def test_clients_that_let_others_wait_are_let_go() -> None:
         deaf.close()
 
 
-def test_a_request_that_takes_long_is_not_let_go() -> None:
+def test_a_request_that_takes_long_is_not_disconnected() -> None:
     with serving() as served:
         connection = served.post({**BODY, "stream": True})
         number = served.request().number
         served.hurry()
-        time.sleep(0.5)  # more than two looks at the connection
+        time.sleep(0.5)  # more than two checks of the connection
         served.say(number, "c", "length")
         assert b'"c"' in answer_on(connection)[1]
 
 
-def test_looks_at_connections_are_as_far_apart_as_bodies_may_take() -> None:
-    api = Api(Model("m", encode, decode, 0, Chat(), 16, BOUNDS), Inbox(1), 1000, 1.5, Access())
-    assert server_of(api, 1).config.timeout_keep_alive == 2
+def test_connections_are_checked_at_the_time_limit() -> None:
+    api = Api(Model("m", encode, decode, 0, Chat(), 16, LIMITS), Inbox(1), 1000, 1.5, Access())
+    assert build_server(api, 1).config.timeout_keep_alive == 2

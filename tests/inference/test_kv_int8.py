@@ -1,9 +1,10 @@
-"""Keys and values that lie in the cache, and travel, as 8-bit integers: the same numbers in every mode."""
+"""Keys and values that are stored and sent as 8-bit integers: the same numbers in every mode."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,9 @@ from megatron_longctx.attention.kv_format import Int8KV
 from megatron_longctx.comm import P2PTransport
 from megatron_longctx.config import Config
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.cache_manager import CacheManager, slots_of
-from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape, Rows
-from megatron_longctx.inference.choice import Figures, bytes_rule
-from megatron_longctx.inference.figures import known_figures
+from megatron_longctx.inference.cache_manager import CacheManager
+from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
+from megatron_longctx.inference.choice import RuleInputs, bytes_rule, find_rule_inputs
 from megatron_longctx.kernels.paged import Pages
 from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
 from megatron_longctx.schedules import Kind, Workload
@@ -35,7 +35,7 @@ Sent = list[int]
 
 @contextmanager
 def watched() -> Iterator[Sent]:
-    """The bytes of every message that this rank sends point to point."""
+    """Collect the bytes of every point-to-point message that this rank sends."""
     sent: Sent = []
     original = P2PTransport.start
 
@@ -49,7 +49,7 @@ def watched() -> Iterator[Sent]:
 
 
 def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
-    """By mode, of every turn, how far it is off the attention over rounded keys and values, and off the exact one."""
+    """Per mode, the errors of every call against attention over rounded and over exact keys and values."""
     n, length, counts = dist.get_world_size(), 42, (23, 1, 17, 1)
     qkv = [random_qkv(length, 1, HEADS, KV_HEADS, DIM, torch.float32, seed=layer)[:3] for layer in range(LAYERS)]
     rounded = [unpack_kv(pack_kv(k, v), torch.float32) for _, k, v in qkv]
@@ -59,28 +59,29 @@ def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
     ]
     found: dict[str, list[tuple[float, float]]] = {}
     shape = CacheShape(LAYERS, HEADS, KV_HEADS, DIM, torch.float32, int8=True)
-    for mode in (*MODES, "rows"):
-        manager = CacheManager(n, 80 // n + 6, 4, few=3)
+    for mode in (*MODES, "replicated"):
+        manager = CacheManager(n, 80 // n + 6, 4, max_contiguous=3)
         attention = CachedAttention(dist.group.WORLD, shape, manager.slots_per_rank, CPU)
         assert sum(layer.nbytes for layer in attention._layers) == manager.slots_per_rank * shape.token_bytes
         session = manager.open()
         for count in counts:
-            (turn,) = manager.append({session: count})
-            batch, planned = Batch(n, manager.slots_per_rank, (turn,)), mode if mode in MODES else "pass_kv"
+            (chunk,) = manager.append({session: count})
+            batch, planned = Batch(n, manager.slots_per_rank, (chunk,)), mode if mode in MODES else "pass_kv"
             with watched() as sent:
-                if mode == "rows" and count == 1:
-                    mine, numbers = [turn.cached], torch.tensor([manager.pages(session, rank)], dtype=torch.int32)
-                    slots = slots_of(turn.new_runs[rank]) or [attention.nowhere]
-                    held = torch.tensor([manager.num_tokens(session, rank)])
-                    attention.begin_rows(Rows({None: Pages(numbers, held, 4)}, torch.tensor(slots)))
+                if mode == "replicated" and count == 1:
+                    shard = manager.shards(session)[rank]
+                    mine, table = [chunk.cached], torch.tensor([shard.pages], dtype=torch.int32)
+                    slots = [*chain.from_iterable(chunk.new_slots[rank])] or [attention.unused_slot]
+                    pages = Pages(table, torch.tensor([shard.tokens]), 4)
+                    attention.begin_replicated({None: pages}, torch.tensor(slots))
                 else:
-                    mine = [turn.cached + p for span in turn.new_spans(rank) for p in span]
+                    mine = [*chain.from_iterable(chunk.new_positions(rank))]
                     attention.begin(batch, planned)
                 for layer, truth in enumerate(truths):
                     out = attention(layer, *(x[mine] for x in qkv[layer]))
                     errors = tuple(relative_error(out, exact[mine]) for exact in truth) if mine else (0.0, 1.0)
                     found.setdefault(mode, []).append(errors)  # type: ignore[arg-type]
-            if mode != "rows" or count > 1:  # single tokens travel by a collective
+            if mode != "replicated" or count > 1:  # single tokens use a collective
                 moves = [m.block for step in batch.plan(planned).steps for m in step.moves if m.source == rank]
                 row = {Kind.KV: KV_HEADS * 2 * (DIM + 4), Kind.Q: HEADS * DIM * 4, Kind.OUT: HEADS * (DIM + 1) * 4}
                 assert sum(sent) == LAYERS * sum(block.tokens * row[block.kind] for block in moves)
@@ -88,17 +89,17 @@ def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_every_mode_attends_the_8_bit_values_and_sends_their_bytes(n: int) -> None:
+def test_every_mode_attends_to_the_8_bit_values_and_sends_their_bytes(n: int) -> None:
     for found in run_distributed(over_the_cache, n):
-        assert set(found) == {*MODES, "rows"}
+        assert set(found) == {*MODES, "replicated"}
         for mode, errors in found.items():
             for off, from_exact in errors:
-                assert off < 1e-5, f"{mode}: {off} off the attention over 8-bit values"
+                assert off < 1e-5, f"{mode}: differs by {off} from attention over 8-bit values"
                 assert from_exact > 1e-4, f"{mode}: exact"
 
 
 def through_the_engine(rank: int, configs: list[Config]) -> list[torch.Tensor]:
-    """Logits of each model after a prompt, another turn and single tokens."""
+    """Return the logits of each model after a prompt, another prompt and single tokens."""
     found = []
     for config in configs:
         with watched() as sent, engine_of(config) as engine:
@@ -116,8 +117,8 @@ def through_the_engine(rank: int, configs: list[Config]) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_the_engine_of_a_run_keeps_and_sends_8_bit_values(tmp_path: Path) -> None:
-    """In every mode and in decode, alike; a rank alone stays exact."""
+def test_the_engine_stores_and_sends_8_bit_values(tmp_path: Path) -> None:
+    """The logits are alike in every mode and in decode; a single rank stays exact."""
     config = tiny_config(tmp_path, "x", {"attention.kv_int8": True})
     ways = [{"mode": mode} for mode in MODES] + [{"mode": "pass_q", "decode": "replicated"}]
     exact = [parallel(tiny_config(tmp_path, "x"), n, mode="pass_kv") for n in (1, 2)]
@@ -131,11 +132,11 @@ def test_the_engine_of_a_run_keeps_and_sends_8_bit_values(tmp_path: Path) -> Non
             assert 1e-5 < relative_error(other, plain) < 0.02
 
 
-def test_a_rule_weighs_the_bytes_that_travel(tmp_path: Path) -> None:
+def test_rules_count_the_bytes_that_are_sent(tmp_path: Path) -> None:
     plain, int8 = Workload(8, 8, 64), Workload(8, 8, 64, kv_row_bytes=Int8KV(64, torch.bfloat16).row_bytes)
     k = torch.zeros(1, 1, 8, 64)
     assert int8.token_bytes(Kind.KV) == torch.Size(packed_shape(k)).numel()
     assert int8.token_bytes(Kind.Q) == plain.token_bytes(Kind.Q)
-    assert [bytes_rule(50, 50, 4, Figures(each))[1]["threshold"] for each in (plain, int8)] == [2.0, 2 * 68 / 128]
+    assert [bytes_rule(50, 50, 4, RuleInputs(each))[1]["threshold"] for each in (plain, int8)] == [2.0, 2 * 68 / 128]
     config = parallel(tiny_config(tmp_path, "x", {"attention.kv_int8": True}), 2)
-    assert known_figures(config, CPU, tmp_path).workload.kv_row_bytes is not None
+    assert find_rule_inputs(config, CPU, tmp_path).workload.kv_row_bytes is not None

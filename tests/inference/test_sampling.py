@@ -30,7 +30,7 @@ def test_draws_follow_the_probabilities(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-9])
-def test_a_temperature_of_almost_nothing_is_almost_greedy(temperature: float) -> None:
+def test_a_temperature_near_zero_is_almost_greedy(temperature: float) -> None:
     for top_p in (1.0, 0.5, 5e-324):
         draws = {sample(LOGITS, Sampling(temperature=temperature, top_p=top_p), 0, step) for step in range(50)}
         assert draws == ({1, 4} if top_p == 1 else {1, 4} & draws)
@@ -49,8 +49,8 @@ def test_top_k_and_top_p_keep_the_likeliest_and_their_ratios() -> None:
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 30, "top_p": 0.95}], ids=lambda filters: "+".join(filters)
 )
-def test_rounding_that_swaps_neighbours_changes_no_more_than_it_moves(filters: dict[str, float]) -> None:
-    """Tokens 7 and 31 take a third of all draws each, and either is the likelier of the two."""
+def test_rounding_that_swaps_two_tokens_hardly_changes_draws(filters: dict[str, float]) -> None:
+    """Tokens 7 and 31 get a third of all draws each, and rounding decides which is the likelier."""
     logits = torch.randn(40, generator=torch.Generator().manual_seed(0)) * 0.5
     logits[[7, 31]] = 4.0
     rounding = torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2e-6
@@ -62,7 +62,7 @@ def test_rounding_that_swaps_neighbours_changes_no_more_than_it_moves(filters: d
     assert draws[0] == draws[1]
 
 
-def test_equally_likely_tokens_are_left_out_from_the_last() -> None:
+def test_of_equally_likely_tokens_the_last_are_left_out() -> None:
     logits = torch.zeros(8)
     for filters in ({"top_k": 3}, {"top_p": 0.3}):
         found = {sample(logits, Sampling(temperature=1.0, **filters), 0, step) for step in range(200)}

@@ -1,4 +1,4 @@
-"""`megatron-longctx serve` as its clients see it: answers, streams, limits, and errors that harm nobody."""
+"""`megatron-longctx serve` as its clients see it: answers, streams, limits, and errors that affect no other request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,32 +60,26 @@ class Client:
         assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: ") for line in lines[:-1])
         return [json.loads(line[6:]) for line in lines[:-2]]
 
-    def until_health(self, status: int, said: str) -> None:
+    def wait_for_health(self, code: int, **body: Any) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             found, answer = self.raw("GET", "/health", None, {})
-            if found == status and json.loads(answer)["status"] == said:
+            if found == code and body.items() <= json.loads(answer).items():
                 return
             assert time.monotonic() < deadline, answer
             time.sleep(0.05)
 
-    def health(self) -> dict[str, Any]:
-        status, answer = self.raw("GET", "/health", None, {})
-        assert status == 200
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
 
 @contextmanager
 def serving(config: Config, folder: Path, *settings: str, quick: bool = True, **environment: str) -> Iterator[Client]:
-    """A server of the run; it has to end well, too."""
+    """Run a server of the run, which has to end without an error."""
     words = [f"checkpoint={Path(config.run.root, config.run.name)}", "serve.port=0", "inference.page_tokens=8"]
     environment = clean_environment(CUDA_VISIBLE_DEVICES="", **environment)
     with started(folder, [*CLI, "serve", *words, *settings], environment, quick=quick) as job:
         job.wait_for("serving trained at http://127.0.0.1:")
         found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", job.out.read_text())
         assert found is not None
-        assert job.listening() == {"127.0.0.1"}, "its ranks listen where the server does not"
+        assert job.listening() == {"127.0.0.1"}, "its ranks listen at other addresses than the server"
         yield Client(int(found.group(1)), job)
         os.killpg(job.process.pid, signal.SIGTERM)  # to all ranks, as torchrun and Slurm send it
         assert job.wait() == 0, job.said()
@@ -107,7 +101,7 @@ def test_models_are_listed(client: Client) -> None:
     assert client.ask("/v1/models/trained")[1]["object"] == "model"
 
 
-def test_a_completion_streams_the_text_that_it_answers_whole(client: Client) -> None:
+def test_a_streamed_completion_has_the_same_text(client: Client) -> None:
     body = {"model": "trained", "prompt": "abc de", "max_tokens": 12, "temperature": 0}
     status, whole = client.ask("/v1/completions", body)
     assert status == 200 and whole["object"] == "text_completion"
@@ -125,7 +119,7 @@ def test_a_completion_streams_the_text_that_it_answers_whole(client: Client) -> 
     assert cut == choice | {"text": choice["text"].split(stop)[0], "finish_reason": "stop"}
 
 
-def test_a_chat_finds_its_cache_again(client: Client) -> None:
+def test_a_chat_reuses_its_cache(client: Client) -> None:
     messages = [{"role": "user", "content": "tell me about " + "abcdefgh" * 5}]
     body = {"messages": messages, "max_tokens": 5, "temperature": 0}
     first = client.ask("/v1/chat/completions", body)[1]
@@ -133,9 +127,9 @@ def test_a_chat_finds_its_cache_again(client: Client) -> None:
     longer = client.ask("/v1/chat/completions", {**body, "messages": [*messages, {"role": "user", "content": "and?"}]})
     shared = len(messages[0]["content"] + "\n")  # the answer is not in this prompt
     assert longer[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == shared
-    said = first["choices"][0]["message"]["content"]
-    text = messages[0]["content"] + "\n" + said + "and?"
-    status, again = client.ask("/v1/completions", {"prompt": text, "max_tokens": 2, "temperature": 0})
+    text = first["choices"][0]["message"]["content"]
+    prompt = messages[0]["content"] + "\n" + text + "and?"
+    status, again = client.ask("/v1/completions", {"prompt": prompt, "max_tokens": 2, "temperature": 0})
     assert status == 200
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["total_tokens"] - 1
     chunks = client.stream(
@@ -144,7 +138,7 @@ def test_a_chat_finds_its_cache_again(client: Client) -> None:
     assert chunks[0]["object"] == "chat.completion.chunk" and "content" in chunks[0]["choices"][0]["delta"]
 
 
-def test_requests_beside_each_other_get_their_own_answers(client: Client) -> None:
+def test_concurrent_requests_get_their_own_answers(client: Client) -> None:
     bodies = [
         {"prompt": chr(97 + i) * (5 + 9 * i), "max_tokens": 2 + i, "temperature": 0.8, "seed": i} for i in range(5)
     ]
@@ -177,13 +171,13 @@ GOOD = {"prompt": "ab", "max_tokens": 2}
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_bad_requests_are_told_why(client: Client, body: Any, status: int, message: str) -> None:
+def test_bad_requests_get_the_reason(client: Client, body: Any, status: int, message: str) -> None:
     found, answer = client.ask("/v1/completions", body)
     assert found == status and message in answer["error"]["message"]
 
 
 def leave_in_the_middle(client: Client) -> None:
-    """Begin a stream that would fill most of the cache, and go away."""
+    """Start a stream that would fill most of the cache, and disconnect."""
     body = json.dumps({"prompt": "xyz", "max_tokens": 200, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", client.port), timeout=PATIENCE_S) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -192,7 +186,7 @@ def leave_in_the_middle(client: Client) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_bad_requests_leave_others_answers_as_they_are(client: Client) -> None:
+def test_bad_requests_do_not_change_other_answers(client: Client) -> None:
     good = {"prompt": "abcdefgh" * 3, "max_tokens": 30, "temperature": 0.9, "seed": 5}
     alone = client.ask("/v1/completions", good)[1]["choices"][0]["text"]
     headers = _headers()
@@ -209,36 +203,33 @@ def test_bad_requests_leave_others_answers_as_they_are(client: Client) -> None:
         lambda: client.ask("/v1/completions", {**GOOD, "temperature": 1, "top_k": 10**30, "seed": -(10**30)})[0] == 200,
         lambda: client.ask("/v1/completions", {**GOOD, "prompt": [10**30]})[0] == 400,
     ]
-    said, done = "", 0
+    text, done = "", 0
     connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=PATIENCE_S)
     connection.request("POST", "/v1/completions", json.dumps({**good, "stream": True}), headers)
     answer = connection.getresponse()
     while (line := answer.readline()) != b"data: [DONE]\n":
         if line.startswith(b"data: "):
-            said += json.loads(line[6:])["choices"][0]["text"]
-            if done < len(bad):  # between the pieces of the good one
+            text += json.loads(line[6:])["choices"][0]["text"]
+            if done < len(bad):  # between the chunks of the good one
                 assert bad[done](), f"the bad request {done}"
                 done += 1
     connection.close()
-    assert said == alone and done == len(bad)
-    deadline = time.monotonic() + PATIENCE_S
-    while client.health()["requests"]:
-        assert time.monotonic() < deadline, "a request was left behind"
-        time.sleep(0.05)
-    # What was promised to the one that left is free again: this needs nearly all of the cache.
+    assert text == alone and done == len(bad)
+    client.wait_for_health(200, requests=0)
+    # The pages promised to the client that left are free again: this needs nearly all of the cache.
     assert client.ask("/v1/completions", {"prompt": "a" * 350, "max_tokens": 5})[0] == 200
 
 
-def test_a_rank_that_hangs_is_noticed_until_it_comes_back(trained: Config, tmp_path: Path) -> None:
-    """Also where nothing is asked for, though what rank 0 has to say to it would go out all the same."""
+def test_a_stopped_rank_is_reported_until_it_continues(trained: Config, tmp_path: Path) -> None:
+    """Also without requests, although rank 0 could still send it messages then."""
     settings = ["parallelism=cp2", "serve.stalled_s=0.5"]
     with serving(trained, tmp_path, *settings, MEGATRON_LONGCTX_API_KEY=KEY) as client:
         (other,) = client.job.ranks()
         other.suspend()
-        client.until_health(503, "stalled")
+        client.wait_for_health(503, status="stalled")
         assert client.ask("/v1/completions", GOOD)[0] == 503
         other.resume()
-        client.until_health(200, "ok")
+        client.wait_for_health(200, status="ok")
 
 
 TEMPLATE = (
@@ -247,7 +238,7 @@ TEMPLATE = (
 )
 
 
-def test_a_chat_laid_out_by_a_template_finds_its_cache_again(
+def test_a_chat_with_a_template_reuses_its_cache(
     trained: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MEGATRON_LONGCTX_API_KEY", raising=False)
@@ -269,7 +260,7 @@ def test_a_chat_laid_out_by_a_template_finds_its_cache_again(
 @pytest.mark.parametrize("where", [".", "checkpoints/..", "../trained/"])
 def test_the_model_has_the_name_of_its_run(trained: Config, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     jobs: list[InferenceJob] = []
-    monkeypatch.setattr(serve, "run", lambda job, work: jobs.append(job))
+    monkeypatch.setattr(serve, "start", lambda job, work: jobs.append(job))
     monkeypatch.chdir(Path(trained.run.root, trained.run.name))
     serve.serve([f"checkpoint={where}", "serve.port=0"])
     assert jobs[0].options == "trained"
@@ -284,9 +275,9 @@ def test_an_open_address_needs_a_key(
     assert "serve.host=0.0.0.0: expected a loopback address, or MEGATRON_LONGCTX_API_KEY" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("quick", [True, False], ids=["one rank more", "a rank and what spawn starts"])
+@pytest.mark.parametrize("quick", [True, False], ids=["fork", "spawn"])
 def test_ctrl_c_while_ranks_are_starting_ends_all_of_them(trained: Config, tmp_path: Path, quick: bool) -> None:
-    """A terminal sends it to every process, in the first moments of the second rank too."""
+    """A terminal sends it to every process, also while the second rank starts."""
     words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "serve.port=0", "parallelism=cp2"]
     environment = clean_environment(CUDA_VISIBLE_DEVICES="", **{SLOW_START: "2"})
     with started(tmp_path, [*CLI, "serve", *words], environment, quick=quick) as job:
@@ -298,7 +289,7 @@ def test_ctrl_c_while_ranks_are_starting_ends_all_of_them(trained: Config, tmp_p
 
 @pytest.mark.parametrize(("verb", "ended_by"), [("generate", signal.SIGTERM), ("serve", signal.SIGKILL)], ids=str)
 def test_ranks_that_are_starting_end_with_the_first(trained: Config, tmp_path: Path, verb: str, ended_by: int) -> None:
-    """However it ends: they would wait for it for as long as a message may take."""
+    """However it ends: otherwise they would wait for it until a timeout."""
     words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "parallelism=cp2"]
     words.append({"generate": "prompt=x", "serve": "serve.port=0"}[verb])
     environment = clean_environment(CUDA_VISIBLE_DEVICES="", **{SLOW_START: "2"})
@@ -309,7 +300,7 @@ def test_ranks_that_are_starting_end_with_the_first(trained: Config, tmp_path: P
 
 
 def family(job: Job) -> list[psutil.Process]:
-    """The second rank, and the server that it is a fork of or what spawn starts: waits until both are there."""
+    """Wait for the second rank and the helper that starts it, and return both."""
     limit = time.monotonic() + PATIENCE_S
     while len(found := psutil.Process(job.process.pid).children(recursive=True)) < 2:
         assert time.monotonic() < limit and job.process.poll() is None, job.said()
@@ -323,11 +314,11 @@ def test_packages_that_are_not_installed_are_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert cli.main(["serve", "checkpoint=nowhere"]) == 2
-    said = capsys.readouterr().err
-    assert f"import of {missing} halted" in said and "pip install 'megatron-longctx[serve]'" in said
+    text = capsys.readouterr().err
+    assert f"import of {missing} halted" in text and "pip install 'megatron-longctx[serve]'" in text
 
 
-def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
+def test_bad_settings_are_refused_before_the_model_is_loaded(
     trained: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = f"checkpoint={Path(trained.run.root, trained.run.name)}"
@@ -340,13 +331,11 @@ def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
     assert "broken: expected a Jinja template (line 1:" in capsys.readouterr().err
 
 
-def test_its_batches_are_met_before_it_listens() -> None:
-    class Met(Exception):
-        pass
+def test_it_warms_up_for_its_batches_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warm_up(sequences: int) -> None:
+        raise RuntimeError(f"warming up for {sequences} sequences")
 
-    def warm_up(*met: int) -> None:
-        raise Met(met)
-
-    config = changed(Config(), {"serve.max_active": 12})
-    with pytest.raises(Met, match=r"^\(12,\)$"):
-        serve._serve(SimpleNamespace(config=config), SimpleNamespace(warm_up=warm_up), None)  # type: ignore[arg-type]
+    job = SimpleNamespace(config=changed(Config(), {"serve.max_active": 12}))
+    monkeypatch.setattr(serve, "open_engine", lambda *_: nullcontext((SimpleNamespace(warm_up=warm_up), None)))
+    with pytest.raises(RuntimeError, match="warming up for 12 sequences"):
+        serve._serve(job, None)  # type: ignore[arg-type]

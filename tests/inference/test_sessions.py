@@ -1,8 +1,9 @@
-"""What sessions promise besides the right numbers: errors that harm nothing, ends, seeds, eviction, no leak."""
+"""Sessions beyond the right numbers: harmless errors, ends, seeds, forks, eviction, warm-up, and no leaks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +15,26 @@ from torch import Tensor
 
 from megatron_longctx.config import Config
 from megatron_longctx.inference.cache_manager import CacheFull, ScheduledChunk
-from megatron_longctx.inference.engine import LongContextEngine, Session
+from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.inference.session import Session, common_prefix
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import engine_of, parallel
 from tests.shared.training import changed, tiny_config
 
 PROMPTS = ([104, 101, 108, 108, 111], [97], [98, 99] * 9)
+DOCUMENT = [random.Random(3).randrange(256) for _ in range(120)]
+
+
+def opened(engine: LongContextEngine, tokens: Sequence[int]) -> Session:
+    session = engine.open()
+    session.append(tokens)
+    return session
+
+
+def close(*sessions: Session) -> None:
+    for session in sessions:
+        session.close()
 
 
 def refused(call: Callable[[], object], message: str) -> None:
@@ -29,7 +43,7 @@ def refused(call: Callable[[], object], message: str) -> None:
 
 
 def batches_do_not_matter(engine: LongContextEngine) -> list[list[int]]:
-    """A sequence's tokens depend on its own text, seed and stream only."""
+    """A sequence's tokens depend only on its text, seed and stream."""
     sampling = Sampling(max_new_tokens=6, temperature=0.9, top_k=50, top_p=0.95, seed=4)
     together = engine.generate(PROMPTS, sampling)
     assert engine.generate(PROMPTS[:1], sampling) == together[:1]
@@ -45,8 +59,7 @@ def batches_do_not_matter(engine: LongContextEngine) -> list[list[int]]:
 def sequences_end(engine: LongContextEngine) -> None:
     (free,) = engine.generate([PROMPTS[0]], Sampling(max_new_tokens=8))
     stop = next(token for token in free if token != free[0])
-    session = engine.open()
-    session.append(PROMPTS[0])
+    session = opened(engine, PROMPTS[0])
     found = session.generate(Sampling(max_new_tokens=8, stop=(stop,)))
     assert found == free[: free.index(stop)] and session.finish_reason == "stop"
     assert session.tokens == [*PROMPTS[0], *found, stop]
@@ -60,44 +73,47 @@ def sequences_end(engine: LongContextEngine) -> None:
     assert session.tokens[-2:] == taken
     session.append([97])
     assert session.reused_tokens >= len(PROMPTS[0]) + len(found)
-    session.close()
-    session.close()
+    close(session, session)
 
 
-def errors_harm_nothing(engine: LongContextEngine) -> None:
-    good, closed = engine.open(), engine.open()
+def errors_change_nothing(engine: LongContextEngine) -> None:
+    closed, good = engine.open(), opened(engine, PROMPTS[2])
     closed.close()
-    good.append(PROMPTS[2])
     before, pages, logits = list(good.tokens), engine.cache_manager.used_pages(), engine.next_logits([good])
-    refused(lambda: closed.append([1]), "expected an open session")
-    refused(lambda: closed.generate(), "expected an open session")
-    refused(lambda: good.append([]), "expected 1 or more")
-    refused(lambda: good.append([97, 10**6]), "token=1000000: expected an id from 0 to")
-    refused(lambda: good.append([-1]), "token=-1")
     empty = engine.open()
-    refused(lambda: engine.append({empty: [97], good: [-1]}), "token=-1")
+    for call, message in (
+        (lambda: closed.append([1]), "expected an open session"),
+        (lambda: closed.generate(), "expected an open session"),
+        (lambda: closed.fork(), "expected an open session"),
+        (lambda: good.append([]), "expected 1 or more"),
+        (lambda: good.append([97, 10**6]), "token=1000000: expected an id from 0 to"),
+        (lambda: good.append([-1]), "token=-1"),
+        (lambda: engine.append({empty: [97], good: [-1]}), "token=-1"),
+        (lambda: engine.next_logits([good, closed]), "expected an open session"),
+        (lambda: engine.next_logits([good, empty]), "expected some tokens to go on from"),
+        (lambda: empty.generate(), "expected some tokens to go on from"),
+        (lambda: engine.continue_all([good, good], Sampling()), "expected each one once"),
+        (lambda: engine.append({empty: [97] * 5000}), "new tokens need"),
+        (lambda: good.generate(Sampling(max_new_tokens=5000)), "new tokens need"),
+        (lambda: engine.append({empty: [97] * 100, good: [97] * 5000}), "new tokens need"),
+        (lambda: good.fork(19), "tokens=19: expected at most the 18 of session"),
+        (lambda: good.fork(-1), "tokens=-1"),
+        (lambda: engine.open(tokens=3), "tokens=3: expected a session to take them from"),
+    ):
+        refused(call, message)
     for wrong in ("ab", [1.5], [97, None], 97, torch.tensor([[97, 98]])):
         refused(lambda wrong=wrong: good.append(wrong), "expected integers, one after another")  # type: ignore[misc]
-    refused(lambda: engine.next_logits([good, closed]), "expected an open session")
-    refused(lambda: engine.next_logits([good, empty]), "expected some tokens to go on from")
-    refused(lambda: empty.generate(), "expected some tokens to go on from")
-    refused(lambda: engine.continue_all([good, good], Sampling()), "expected each one once")
-    refused(lambda: engine.append({empty: [97] * 5000}), "new tokens need")
-    refused(lambda: good.generate(Sampling(max_new_tokens=5000)), "new tokens need")
-    refused(lambda: engine.append({empty: [97] * 100, good: [97] * 5000}), "new tokens need")
     assert good.tokens == before and empty.tokens == [] and engine.cache_manager.used_pages() == pages
     assert torch.equal(engine.next_logits([good]), logits)
     for ids in (numpy.array([97, 98]), torch.tensor([99]), range(100, 102)):
         empty.append(ids)  # type: ignore[arg-type]
     assert empty.tokens == list(range(97, 102)) and {type(token) for token in empty.tokens} == {int}
-    for session in (good, empty):
-        session.close()
+    close(good, empty)
 
 
-def bad_logits_are_told_everywhere(engine: LongContextEngine) -> None:
-    """They are on one rank only, and every rank has to hear of it instead of waiting."""
-    session = engine.open()
-    session.append([97, 98])
+def bad_logits_are_reported_on_all_ranks(engine: LongContextEngine) -> None:
+    """Only one rank has them; the others must not wait for it."""
+    session = opened(engine, [97, 98])
     if session.next_token is not None and session.next_token.logits is not None:
         session.next_token.logits[3] = float("nan")
     refused(lambda: session.generate(), "logits=not finite")
@@ -105,46 +121,72 @@ def bad_logits_are_told_everywhere(engine: LongContextEngine) -> None:
 
 
 def assert_as_fresh(engine: LongContextEngine, session: Session) -> None:
-    logits = engine.next_logits([session])[0]
-    fresh = engine.open()
-    fresh.append(session.tokens)
-    assert torch.allclose(engine.next_logits([fresh])[0], logits, atol=1e-5)
+    fresh = opened(engine, session.tokens)
+    assert torch.allclose(*engine.next_logits([session, fresh]), atol=1e-5)
     fresh.close()
 
 
-def eviction_computes_again(engine: LongContextEngine) -> None:
-    old = engine.open()
-    old.append(PROMPTS[2])
+def forks_continue_independently(engine: LongContextEngine) -> None:
+    source = opened(engine, DOCUMENT)
+    pages = engine.cache_manager.used_pages()
+    forks = [source.fork() for _ in range(3)] + [source.fork(77), source.fork(1)]
+    assert engine.cache_manager.used_pages() <= pages + len(forks) * engine.cache_manager.n
+    assert torch.equal(engine.next_logits([source]), engine.next_logits(forks[:1]))
+    texts = {fork: [i, 2 * i, 3] for i, fork in enumerate(forks[:4])} | {source: [9]}
+    engine.append(texts)  # in one batch: they share slots
+    engine.continue_all([*texts, forks[4]], Sampling(max_new_tokens=4))  # the last fork's only token is recomputed
+    for session in (*forks, source):
+        assert_as_fresh(engine, session)
+    source.close()
+    before = engine.next_logits(forks)
+    filler = opened(engine, [1] * 60)  # into the pages that only the source had
+    for fork in forks:
+        fork.next_token = None  # recompute the last token over the cached ones
+    assert torch.allclose(engine.next_logits(forks), before, atol=1e-5)
+    close(*forks, filler)
+    assert engine.cache_manager.used_pages() == 0
+
+
+def a_fork_that_does_not_fit_changes_nothing(engine: LongContextEngine) -> None:
+    manager, source = engine.cache_manager, opened(engine, DOCUMENT[:9])
+    room = min(manager.free_pages(rank) for rank in range(manager.n))
+    filler = opened(engine, [7] * (manager.n * room * manager.page_tokens))
+    before, state = engine.next_logits([source]), (manager.used_pages(), manager.sessions)
+    with pytest.raises(CacheFull, match="a fork needs 1 page on rank"):
+        source.fork()
+    assert (manager.used_pages(), manager.sessions) == state
+    assert torch.equal(engine.next_logits([source]), before)
+    close(source, filler)
+
+
+def evicted_sessions_are_recomputed(engine: LongContextEngine) -> None:
+    old = opened(engine, PROMPTS[2])
     logits = engine.next_logits([old])
-    room = engine.cache_manager.n * engine.cache_manager.slots_per_rank
-    new = engine.open()
-    new.append([97] * (room - 8))
+    new = opened(engine, [97] * (engine.cache_manager.n * engine.cache_manager.slots_per_rank - 8))
     assert old.cached_tokens == 0
     assert old.tokens == PROMPTS[2]
     assert torch.allclose(engine.next_logits([old]), logits, atol=1e-5) and new.cached_tokens == 0
-    for session in (old, new):
-        session.close()
-    evicted_for_nothing(engine, room)
+    close(old, new)
 
 
-def evicted_for_nothing(engine: LongContextEngine, room: int) -> None:
-    """What can never fit costs nobody a cache, however it is asked for, and in however many passes."""
+def requests_that_can_never_fit_evict_nothing(engine: LongContextEngine) -> None:
+    """However they arise, and in however many passes."""
     own, manager = engine.settings, engine.cache_manager
-    idle = [engine.open() for _ in range(3)]
-    engine.append(dict(zip(idle, PROMPTS, strict=True)))
+    room = manager.n * manager.slots_per_rank
+    idle = [opened(engine, prompt) for prompt in PROMPTS]
     idle.append(idle[2].fork(9))  # shares pages
     logits, pages = engine.next_logits(idle), manager.used_pages()
     cached = [session.cached_tokens for session in idle]
-    for chunk in (None, room // 3):  # all at once; the last of several passes does not fit, nor what others share
+    for chunk in (None, room // 3):  # in one pass, or in several of which the last does not fit
         engine.settings = replace(own, prefill_chunk=chunk)
         fresh = engine.open()
-        for ask in (
+        for call in (
             lambda fresh=fresh: fresh.append([97] * (room + 1)),
             lambda: idle[0].generate(Sampling(max_new_tokens=room)),
             lambda fresh=fresh: engine.append({fresh: [97] * (room - 9), idle[1]: [98] * 20}),
         ):
             with pytest.raises(CacheFull):
-                ask()
+                call()
             assert [session.cached_tokens for session in idle] == cached and manager.used_pages() == pages
         fresh.close()
     engine.settings = own
@@ -156,8 +198,22 @@ def evicted_for_nothing(engine: LongContextEngine, room: int) -> None:
     assert manager.used_pages() == 0
 
 
-def warming_up_computes_and_leaves_nothing(engine: LongContextEngine) -> None:
-    """Prompts of two lengths, on this rank's part of the tokens."""
+def a_batch_does_not_evict_its_own_sessions(engine: LongContextEngine) -> None:
+    """The short sequence is placed before the long one's later chunks find no room."""
+    own, manager = engine.settings, engine.cache_manager
+    engine.settings = replace(own, prefill_chunk=8)
+    idle, short, long = opened(engine, [1, 2, 3]), engine.open(), engine.open()
+    pages = manager.used_pages()
+    with pytest.raises(CacheFull, match="new tokens need"):
+        engine.append({short: [1, 2, 3, 4], long: [5] * (manager.n * manager.slots_per_rank + 50)})
+    assert (short.cached_tokens, long.cached_tokens, manager.used_pages()) == (0, 0, pages)
+    assert idle.tokens == [1, 2, 3] and idle.cached_tokens == 3  # evicted for the batch, and restored
+    short.append([1, 2, 3, 4])
+    close(idle, short, long)
+    engine.settings = own
+
+
+def warm_up_computes_two_lengths_in_every_mode(engine: LongContextEngine) -> None:
     computed: list[int] = []
     modes: set[str] = set()
     original, begin = engine.model.logits, engine.model.attention.begin
@@ -173,16 +229,15 @@ def warming_up_computes_and_leaves_nothing(engine: LongContextEngine) -> None:
     assert engine.cache_manager.used_pages() == 0 and not engine.cache_manager.sessions
 
 
-def warming_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
-    """However much of the cache they hold, and where the engine may evict them."""
+def warm_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
+    """However much of the cache they hold, and even if the engine may evict them."""
     own, manager = engine.settings, engine.cache_manager
     session = engine.open()
     engine.settings = replace(own, evict=True)
     try:
         for pages in (1, 24, 2):
-            session.append(
-                [97] * (min(map(manager.free_pages, range(manager.n))) - pages) * manager.n * manager.page_tokens
-            )
+            room = min(map(manager.free_pages, range(manager.n))) - pages
+            session.append([97] * room * manager.n * manager.page_tokens)
             before = manager.used_pages()
             engine.warm_up()
             assert session.cached_tokens == len(session.tokens) > 0 and manager.used_pages() == before
@@ -193,30 +248,30 @@ def warming_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
         session.close()
 
 
-def a_pass_takes_as_many_tokens_as_fit(engine: LongContextEngine, each: int) -> None:
-    """Of all sequences together, so that activations are bounded however long prompts are and however many."""
-    own, most = engine.settings, each * engine.cache_manager.n
+def passes_are_bounded(engine: LongContextEngine, each: int) -> None:
+    """Over all sequences together, so that the memory of activations does not grow with prompts or their number."""
+    own, default, most = engine.settings, engine.rank_tokens, each * engine.cache_manager.n
     texts = [PROMPTS[0] * 6, PROMPTS[1], PROMPTS[2], PROMPTS[2] * 2]
     for chunk in (None, 7):
-        engine.settings = replace(own, prefill_chunk=chunk)
+        engine.settings, engine.rank_tokens = replace(own, prefill_chunk=chunk), default
         _, expected = passes(engine, texts)
-        engine.settings = replace(own, prefill_chunk=chunk, rank_tokens=each)
+        engine.rank_tokens = each
         computed, found = passes(engine, texts)
         assert sum(computed) == sum(map(len, texts)) and max(computed) <= max(most, chunk or 0)
         assert chunk or all(before + after > most for before, after in pairwise(computed)), "each takes what fits"
         assert len(computed) > 3
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
-    engine.settings = own
+    engine.settings, engine.rank_tokens = own, default
 
 
 def passes(engine: LongContextEngine, texts: list[list[int]]) -> tuple[list[int], Tensor]:
-    """New tokens of every pass that prompts are computed in, and the logits at their ends."""
+    """Return the number of new tokens of every pass of these prompts, and the logits at their ends."""
     computed: list[int] = []
     forward = engine._forward
 
-    def counted(sessions: list[Session], turns: tuple[ScheduledChunk, ...], *rest: object, **how: object) -> object:
-        computed.append(sum(turn.new for turn in turns))
-        return forward(sessions, turns, *rest, **how)  # type: ignore[arg-type]
+    def counted(sessions: list[Session], chunks: tuple[ScheduledChunk, ...], *rest: object, **how: object) -> object:
+        computed.append(sum(chunk.new for chunk in chunks))
+        return forward(sessions, chunks, *rest, **how)  # type: ignore[arg-type]
 
     engine._forward = counted  # type: ignore[method-assign, assignment]
     sessions = [engine.open() for _ in texts]
@@ -225,37 +280,38 @@ def passes(engine: LongContextEngine, texts: list[list[int]]) -> tuple[list[int]
     finally:
         del engine._forward  # type: ignore[method-assign]
     logits = engine.next_logits(sessions)
-    for session in sessions:
-        session.close()
+    close(*sessions)
     return computed, logits
 
 
-def learned_positions_end(config: Config) -> None:
-    settings = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}
-    with engine_of(changed(config, settings)) as engine:
-        engine.warm_up()  # no more positions than there are
-        session = engine.open()
-        refused(lambda: session.append([97] * 25), "tokens of the session=25: expected at most the model's 24 posit")
-        session.append([97] * 20)
-        assert len(session.generate(Sampling(max_new_tokens=10))) == 4 and session.finish_reason == "length"
-        refused(lambda: session.generate(), "tokens of the session=24: expected less than 24")
+def learned_positions_end(engine: LongContextEngine) -> None:
+    engine.warm_up()  # within the positions
+    session = engine.open()
+    refused(lambda: session.append([97] * 25), "tokens of the session=25: expected at most the model's 24 posit")
+    session.append([97] * 20)
+    assert len(session.generate(Sampling(max_new_tokens=10))) == 4 and session.finish_reason == "length"
+    refused(lambda: session.generate(), "tokens of the session=24: expected less than 24")
 
 
 def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
     with engine_of(config) as engine:
-        warming_up_computes_and_leaves_nothing(engine)
-        warming_up_leaves_open_sessions_alone(engine)
-        a_pass_takes_as_many_tokens_as_fit(engine, 12)
+        warm_up_computes_two_lengths_in_every_mode(engine)
+        warm_up_leaves_open_sessions_alone(engine)
+        passes_are_bounded(engine, 12)
         tokens = batches_do_not_matter(engine)
         sequences_end(engine)
-        errors_harm_nothing(engine)
-        bad_logits_are_told_everywhere(engine)
-        session = engine.open()
-        session.append(PROMPTS[2])
-        logits = engine.next_logits([session])
+        errors_change_nothing(engine)
+        bad_logits_are_reported_on_all_ranks(engine)
+        forks_continue_independently(engine)
+        a_fork_that_does_not_fit_changes_nothing(engine)
+        logits = engine.next_logits([opened(engine, PROMPTS[2])])
     with engine_of(changed(config, {"inference.evict": True})) as engine:
-        eviction_computes_again(engine)
-    learned_positions_end(config)
+        evicted_sessions_are_recomputed(engine)
+        requests_that_can_never_fit_evict_nothing(engine)
+        a_batch_does_not_evict_its_own_sessions(engine)
+    learned = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}
+    with engine_of(changed(config, learned)) as engine:
+        learned_positions_end(engine)
     return tokens, logits
 
 
@@ -266,3 +322,11 @@ def test_sessions_keep_their_promises_on_any_number_of_ranks(tmp_path: Path) -> 
     for tokens, logits in run_distributed(every_promise, 2, parallel(config, 2)):
         assert tokens == alone[0]
         assert torch.allclose(logits, alone[1], atol=1e-5)
+
+
+def test_the_common_prefix_of_two_texts() -> None:
+    text = list(range(10_000))
+    for at in (0, 1, 4095, 4096, 9_999):
+        assert common_prefix(text, [*text[:at], -1, *text[at + 1 :]]) == at
+    assert common_prefix(text, text[:5000]) == 5000
+    assert common_prefix([], text) == 0

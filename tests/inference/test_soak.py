@@ -2,16 +2,261 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_longctx.config import Config
+from megatron_longctx.inference.cache_manager import CacheFull
+from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.inference.scheduler import Request, Scheduler
+from megatron_longctx.inference.session import Session
 from megatron_longctx.testing.distributed import run_distributed
-from tests.inference.conversations import parallel
-from tests.inference.soak import Found, dense_texts, soak
+from tests.inference.conversations import dense, engine_of, parallel
+from tests.inference.histories import slots_of
 from tests.shared.training import tiny_config
+
+LONGEST = 110
+OPERATIONS = ("open", "append", "append", "generate", "generate", "stop", "fork", "fork", "close", "evict", "bad")
+
+
+@dataclass
+class Sample:
+    """A text and the logits of its next token."""
+
+    tokens: list[int]
+    logits: Tensor
+
+
+@dataclass
+class Soak:
+    """Random operations of one seed.
+
+    Attributes:
+        samples: to be compared with the dense model.
+        seen: the number of operations of every kind.
+    """
+
+    engine: LongContextEngine
+    seed: int
+    samples: list[Sample] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._source = random.Random(self.seed)
+        self._sessions: list[Session] = []
+        self._cached: dict[Session, tuple[object, Tensor]] = {}
+
+    def run(self, steps: int) -> None:
+        for step in range(steps):
+            self._operate()
+            self._check_caches()
+            if step % 25 == 24 and self._sessions:
+                self._take_sample()
+        for session in self._sessions:
+            session.close()
+        assert self.engine.cache_manager.used_pages() == 0 and not self.engine.cache_manager.sessions
+
+    def _operate(self) -> None:
+        operation = self._source.choice(OPERATIONS)
+        if operation == "open" or not self._sessions:
+            operation = "open"
+            self._sessions.append(self.engine.open())
+        manager, some = self.engine.cache_manager, self._some()
+        before = self._state()
+        try:
+            getattr(self, f"_{operation}")(some)
+            self.seen[operation] += 1
+        except CacheFull:
+            self.seen["full"] += 1
+            if not self.engine.settings.evict:
+                assert self._state() == before
+            self._free()
+        except ValueError as error:
+            assert operation == "bad" and "expected" in str(error)
+            assert self._state() == before
+            self.seen["refused"] += 1
+        assert manager.sessions == tuple(sorted(session.number for session in self._sessions))
+
+    def _state(self) -> tuple[object, ...]:
+        manager = self.engine.cache_manager
+        sessions = [(s.number, list(s.tokens), s.cached_tokens if s.next_token else None) for s in self._sessions]
+        # The last token of a fork may have been dropped, to be computed again.
+        certain = all(s.next_token for s in self._sessions)
+        return sessions, [manager.free_pages(rank) for rank in range(manager.n)] if certain else None
+
+    def _some(self) -> list[Session]:
+        """Choose up to 4 sessions that are not too long."""
+        able = [s for s in self._sessions if len(s.tokens) < LONGEST]
+        return self._source.sample(able, self._source.randint(min(1, len(able)), min(4, len(able))))
+
+    def _text(self, most: int) -> list[int]:
+        return [self._source.randrange(256) for _ in range(self._source.choice((1, 2, self._source.randint(1, most))))]
+
+    def _open(self, some: list[Session]) -> None:
+        self.engine.append({self._sessions[-1]: self._text(60)})
+
+    def _append(self, some: list[Session]) -> None:
+        self.engine.append({session: self._text(25) for session in some})
+
+    def _generate(self, some: list[Session]) -> None:
+        with_text = [session for session in some if session.tokens]
+        seed = self._source.randrange(1000)
+        sampling = Sampling(max_new_tokens=self._source.randint(1, 4), temperature=seed % 2, seed=seed)
+        self.engine.continue_all(with_text, sampling)
+
+    def _stop(self, some: list[Session]) -> None:
+        """Stop a generation early."""
+        stream = self.engine.stream([session for session in some if session.tokens], Sampling(max_new_tokens=9))
+        for _ in range(self._source.randint(0, 3)):
+            next(stream, None)
+        stream.close()
+
+    def _fork(self, some: list[Session]) -> None:
+        for session in some[:1]:
+            cut = self._source.choice((None, self._source.randint(0, len(session.tokens))))
+            fork = session.fork(cut)
+            self._sessions.append(fork)
+            assert fork.tokens == session.tokens[:cut]
+            own = self._contents(fork)
+            assert torch.equal(own, self._contents(session)[:, : own.shape[1]])
+
+    def _close(self, some: list[Session]) -> None:
+        for session in some[:2]:
+            session.close()
+            self._sessions.remove(session)
+
+    def _evict(self, some: list[Session]) -> None:
+        for session in some[:1]:
+            self.engine.cache_manager.evict(session.number)
+
+    def _bad(self, some: list[Session]) -> None:
+        good = self._source.choice(self._sessions)
+        closed = self.engine.open()
+        closed.close()
+        self._source.choice(
+            [
+                lambda: self.engine.append({good: [1, 10**6]}),
+                lambda: self.engine.append({good: []}),
+                lambda: self.engine.append({good: [1], closed: [1]}),
+                lambda: self.engine.append({good: [1] * 10**4}),
+                lambda: self.engine.continue_all([good, good], Sampling()) if good.tokens else good.append([]),
+                lambda: good.fork(len(good.tokens) + 1),
+                lambda: closed.fork(),
+                lambda: Sampling(max_new_tokens=0),
+            ]
+        )()
+        raise AssertionError("a bad request was served")
+
+    def _free(self) -> None:
+        self._close(sorted(self._sessions, key=lambda session: -len(session.tokens))[:2])
+
+    def _contents(self, session: Session) -> Tensor:
+        """Return this rank's cached keys and values of a session in the order of positions, `[layers, tokens, ...]`."""
+        attention = self.engine.model.attention
+        slots = slots_of(self.engine.cache_manager, session.number, attention.rank)
+        return torch.stack([layer[slots] for layer in attention._layers])
+
+    def _check_caches(self) -> None:
+        """Check that cached tokens have not changed, unless a session was evicted or truncated, and no page leaked."""
+        manager = self.engine.cache_manager
+        kept: dict[Session, tuple[object, Tensor]] = {}
+        for session in self._sessions:
+            shards, now = manager.shards(session.number), self._contents(session)
+            before, old = self._cached.get(session, (None, now))
+            if shards is before:  # neither evicted nor truncated since
+                assert now.shape[1] >= old.shape[1] and torch.equal(now[:, : old.shape[1]], old), "a cache has changed"
+                self.seen["watched"] += 1
+            kept[session] = (shards, now)
+        self._cached = kept
+        used = sum(manager.held_pages(manager.sessions, rank) for rank in range(manager.n))
+        assert manager.used_pages() == used, "pages have leaked"
+
+    def _take_sample(self) -> None:
+        session = self._source.choice(self._sessions)
+        if session.tokens:
+            try:
+                logits = self.engine.next_logits([session])[0]
+            except CacheFull:
+                return
+            self._check_caches()
+            self.samples.append(Sample(list(session.tokens), logits))
+
+
+@dataclass
+class Served:
+    """A greedy request's prompt and answer."""
+
+    prompt: tuple[int, ...]
+    answer: list[int]
+
+
+def serve(engine: LongContextEngine, seed: int, requests: int) -> tuple[list[Served], Counter[str]]:
+    """Run random requests with common prefixes, some bad, some cancelled, through a scheduler with little room."""
+    source = random.Random(seed)
+    scheduler = Scheduler(engine, max_active=5, prefill_chunk=24, keep_sessions=4)
+    texts = [tuple(source.randrange(256) for _ in range(size)) for size in (70, 90, 33)]
+    sent: dict[int, Request] = {}
+    answers: dict[int, list[int]] = {}
+    seen: Counter[str] = Counter()
+    while len(sent) < requests or scheduler.busy:
+        if len(sent) < requests and source.random() < 0.5:
+            text = source.choice(texts)
+            prompt = text[: source.randint(1, len(text))] + tuple(source.randrange(256) for _ in range(3))
+            if source.random() < 0.1:
+                prompt = source.choice(((), (*prompt, 10**6), prompt * 100))
+            sampling = Sampling(max_new_tokens=source.randint(1, 8), temperature=source.choice((0.0, 0.0, 1.0)))
+            request = sent[len(sent)] = Request(len(sent), prompt, sampling)
+            scheduler.submit(request)
+            if source.random() < 0.3:
+                texts[source.randrange(3)] = prompt if 2 < len(prompt) < 100 and max(prompt) < 256 else text
+        if sent and source.random() < 0.1:
+            scheduler.cancel(source.randrange(len(sent)))
+        for event in scheduler.advance():
+            answers.setdefault(event.number, [])
+            if event.token is not None:
+                answers[event.number].append(event.token)
+            if event.finish_reason is not None:
+                seen[event.finish_reason] += 1
+                seen["reused"] += event.cached_tokens > 0
+    scheduler.close()
+    assert engine.cache_manager.used_pages() == 0 and not engine.cache_manager.sessions
+    assert sum(seen[reason] for reason in ("length", "cancelled", "error")) == requests
+    greedy = [number for number, request in sent.items() if request.sampling.temperature == 0 and answers[number]]
+    return [Served(sent[number].prompt, answers[number]) for number in greedy], seen
+
+
+@dataclass
+class Found:
+    """The results for one configuration on one rank."""
+
+    samples: list[Sample]
+    served: list[Served]
+    seen: Counter[str]
+
+
+def soak(rank: int, configs: list[Config], steps: int, requests: int) -> list[Found]:
+    """Run both kinds of work with every configuration."""
+    found = []
+    for number, config in enumerate(configs):
+        with engine_of(config) as engine:
+            work = Soak(engine, number)
+            work.run(steps)
+            served, seen = serve(engine, number, requests)
+            found.append(Found(work.samples, served, work.seen + seen))
+    return found
+
+
+def dense_texts(rank: int, config: Config, texts: list[list[int]]) -> list[Tensor]:
+    """Run `conversations.dense` in a world of one rank."""
+    return dense(config, None, texts, False)
+
 
 SETTINGS = (
     {},
@@ -22,7 +267,7 @@ SETTINGS = (
 
 
 def check(config: Config, found: list[Found]) -> None:
-    """Every sample's logits, and every greedy token: as likely as any by the dense model."""
+    """Compare the logits of every sample, and the likelihood of every greedy token, with the dense model."""
     samples = [sample for each in found for sample in each.samples]
     served = [one for each in found for one in each.served][-40:]
     texts = [sample.tokens for sample in samples] + [[*one.prompt, *one.answer] for one in served]
@@ -36,7 +281,7 @@ def check(config: Config, found: list[Found]) -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("n", "which"), [(1, (0, 1, 2, 3)), (2, (0, 3)), (3, (1, 3))])
-def test_a_soak_leaks_nothing_and_corrupts_nothing(tmp_path: Path, n: int, which: tuple[int, ...]) -> None:
+def test_random_operations_leak_and_corrupt_nothing(tmp_path: Path, n: int, which: tuple[int, ...]) -> None:
     steps, requests = (700, 60) if n == 1 else (30, 6)
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
     configs = [parallel(config, n, cache_tokens=350, **settings) for settings in (SETTINGS[i] for i in which)]

@@ -1,4 +1,4 @@
-"""What is compiled before the first prompt: afterwards no prompt and no decode waits for Triton."""
+"""Kernels compiled before the first prompt: afterwards no prompt and no decode waits for Triton."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.attention.bind import Engine, bind
+from megatron_longctx.attention.bind import Engine, Shapes, bind
 from megatron_longctx.attention.run import Run
-from megatron_longctx.attention.shapes import Shapes
 from megatron_longctx.comm import BufferPool
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.kernels import AttentionKernel, paged, partials
 from megatron_longctx.kernels.interface import BlockInputs
-from megatron_longctx.kernels.paged import PackedPartials, Pages
-from megatron_longctx.kernels.warm_up import compile_decode, compile_merges
+from megatron_longctx.kernels.paged import PackedPartials, Pages, compile_decode
+from megatron_longctx.kernels.partials import compile_merges
 from megatron_longctx.schedules import Kind, Lowering, Takes, Target
+from megatron_longctx.schedules.accumulators import MOST_PARTIALS
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
-from megatron_longctx.schedules.totals import MOST_PARTIALS
 from tests.kernels.test_variants import Launches, needs_compiler
 from tests.shared.threads import ThreadedRanks
 
@@ -34,7 +33,7 @@ HEADS, KV_HEADS, D = 8, 2, 128
 
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """What merges would be compiled for on a GPU; nothing runs."""
+    """Record the variants of merges that a GPU would compile; nothing runs."""
     from megatron_longctx.kernels import partials_triton
 
     launches = Launches(partials_triton._combine_kernel)
@@ -45,7 +44,7 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 class NoAttention(AttentionKernel):
-    """Results with nothing in them."""
+    """Returns uninitialized results."""
 
     takes = Takes(packed=True)
 
@@ -60,7 +59,7 @@ class NoAttention(AttentionKernel):
 
 
 def prompts(cases: int) -> None:
-    """One layer's attention of random prompts over random histories, on every rank."""
+    """Run one layer's attention of random prompts over random histories, on every rank."""
     source = random.Random(0)
     shape = CacheShape(1, HEADS, KV_HEADS, D, BF16)
     shapes = Shapes(shape.workload, BF16, CPU, shape.kv, shape.kv)
@@ -70,8 +69,8 @@ def prompts(cases: int) -> None:
         sessions = [manager.open() for _ in range(source.randint(1, 2))]
         for _ in range(source.randint(0, 3)):
             manager.append({session: source.randint(1, 300) for session in sessions})
-        turns = manager.append({session: source.choice((1, 2, source.randint(3, 300))) for session in sessions})
-        batch = Batch(n, manager.slots_per_rank, turns)
+        chunks = manager.append({session: source.choice((1, 2, source.randint(3, 300))) for session in sessions})
+        batch = Batch(n, manager.slots_per_rank, chunks)
         cache = torch.empty(manager.slots_per_rank, 2, 1, KV_HEADS, D, dtype=BF16)
         lowering = Lowering(batch.plan(list(CACHE_MODES)[case % 3]), Target(shape.workload, NoAttention.takes))
         ranks = ThreadedRanks(n)
@@ -85,10 +84,10 @@ def prompts(cases: int) -> None:
 
 
 @needs_compiler
-def test_no_merge_of_a_prompt_is_compiled_after_the_warm_up(merges: Launches) -> None:
+def test_prompts_need_no_merge_that_was_not_compiled(merges: Launches) -> None:
     prompts(60)
     needed = set(merges.variants)
-    assert len(needed) >= 4, "these prompts show nothing"
+    assert len(needed) >= 4, "these prompts need too few variants"
     merges.variants.clear()
     compile_merges(HEADS, D, BF16, CPU)
     assert len(merges.variants) == 16 and needed <= set(merges.variants)
@@ -99,7 +98,7 @@ def test_no_merge_of_a_prompt_is_compiled_after_the_warm_up(merges: Launches) ->
     ("heads", "int8", "windows"),
     [(2, False, (False,)), (4, False, (True,)), (8, False, (False, True)), (32, False, (False,)), (8, True, (True,))],
 )
-def test_nor_anything_of_decode(
+def test_decode_needs_no_kernel_that_was_not_compiled(
     heads: int, int8: bool, windows: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_longctx.kernels import paged_triton
@@ -108,18 +107,18 @@ def test_nor_anything_of_decode(
     for name, launches in kernels.items():
         monkeypatch.setattr(paged_triton, name, launches)
     monkeypatch.setattr(paged_triton, "_processors", lambda _: 132)  # an H100's
-    monkeypatch.setattr(paged, "attend_pages_torch", paged_triton.attend_pages_triton)
+    monkeypatch.setattr(paged, "attend_torch", paged_triton.attend_triton)
     monkeypatch.setattr(paged, "merge_ranks_torch", paged_triton.merge_ranks_triton)
     cache = torch.zeros(256, 2, 2, D, dtype=BF16) if not int8 else torch.zeros(256, 2, 2, D + 4, dtype=torch.uint8)
     compile_decode(torch.empty(0, heads, D, dtype=BF16), cache, 64, windows)
     compiled = {name: set(launches.variants) for name, launches in kernels.items()}
     tables, counts = torch.zeros(128, 5, dtype=torch.int32), torch.ones(513, dtype=torch.int64)
-    together = paged.most_together(heads, 2)
+    together = paged.max_queries_per_tile(heads, 2)
     for rows, beside in [(2**i, 1) for i in range(8)] + [(2**i, together) for i in range(10) if 2**i >= together]:
         for ranks in (2, 3, 8):
             q = torch.empty(rows, heads, D, dtype=BF16)
             for window in windows:
-                skipped = counts[1 : rows + 1] if window else None  # a line of a step's numbers
+                skipped = counts[1 : rows + 1] if window else None  # a field of a step's inputs
                 pages = Pages(tables[: rows // beside], counts[:rows], 64, beside, skipped)
                 found = paged.attend_pages(q, cache, pages, 0.1)
             gathered = torch.empty(ranks, found.flat.numel())

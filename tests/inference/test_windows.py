@@ -1,4 +1,4 @@
-"""Windows of layers and sinks over the cache: the logits of the training forward pass over the whole text."""
+"""Windows and sinks over the cache: logits equal those of the training forward pass over the whole text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_longctx.comm import gather_over
+from megatron_longctx.comm import all_gather_rows
 from megatron_longctx.config import Config
 from megatron_longctx.inference import cached_attention
 from megatron_longctx.inference.engine import LongContextEngine
@@ -31,19 +31,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "windows longer than the text": {"model.window": 1000, "model.sinks": "learnable"},
 }  # fmt: skip
 TURNS = ((23, 1, 2), (1, 1, 1), (1, 1, 1), (0, 9, 1), (14, 1, 5), (1, 1, 1), (1, 1, 1))
-"""New tokens of three sessions; after the fourth, the first is forked at `CUT`, whose fork gets the last of them."""
+"""The new tokens of three sessions. After the fourth turn a fork of the first at `CUT` replaces the third."""
 CUT = 19
 WAYS: dict[str, dict[str, Any]] = {
     "pass_kv": {"mode": "pass_kv"},
     "pass_q": {"mode": "pass_q"},
     "one_hop": {"mode": "one_hop"},
     "replicated": {"decode": "replicated"},
-    "replicated, merged in place": {"decode": "replicated"},
+    "replicated, merged by peers": {"decode": "replicated"},
     "chunks": {"decode": "replicated", "prefill_chunk": 5},
     "exact": {"mode": "pass_kv", "prefill_chunk": 4, "exact_reuse": True},
 }
 Logits = dict[tuple[int, int], Tensor]
-"""By session and number of tokens before it."""
+"""Keyed by session and number of tokens before."""
 
 
 def texts() -> list[list[int]]:
@@ -53,7 +53,7 @@ def texts() -> list[list[int]]:
 
 
 def with_large_sinks(gpt: GPTModel, tensor: int = 1, rank: int = 0) -> None:
-    """Of other sizes for every head and layer: some take next to nothing, some nearly all of the softmax."""
+    """Set a different sink for every head and layer: some take almost none, some almost all of the softmax."""
     for number, layer in enumerate(gpt.decoder.layers):
         sinks = layer.self_attention.core_attention.softmax_offset
         if isinstance(sinks, torch.nn.Parameter):
@@ -61,36 +61,36 @@ def with_large_sinks(gpt: GPTModel, tensor: int = 1, rank: int = 0) -> None:
             sinks.data.copy_(values.chunk(tensor)[rank])
 
 
-class InPlaceOfPeers:
-    """What `PeerMerge` does, by a collective: each rank gives the merged results of its shares."""
+class MergeByCollective:
+    """Does the work of `PeerMerge` with a collective of every rank's partial results."""
 
     def fits(self, *_: int) -> bool:
         return True
 
     def __call__(self, shares: PackedPartials, out: Tensor) -> Tensor:
         assert len(shares.out) == 2
-        gathered = gather_over(dist.group.WORLD, shares.flat.flatten()).view(-1, shares.flat.shape[1])
+        gathered = all_gather_rows(dist.group.WORLD, shares.flat.flatten()).view(-1, shares.flat.shape[1])
         return merge_ranks(PackedPartials(gathered, *out.shape), out)
 
 
 def two_shares(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
-    first = torch.zeros_like(pages.counts) if pages.skipped is None else pages.skipped
+    first = torch.zeros_like(pages.counts) if pages.window_starts is None else pages.window_starts
     middle = (first + pages.counts) // 2
-    parts = replace(pages, counts=middle), replace(pages, skipped=middle)
+    parts = replace(pages, counts=middle), replace(pages, window_starts=middle)
     return PackedPartials(torch.stack([attend_pages(q, cache, part, scale).flat for part in parts]), *q.shape)
 
 
 def logits_of(rank: int, cases: list[tuple[str, Config]]) -> list[Logits]:
-    """After every turn."""
+    """Return the logits after every turn, for every case."""
     found = []
     for way, config in cases:
         with engine_of(config) as engine, pytest.MonkeyPatch.context() as patch:
             assert isinstance(engine.model, CachedGPT)
             tensor = config.parallelism.tensor_parallel_size
             with_large_sinks(engine.model._gpt, tensor, rank % tensor)
-            if way == "replicated, merged in place":
-                engine.model.attention._merge = InPlaceOfPeers()  # type: ignore[assignment]
-                patch.setattr(cached_attention, "attend_shares", two_shares)
+            if way == "replicated, merged by peers":
+                engine.model.attention._merge = MergeByCollective()  # type: ignore[assignment]
+                patch.setattr(cached_attention, "attend_splits", two_shares)
             found.append(logits_in(engine))
     return found
 
@@ -143,11 +143,11 @@ def check(found: Logits, truth: list[Tensor]) -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("tensor", "n"), [(1, 1), (1, 2), (1, 3), (2, 2)])
-def test_every_way_gives_the_training_forwards_logits(
+def test_every_way_equals_the_training_forward_pass(
     tensor: int, n: int, configs: dict[str, Config], truth: dict[str, list[Tensor]]
 ) -> None:
     ways = WAYS if n > 1 and tensor == 1 else {way: WAYS[way] for way in ("pass_q", "replicated")}
-    every = 1 if n < 3 else n - 1  # of many ranks each way with one or two of the shapes
+    every = 1 if n < 3 else n - 1  # with many ranks, every way gets one or two of the shapes
     cases = [
         (name, way, parallel(config, n, tensor, **WAYS[way]))
         for i, (name, config) in enumerate(configs.items())
@@ -159,8 +159,8 @@ def test_every_way_gives_the_training_forwards_logits(
             check(logits, truth[name])
 
 
-def test_windows_and_sinks_show(configs: dict[str, Config], truth: dict[str, list[Tensor]]) -> None:
-    """What the test above compares is not what a model without them gives."""
+def test_windows_and_sinks_have_an_effect(configs: dict[str, Config], truth: dict[str, list[Tensor]]) -> None:
+    """Models without them have other logits, so the test above can fail."""
     plain = {"model.window": None, "model.window_pattern": None, "model.sinks": "none"}
     without = [changed(config, plain) for config in configs.values()]
     without += [changed(config, {"model.sinks": "none"}) for config in configs.values()]
@@ -170,7 +170,7 @@ def test_windows_and_sinks_show(configs: dict[str, Config], truth: dict[str, lis
         assert (other[0][-1] - exact[0][-1]).abs().max() > 1e-2
 
 
-def in_8_bits(rank: int, configs: list[Config]) -> list[Logits]:
+def with_int8(rank: int, configs: list[Config]) -> list[Logits]:
     return logits_of(rank, [("", config) for config in configs])
 
 
@@ -178,5 +178,5 @@ def in_8_bits(rank: int, configs: list[Config]) -> list[Logits]:
 def test_8_bit_keys_and_values_have_windows_and_sinks(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "x", {**next(iter(SHAPES.values())), "attention.kv_int8": True})
     cases = [parallel(config, 3, **WAYS[way]) for way in ("pass_kv", "replicated")]
-    for planned, rows in run_distributed(in_8_bits, 3, cases):
+    for planned, rows in run_distributed(with_int8, 3, cases):
         torch.testing.assert_close(planned, rows, rtol=2e-5, atol=2e-5)

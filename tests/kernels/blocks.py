@@ -1,4 +1,4 @@
-"""What the tests of kernels share: random blocks, fp64 attention written out, and the error rule."""
+"""Shared code of the kernel tests: random blocks, fp64 attention written out, and the error rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_longctx.kernels import AttentionKernel, Partial, dense_call, merge
 from megatron_longctx.schedules import KernelCall, Slice, kernel_calls
 from tests.schedules.masks import pairs_of
 
-# Below these relative errors a result is as good as its dtype gets, whatever torch's own call achieves.
+# Relative errors that the dtype itself allows, whatever torch's own call achieves.
 FLOOR = {torch.float64: 1e-13, torch.float32: 5e-7, torch.bfloat16: 1e-3, torch.float16: 2e-4}
 Tensors = tuple[Tensor, ...]
 """q, k, v and the gradient of out."""
@@ -23,7 +23,10 @@ Results = dict[str, Tensor]
 
 @dataclass
 class Case:
-    """`s` queries and `t` keys, what they see, and the sizes `[s, b, h, d]`, `[t, b, g, d]` and `[t, b, g, e]`."""
+    """A call over q `[s, b, h, d]`, k `[t, b, g, d]` and v `[t, b, g, e]`.
+
+    sees: whether the call is causal; or a call, or slices.
+    """
 
     s: int
     t: int
@@ -32,12 +35,11 @@ class Case:
     g: int
     d: int
     sees: bool | KernelCall | Sequence[Slice]
-    """Whether all is plainly causal; or a call, or slices."""
     e: int | None = None
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.scale is None:  # not the usual 1/sqrt(d), so that a kernel that ignores the argument is found
+        if self.scale is None:  # not 1/sqrt(d), to detect kernels that ignore the argument
             self.scale = 0.8 / self.d**0.5
 
     @property
@@ -46,13 +48,13 @@ class Case:
         return dense_call(self.s, self.t, self.sees) if isinstance(self.sees, bool) else self.sees
 
     def visible(self, device: torch.device) -> Tensor:
-        """bool `[s, t]`."""
+        """Return which query sees which key, bool `[s, t]`."""
         slices = self.call.slices if isinstance(self.sees, bool | KernelCall) else self.sees
         return torch.from_numpy(pairs_of(slices, self.s, self.t) > 0).to(device)
 
 
 def tensors(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensors:
-    """k and v are strided views of one `[t, 2, b, g, d]` buffer where they are of one size."""
+    """Draw q, k, v and grad_out; k and v of one size are strided views of one `[t, 2, b, g, d]` buffer."""
     gen = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -65,12 +67,12 @@ def tensors(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) 
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, case: Case) -> Results:
-    """out, lse, dq, dk, dv of the whole block in fp64."""
+    """Compute out, lse, dq, dk, dv of the whole block in fp64."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     repeat = q.shape[2] // k.shape[2]
     keys, values = (x.repeat_interleave(repeat, 2) for x in leaves[1:])
     visible = case.visible(q.device)
-    hidden = torch.finfo(torch.float64).min  # -inf would make NaN of rows that see nothing
+    hidden = torch.finfo(torch.float64).min  # -inf would give NaN to rows that see nothing
     scores = (torch.einsum("sbhd,tbhd->bhst", leaves[0], keys) * case.scale).masked_fill(~visible, hidden)
     out = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1) * visible, values)
     lse = scores.detach().logsumexp(-1).masked_fill(~visible.any(-1), -torch.inf).permute(2, 0, 1)
@@ -79,7 +81,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, case: Case) -> Resu
 
 
 def torch_own(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, case: Case) -> Results:
-    """out, dq, dk, dv by torch's scaled_dot_product_attention in the tensors' own dtype; at a scale that it takes."""
+    """Compute out, dq, dk, dv by torch's scaled_dot_product_attention in the tensors' dtype, at a scale it supports."""
     scale = case.scale if case.scale is not None and case.scale > 0 else 0.3
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     heads_first = [x.permute(1, 2, 0, 3) for x in leaves]
@@ -91,12 +93,12 @@ def torch_own(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, case: Case) -> 
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative Frobenius error."""
+    """Return the relative Frobenius error."""
     return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
 def check(found: Results, case: Case, *of: Tensor) -> None:
-    """Every result is at most twice as far from the truth as torch's own call of the same precision."""
+    """Assert that every result is at most twice as far from the truth as torch's own call of the same precision."""
     own = torch_own(*of, case)
     for name, wanted in truth(*of, case).items():
         result = found[name]
@@ -106,7 +108,7 @@ def check(found: Results, case: Case, *of: Tensor) -> None:
             torch.testing.assert_close(result.double(), wanted, rtol=0, atol=tolerance)
             continue
         assert torch.isfinite(result).all(), name
-        # A gradient that is zero in exact arithmetic (one key) is all rounding: compare with grad_out's size, 1.
+        # A gradient that is zero in exact arithmetic (one key) is all rounding: compare it with grad_out's size, 1.
         if wanted.norm() < 1e-9:
             assert result.double().abs().max() < 0.05, name
             continue
@@ -115,7 +117,7 @@ def check(found: Results, case: Case, *of: Tensor) -> None:
 
 
 def run(kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, case: Case) -> Results:
-    """The kernel's forward, then its backward from its own out and lse."""
+    """Run the kernel's forward, then its backward on its own out and lse."""
     assert case.scale is not None
     out, lse = kernel.forward(q, k, v, case.call, scale=case.scale)
     assert out.dtype == q.dtype
@@ -128,8 +130,10 @@ def run(kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, grad_out: Tens
 def run_in_blocks(
     kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, case: Case, cuts: Sequence[int]
 ) -> Results:
-    """The same by blocks of queries and keys, cut at `cuts`, in calls that the kernel takes: merged forward, summed
-    backward, in fp32, or fp64 for fp64 inputs."""
+    """Run the same by blocks of queries and keys, cut at `cuts`, in calls that the kernel takes.
+
+    Results are merged forward and summed backward in fp32, or fp64 for fp64 inputs.
+    """
     assert case.scale is not None and not isinstance(case.sees, bool | KernelCall)
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     shape = *q.shape[:3], v.shape[-1]

@@ -1,4 +1,4 @@
-"""Triton's kernels without a GPU."""
+"""Triton kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.testing.distributed import PATIENCE_S
 
 
-def run_interpreted(*words: str) -> None:
-    """Run Python with these words (a file, or -m and a module), whose `__main__` gets Triton's interpreter: it is
-    switched on by the import of triton. Skips the test where triton is not installed."""
+def run_interpreted(*arguments: str) -> None:
+    """Run Python with these arguments (a file, or -m and a module) under Triton's interpreter.
+
+    The interpreter can only be switched on before triton is imported. Skips the test if triton is not installed.
+    """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     root = Path(__file__).parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, *words]
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def run_forked(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """`run_distributed` by forks of this process, which has imported what they need, interpreter and all."""
+    """Run ranks as forks of this process, which has imported their modules and the interpreter."""
     return run_ranks(fn, world_size, *args, timeout=PATIENCE_S, threads=1, start_method="fork")
 
 
 def hopper_code(kernel: Any, constants: Mapping[str, Any], types: Mapping[str, str], **options: int) -> str:
-    """PTX of a kernel, compiled without a GPU: the interpreter takes more than the compiler does. types: of arguments
-    that are not i32. Names that the kernel does not have are left out."""
+    """Compile a kernel to PTX without a GPU, since the interpreter accepts more than the compiler does.
+
+    types: the types of arguments that are not i32. Names that the kernel does not have are ignored.
+    """
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

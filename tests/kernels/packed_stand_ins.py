@@ -1,4 +1,4 @@
-"""Kernels of packed segments without a GPU: what FlashAttention's functions compute, with their parameters."""
+"""Stand-ins for FlashAttention's functions without a GPU: the same parameters and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_longctx.schedules import KernelCall, Segment
 from megatron_longctx.schedules.mask import FAR
 
 Bounds = tuple[int, int]
-"""Of a window: left and right; FAR for none."""
+"""(left, right) of a window; FAR for no bound."""
 PLAIN = ReferenceKernel()
 
 
@@ -39,7 +39,7 @@ def _call(q: Tensor, k: Tensor, bounds: Bounds) -> KernelCall:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor] | None, bounds: Bounds, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Of `[b, s, h, d]`, or packed `[s, h, d]`: (out, lse `[b, h, s]` or `[h, s]`). NaN where there is no key."""
+    """Return out and lse `[b, h, s]` of `[b, s, h, d]`, or `[h, s]` of packed `[s, h, d]`; NaN without keys."""
     if starts is None:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     else:
@@ -79,7 +79,7 @@ def backward(
 
 
 class RowsKernel(PackedKernel):
-    """A provider of packed segments that runs on CPU; without a name, so that nobody chooses it."""
+    """A provider of packed segments that runs on CPU. It has no name, so it cannot be chosen."""
 
     def why_not(self, request: Any) -> None:
         return None
@@ -108,7 +108,7 @@ def _starts(q_starts: Tensor | None, k_starts: Tensor | None, most: tuple[Any, A
 
 
 def fa4(seen: list[bool]) -> SimpleNamespace:
-    """`flash_attn.cute.interface`. seen: whether backwards were to be deterministic."""
+    """Return a `flash_attn.cute.interface`. seen: receives whether each backward is deterministic."""
 
     def bounds(causal: bool, left: int | None, right: int | None) -> Bounds:
         assert not causal or left is right is None
@@ -135,10 +135,10 @@ def fa4(seen: list[bool]) -> SimpleNamespace:
 
 
 def aten_flash(seen: list[bool]) -> SimpleNamespace:
-    """`torch.ops.aten`, as far as FlashAttention-2 goes."""
+    """Return the FlashAttention-2 functions of `torch.ops.aten`."""
 
     def bounds(causal: bool, left: int, right: int, keys: int) -> Bounds:
-        """As FlashAttention-2 reads them: beside a bound, none is as many as there are keys at most."""
+        """Interpret bounds as FlashAttention-2 does: a missing bound beside another one becomes the most keys."""
         assert not causal or left == right == -1
         left, right = (-1 if bound >= keys else bound for bound in (left, right))
         if (left < 0) != (right < 0):

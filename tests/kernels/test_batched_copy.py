@@ -1,10 +1,10 @@
-"""Strided copies, one by one in wide words and several by one kernel: the same values, whatever the strides."""
+"""Strided copies, one at a time in wide words or several in one kernel, copy the same values for any strides."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_longctx.kernels import batched_copy
-from megatron_longctx.kernels.batched_copy import MOST_BASES, BatchedCopy, Launch, Pair, copy, entry, launches
+from megatron_longctx.kernels.batched_copy import MAX_BASES, BatchedCopy, Launch, Pair, copy, entry, launches
 from tests.kernels.interpreter import run_interpreted
 
 SIZES = st.integers(1, 24)
@@ -28,7 +27,7 @@ SIZES = st.integers(1, 24)
     seed=st.integers(0, 9),
 )
 def test_any_strides_are_copied_and_nothing_beside_them(dtype, sizes, starts, order, seed):
-    """Parts of larger tensors, whose dimensions lie in different orders in memory."""
+    """Copy parts of larger tensors, with dimensions in different orders in memory."""
     torch.manual_seed(seed)
     source = torch.randint(0, 250, (30, 30, 48)).to(dtype)
     inside = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
@@ -52,8 +51,7 @@ def test_the_widest_words_that_fit_are_moved(last, word, monkeypatch):
 
 
 def heads_to_ranks(n: int, s: int = 37, b: int = 2, h: int = 8, g: int = 4, d: int = 16) -> list[Pair]:
-    """What Ulysses packs and puts side by side: parts of the heads of q, of k and v that lie in one projection, and lse
-    whose heads come before their tokens."""
+    """Return the copies of Ulysses: parts of the heads of q, of k and v in one projection, and lse with heads first."""
     q, projection = torch.randn(s, b, h, d).bfloat16(), torch.randn(s, b, g * 2 + 3, d).bfloat16()
     k, v = projection[:, :, :g], projection[:, :, g : 2 * g]
     packed, pairs = torch.zeros(n, s, b, h // n, d).bfloat16(), []
@@ -69,21 +67,21 @@ def heads_to_ranks(n: int, s: int = 37, b: int = 2, h: int = 8, g: int = 4, d: i
     return pairs
 
 
-def test_one_launch_takes_what_it_can_and_names_the_rest() -> None:
+def test_launches_return_the_pairs_that_they_cannot_copy() -> None:
     pairs = heads_to_ranks(4)
     odd = torch.zeros(5, 7, dtype=torch.bfloat16), torch.ones(5, 7, dtype=torch.bfloat16)
     nothing = torch.zeros(0, 8), torch.zeros(0, 8)
     found, left = launches([odd, *pairs, nothing])
-    assert left == [0], "an odd number of small elements is copied by itself, nothing not at all"
+    assert left == [0], "an odd number of small elements is copied alone, and nothing is not copied"
     assert [number for launch in found for number in launch.pairs] == list(range(1, len(pairs) + 1))
-    assert all(len(launch.leads) <= MOST_BASES for launch in found)
-    many = [(torch.zeros(64), torch.ones(64)) for _ in range(MOST_BASES)]
+    assert all(len(launch.anchors) <= MAX_BASES for launch in found)
+    many = [(torch.zeros(64), torch.ones(64)) for _ in range(MAX_BASES)]
     found, left = launches(many)
-    assert [len(launch.pairs) for launch in found] == [MOST_BASES // 2] * 2 and not left
+    assert [len(launch.pairs) for launch in found] == [MAX_BASES // 2] * 2 and not left
 
 
 def by_the_table(launch: Launch, bases: Sequence[int], memory: dict[int, np.ndarray]) -> None:
-    """What the kernel does with a launch, at the addresses that it works out. memory: by address, the bytes there."""
+    """Make a launch's copies as the kernel does. memory: the bytes of each allocation, keyed by address."""
 
     def words(address: int, offsets: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         start = max(base for base in memory if base <= address)
@@ -92,7 +90,7 @@ def by_the_table(launch: Launch, bases: Sequence[int], memory: dict[int, np.ndar
         return memory[start], places[:, None] + np.arange(size)
 
     cols = launch.columns
-    for of, of_bytes, to, to_bytes, wide, n0, n1, n2, d0, d1, d2, s0, s1, s2, *_ in batched_copy.rows(launch):
+    for of, of_bytes, to, to_bytes, wide, n0, n1, n2, d0, d1, d2, s0, s1, s2, *_ in launch.table:
         assert n0 * n1 * n2 < 2**31, "counted in 32 bits"
         i = np.arange(n0 * n1 * n2)
         if wide:
@@ -112,8 +110,7 @@ def by_the_table(launch: Launch, bases: Sequence[int], memory: dict[int, np.ndar
 
 @st.composite
 def several_pairs(draw: st.DrawFn) -> list[Pair]:
-    """Parts of a few memories: targets beside each other in theirs, sources in any order of dimensions, some of them
-    one row again and again."""
+    """Draw pairs in a few allocations: adjacent targets, and sources in any order of dimensions, some expanded."""
     pairs = []
     source_memory = torch.arange(4 * 2**16, dtype=torch.int32).view(torch.uint8)
     for dtype in draw(
@@ -139,33 +136,37 @@ def several_pairs(draw: st.DrawFn) -> list[Pair]:
     return pairs
 
 
-@settings(max_examples=200, deadline=None)
-@given(several_pairs(), st.randoms())
-def test_tables_say_where_everything_lies(pairs: list[Pair], shuffled: random.Random) -> None:
-    """What the kernel reads in a table copies the same as torch, and nothing beside it; with what is left over."""
-    shuffled.shuffle(pairs)
-    memories = {x.untyped_storage().data_ptr(): x.untyped_storage() for pair in pairs for x in pair if x.numel()}
-    memory = {
-        address: torch.tensor([], dtype=torch.uint8).set_(storage).numpy() for address, storage in memories.items()
-    }
+def assert_copied(pairs: list[Pair], copy_all: Callable[[Launch, list[int]], None]) -> None:
+    """Assert that launches and the pairs that they cannot copy change the same bytes as torch, and no others."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for pair in pairs for x in pair if x.numel()}
+    memory = [torch.tensor([], dtype=torch.uint8).set_(storage) for storage in storages.values()]
+    before = [each.clone() for each in memory]
     found, left = launches(pairs)
+    assert all(len(launch.anchors) <= MAX_BASES for launch in found)
+    copied = [number for launch in found for number in launch.pairs]
+    assert sorted([*copied, *left]) == [number for number, (into, _) in enumerate(pairs) if into.numel()]
     for launch in found:
-        by_the_table(launch, [pairs[lead // 2][lead % 2].data_ptr() for lead in launch.leads], memory)
+        copy_all(launch, [pairs[anchor // 2][anchor % 2].data_ptr() for anchor in launch.anchors])
     for number in left:
         copy(*pairs[number])
-    taken = [number for launch in found for number in launch.pairs]
-    assert sorted([*taken, *left]) == [number for number, (into, _) in enumerate(pairs) if into.numel()]
-    after = {address: content.copy() for address, content in memory.items()}
-    targets = {into.untyped_storage().data_ptr() for into, _ in pairs if into.numel()}
-    for address in targets:
-        memory[address][:] = 0
+    after = [each.clone() for each in memory]
+    for each, old in zip(memory, before, strict=True):
+        each.copy_(old)
     for into, source in pairs:
         into.copy_(source)
-    assert all(np.array_equal(content, after[address]) for address, content in memory.items())
+    assert all(map(torch.equal, memory, after))
 
 
-def test_what_the_kernel_cannot_copy_is_left() -> None:
-    """Another dtype, and more words than 32 bits count."""
+@settings(max_examples=200, deadline=None)
+@given(several_pairs(), st.randoms())
+def test_tables_address_all_tensors(pairs: list[Pair], shuffled: random.Random) -> None:
+    shuffled.shuffle(pairs)
+    storages = [x.untyped_storage() for pair in pairs for x in pair if x.numel()]
+    memory = {x.data_ptr(): torch.tensor([], dtype=torch.uint8).set_(x).numpy() for x in storages}
+    assert_copied(pairs, lambda launch, bases: by_the_table(launch, bases, memory))
+
+
+def test_the_kernel_copies_one_dtype_and_counts_in_32_bits() -> None:
     converted = torch.zeros(8, 8, dtype=torch.bfloat16), torch.ones(8, 8)
     assert launches([converted]) == ([], [0])
     copy(*converted)
@@ -175,7 +176,7 @@ def test_what_the_kernel_cannot_copy_is_left() -> None:
     assert entry(one[:1].expand(2**31, 1), one[:1].expand(2**31, 1)) is None
 
 
-def test_what_lies_side_by_side_is_one_row() -> None:
+def test_adjacent_dimensions_are_merged() -> None:
     whole = torch.zeros(6, 2, 4, 8), torch.zeros(6, 2, 4, 8)
     found = entry(*whole)
     assert found is not None and found.wide and found.sizes == (1, 1, 6 * 2 * 4 * 8 // 2)
@@ -185,9 +186,8 @@ def test_what_lies_side_by_side_is_one_row() -> None:
     assert entry(torch.zeros(4, 3, dtype=torch.bfloat16), torch.zeros(4, 3, dtype=torch.bfloat16)) is None
 
 
-def test_a_plan_serves_what_lies_alike_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other memory with the same distances and strides is copied by the same table; anything else gets its own."""
-    monkeypatch.setattr(batched_copy, "_launches", lambda pairs, device: ((), ()))
+def test_a_plan_is_reused_for_the_same_strides_alignment_and_distances() -> None:
+    """Memory that differs only in its address uses the same table; anything else gets another one."""
     copier = BatchedCopy()
     one, two = heads_to_ranks(2), heads_to_ranks(2)
     first = copier._plan("pack", one)
@@ -198,31 +198,20 @@ def test_a_plan_serves_what_lies_alike_and_nothing_else(monkeypatch: pytest.Monk
     shifted = [
         (into, torch.zeros(source.numel() + 1, dtype=source.dtype)[1:].view(source.shape)) for into, source in one
     ]
-    assert copier._plan("pack", shifted) is not first, "no longer aligned as it was"
+    assert copier._plan("pack", shifted) is not first, "another alignment"
     assert copier._plan("pack", one) is first
+    projection, into = torch.randn(6, 1, 12, 16), [torch.zeros(6, 1, 4, 16) for _ in range(3)]
+    parts = list(zip(into, projection.split(4, dim=2), strict=True))
+    apart = [(x, torch.randn(6, 1, 12, 16)[:, :, :4]) for x in into]
+    assert copier._plan("parts", parts) is copier._plan("parts", parts) is not copier._plan("parts", apart)
     for gap in range(20):
         source = torch.zeros(4, 8 + gap)[:, :8]
         copier._plan("many", [(torch.zeros(4, 8), source), (torch.zeros(4, 8), source)])
-    assert len(copier._plans["many"]) == 8, "those made last"
-
-
-def test_distances_within_a_memory_are_checked() -> None:
-    """q, k and v of one projection lie otherwise than three tensors of the same strides."""
-    projection = torch.randn(6, 1, 12, 16)
-    into = [torch.zeros(6, 1, 4, 16) for _ in range(3)]
-    parts = [projection[:, :, 4 * i : 4 * i + 4] for i in range(3)]
-    apart = [torch.randn(6, 1, 12, 16)[:, :, :4] for _ in range(3)]
-    (launch,), _ = launches(list(zip(into, parts, strict=True)))
-    plan = batched_copy._Plan((), (), ((launch, torch.zeros(1)),), ())
-
-    def pointers(sources: list[Tensor]) -> list[int]:
-        return [x.data_ptr() for pair in zip(into, sources, strict=True) for x in pair]
-
-    assert batched_copy._fits(plan, pointers(parts)) and not batched_copy._fits(plan, pointers(apart))
+    assert len(copier._plans["many"]) == 8, "the newest ones"
 
 
 def copy_in_the_interpreter() -> None:
-    """Random pairs by the kernel equal the same by torch, and nothing beside them changes."""
+    """Compare the kernel with torch on random pairs."""
     from megatron_longctx.kernels.batched_copy_triton import copy_triton
 
     rng = random.Random(0)
@@ -235,24 +224,8 @@ def copy_in_the_interpreter() -> None:
         order = rng.sample(range(3), 3)
         cases.append([(parts[0].permute(*order), parts[1].permute(*order)), (torch.zeros(64), torch.randn(64))])
     for pairs in cases:
-        storages = [pair[0].untyped_storage() for pair in pairs]
-        before = [
-            torch.tensor([], dtype=x[0].dtype).set_(memory).clone() for x, memory in zip(pairs, storages, strict=True)
-        ]
-        for into, source in pairs:
-            into.copy_(source)
-        expected = [
-            torch.tensor([], dtype=x[0].dtype).set_(memory).clone() for x, memory in zip(pairs, storages, strict=True)
-        ]
-        for (into, _), old, memory in zip(pairs, before, storages, strict=True):
-            torch.tensor([], dtype=into.dtype).set_(memory).copy_(old)
-        found, left = launches(pairs)
-        assert not left
-        for launch in found:
-            table = torch.tensor(batched_copy.rows(launch), dtype=torch.int64)
-            copy_triton(launch, table, [pairs[lead // 2][lead % 2].data_ptr() for lead in launch.leads])
-        for (into, _), memory, wanted in zip(pairs, storages, expected, strict=True):
-            assert torch.equal(torch.tensor([], dtype=into.dtype).set_(memory), wanted)
+        assert not launches(pairs)[1]
+        assert_copied(pairs, lambda launch, bases: copy_triton(launch, torch.tensor(launch.table), bases))
 
 
 def test_the_kernel_copies_the_same_under_the_interpreter() -> None:
@@ -260,8 +233,8 @@ def test_the_kernel_copies_the_same_under_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-def test_pairs_are_copied_on_a_gpu_as_on_a_cpu() -> None:
-    """By plans made at once and used again, with memory that has moved."""
+def test_the_kernel_copies_the_same_on_a_gpu() -> None:
+    """Plans are reused for other memory."""
     copier = BatchedCopy()
     for n, s in ((4, 4096), (2, 100), (4, 4096)):
         cpu = heads_to_ranks(n, s, 1, 32, 8, 128)

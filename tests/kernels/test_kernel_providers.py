@@ -1,7 +1,8 @@
-"""The providers, against fp64 attention written out in blocks.py: those of CPUs, and packed ones over stand-ins."""
+"""CPU providers, and packed providers over stand-ins, against fp64 attention written out in blocks.py."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ PACKED = {
     "rows between them": Case(50, 60, 2, 4, 2, 16, call((2, 9, 5, 30), (30, 40, 30, 41), (41, 44, 57, 58))),
     "window of documents": Case(40, 70, 1, 4, 1, 8, call((0, 20, 1, 31), (21, 40, 32, 70), left=4, right=0)),
     "a window over fewer keys than queries": Case(30, 9, 1, 4, 2, 8, call((0, 30, 0, 9), left=2)),
-    "one that is not all rows": Case(9, 12, 1, 2, 2, 8, call((1, 9, 0, 12), right=0)),
+    "one segment of some rows": Case(9, 12, 1, 2, 2, 8, call((1, 9, 0, 12), right=0)),
 }
 
 
@@ -58,9 +59,9 @@ def test_forward_and_backward_match_fp64(name: str, case: Case, dtype: torch.dty
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["fa4", "flash"])
-def test_packed_kernels_get_what_they_take(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_providers_match_fp64(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    torch.use_deterministic_algorithms(False)  # loads what looks operators up
+    torch.use_deterministic_algorithms(False)  # loads the code that looks up operators
     monkeypatch.setattr(fa4, "_interface", lambda: packed_stand_ins.fa4(seen))
     for function, of in vars(packed_stand_ins.aten_flash(seen)).items():
         monkeypatch.setattr(torch.ops.aten, function, of)
@@ -68,23 +69,23 @@ def test_packed_kernels_get_what_they_take(name: str, deterministic: bool, monke
     for case in (*CASES.values(), *PACKED.values()):
         of = tensors(case, torch.float32)
         check(run(kernel, *of, case), case, *of)
-        check(run(kernel, *of, case), case, *of)  # as it was prepared
+        check(run(kernel, *of, case), case, *of)  # with the prepared segments
         assert not torch.are_deterministic_algorithms_enabled()
     assert set(seen) == {deterministic}
 
 
-def test_kinds_of_calls_are_announced_before_they_are_compiled(
+def test_compilations_are_logged_once_per_kind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(fa4, "_interface", lambda: packed_stand_ins.fa4([]))
-    monkeypatch.setattr(fa4, "_announced", set())
+    monkeypatch.setattr(fa4, "_logged", set())
     kernel = PROVIDERS["fa4"]()
     for case in (CASES["multi-head causal"], Case(18, 18, 2, 4, 4, 16, True), CASES["a window"], PACKED["documents"]):
         run(kernel, *tensors(case, torch.float32), case)
-    said = [record.message.partition(" is compiled")[0].partition("fa4: ")[2] for record in caplog.records]
-    kinds = ("causal", "window", "causal, packed")
-    assert said == [f"{what} ({kind}, head dims 16 and 16)" for kind in kinds for what in ("forward", "backward")]
+    logged = [record.message.partition(" is compiled")[0].partition("fa4: ")[2] for record in caplog.records]
+    expected = product(("causal", "window", "causal, packed"), ("forward", "backward"))
+    assert logged == [f"{direction} ({kind}, head dims 16 and 16)" for kind, direction in expected]
 
 
 def test_values_of_another_head_dim() -> None:
@@ -190,7 +191,7 @@ def test_kernels_record_no_graph() -> None:
 @pytest.mark.parametrize("scale", [0.0, -0.0, -0.4])
 @pytest.mark.parametrize("name", CPU_PROVIDERS)
 def test_scales_that_are_not_positive(name: str, scale: float, dtype: torch.dtype) -> None:
-    """Kernels that mask before they scale would find NaN."""
+    """Kernels that mask before they scale would return NaN."""
     for size, is_causal in ((1, True), (5, False), (5, True), (40, True), (40, False)):
         case = Case(size, size, 1, 4, 2, 8, is_causal, scale=scale)
         of = tensors(case, dtype)
@@ -201,7 +202,7 @@ def test_scales_that_are_not_positive(name: str, scale: float, dtype: torch.dtyp
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("name", CPU_PROVIDERS)
 def test_nan_comes_out_as_nan(name: str, is_causal: bool, dtype: torch.dtype) -> None:
-    """Whatever the number of keys: torch's op gives 0 and an lse of 0 where all of a row's few scores are NaN."""
+    """For any number of keys: torch's op returns out 0 and lse 0 if all of a row's few scores are NaN."""
     for size in (1, 2, 3, 7, 8, 15, 16, 17, 40):
         case = Case(size, size, 1, 4, 2, 8, is_causal)
         for broken in (slice(0, 1), slice(size // 2, size), slice(0, size)):
@@ -212,7 +213,7 @@ def test_nan_comes_out_as_nan(name: str, is_causal: bool, dtype: torch.dtype) ->
             rows[broken.start if is_causal else 0 :, :, 2:] = True  # heads 2 and 3 read this key/value head
             assert torch.equal(found["lse"].isnan(), rows)
             assert torch.equal(found["out"].isnan().all(-1), rows) and torch.equal(found["out"].isnan().any(-1), rows)
-            assert found["dq"].isnan().any(-1)[rows].all()  # hidden keys count 0 times NaN there
+            assert found["dq"].isnan().any(-1)[rows].all()  # hidden keys add 0 times NaN there
             assert found["dk"][broken, 0, 1].isnan().all() and not found["dk"][:, 0, 0].isnan().any()
         q, k, v, grad_out = tensors(case, dtype)
         q[size // 2, 0, 1] = torch.nan
@@ -221,8 +222,8 @@ def test_nan_comes_out_as_nan(name: str, is_causal: bool, dtype: torch.dtype) ->
         assert found["dk"][: size // 2 + 1, 0, 0].isnan().all() and not found["dk"][:, 0, 1].isnan().any()
 
 
-def test_zeros_are_no_nan() -> None:
-    """Their lse is 0 as well, and their output."""
+def test_zero_inputs_do_not_become_nan() -> None:
+    """Their lse and output are 0 too."""
     zero = torch.zeros(1, 1, 2, 8)
     out, lse = PROVIDERS["cpu"]().forward(zero, zero, zero, dense_call(1, 1, True), scale=1.0)
     assert (out == 0).all() and (lse == 0).all()
@@ -255,8 +256,8 @@ def test_backward_refuses_an_lse_of_other_shape() -> None:
         PROVIDERS["cpu"]().backward(grad_out, q, k, v, q, torch.zeros(1, 2, 4), case.call, scale=1.0)
 
 
-def test_what_calls_have_prepared_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those used last stay."""
+def test_prepared_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ones used last stay."""
     made: list[int] = []
     monkeypatch.setattr(RowsKernel, "prepare", lambda self, call, rows, device: made.append(rows[0]))
     kernel = RowsKernel()

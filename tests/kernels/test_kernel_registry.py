@@ -1,4 +1,4 @@
-"""Choosing a kernel: what is offered, refused and logged."""
+"""The choice of a kernel: offers, refusals and logs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels import PROVIDERS, KernelRequest, auto_order, available, choose, registry
+from megatron_longctx.kernels import PROVIDERS, KernelRequest, auto_order, available, choose, selection
 from megatron_longctx.kernels.interface import BlockInputs
 from megatron_longctx.kernels.providers import fa4
 from tests.kernels.blocks import Case
@@ -29,7 +29,7 @@ def on_gpu(**changes: Any) -> KernelRequest:
 
 @pytest.fixture
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`why_not` sees an H100-like CUDA device with every package; nothing is run on it."""
+    """Make `why_not` see an H100-like CUDA device with every package; nothing runs on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
@@ -41,7 +41,7 @@ def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     package_problem, interface = fa4.package_problem, fa4._interface
-    registry._reported.clear()
+    selection._logged.clear()
     package_problem.cache_clear()
     yield
     package_problem.cache_clear()
@@ -54,13 +54,13 @@ def test_auto_tries_the_fastest_first() -> None:
 
 
 def test_auto_takes_cpu_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger=registry.__name__):
+    with caplog.at_level(logging.INFO, logger=selection.__name__):
         kernels = [choose("auto", request_for()) for _ in range(3)]
     assert {kernel.name for kernel in kernels} == {"cpu"}
     assert [record.message for record in caplog.records] == ["attention kernel: cpu"]
 
 
-def test_auto_says_what_it_passed_over(
+def test_auto_logs_the_providers_it_skips(
     pretend_hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose("auto", on_gpu()).name == "fa4"
@@ -68,7 +68,7 @@ def test_auto_says_what_it_passed_over(
     assert choose("auto", on_gpu()).name == "cudnn"
     assert choose("auto", on_gpu(packed=True)).name == choose("auto", on_gpu(windows=True)).name == "flash"
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger=registry.__name__):
+    with caplog.at_level(logging.INFO, logger=selection.__name__):
         kernel = choose("auto", on_gpu(head_dim=192))
     assert kernel.name == "flash"
     (message,) = [record.message for record in caplog.records]

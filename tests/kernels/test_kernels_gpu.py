@@ -56,7 +56,7 @@ def kernel_or_skip(name: str, case: Case, dtype: torch.dtype, deterministic: boo
     reason = kernel.why_not(request)
     takes = kernel.takes
     if (packed and not takes.packed) or (call.causal and case.s != case.t and not (takes.rectangles or takes.bands)):
-        reason = "calls of this shape are not taken"
+        reason = "calls of this shape are not supported"
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
     return kernel
@@ -95,7 +95,7 @@ def test_blocks_merge_and_sum_to_the_whole_on_gpu(name: str, mask: Mask, cuts: l
 
 @pytest.mark.parametrize("name", GPU_PROVIDERS)
 def test_same_shape_in_another_layout_is_not_misread(name: str) -> None:
-    """A plan cached for one layout of out, grad_out or lse must not be used for another."""
+    """A plan cached for one layout of out, grad_out or lse must not serve another."""
     case = Case(512, 512, 2, 8, 2, 128, True)
     kernel = kernel_or_skip(name, case, torch.bfloat16)
     q, k, v, grad_out = tensors(case, torch.bfloat16, "cuda")
@@ -151,7 +151,7 @@ def test_auto_takes_a_fused_kernel_for_bf16_and_reference_for_fp64() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
 def test_fused_merge_equals_torch_on_gpu(head_dim: int, dtype: torch.dtype) -> None:
-    """Also each variant's first launch, whose cold instructions pull warps apart and show missing barriers."""
+    """Include each variant's first launch, whose cold instructions separate warps and reveal missing barriers."""
     assert partials._fused() is not None
     gen = torch.Generator(device="cuda").manual_seed(0)
 

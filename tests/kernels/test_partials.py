@@ -1,4 +1,4 @@
-"""Several partials in one pass: values, gaps, and the fused kernel under Triton's interpreter."""
+"""Several partials combined in one pass: values, gaps, and the fused kernel under Triton's interpreter."""
 
 import itertools
 from types import SimpleNamespace
@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from megatron_longctx.kernels import Partial, merge_partials, sum_partials
-from megatron_longctx.kernels import partials as way
-from megatron_longctx.schedules.totals import MOST_PARTIALS
+from megatron_longctx.kernels import partials as partials_module
+from megatron_longctx.schedules.accumulators import MOST_PARTIALS
 from tests.kernels.interpreter import run_interpreted
 
 S, B, H, D = 9, 2, 4, 8
 
 
 def partials(count, dtype=torch.float32, head_dim=D, seed=0):
-    """All rows, the back, part of the heads, and the middle, with strides as kernels give them."""
+    """Draw partials of all rows, the last rows, some heads and the middle, with the strides of kernels' results."""
     gen = torch.Generator().manual_seed(seed)
     found = []
     for start, stop, first, last in [(0, S, 0, H), (5, S, 0, H), (0, S, 1, 3), (2, 7, 2, H)][:count]:
@@ -29,7 +29,7 @@ def partials(count, dtype=torch.float32, head_dim=D, seed=0):
 
 
 def expected_merge(parts, head_dim=D):
-    """In fp64, by the definition."""
+    """Compute out and lse by their definition in fp64."""
     weights = torch.zeros(S, B, H, dtype=torch.float64)
     total = torch.zeros(S, B, H, head_dim, dtype=torch.float64)
     for part in parts:
@@ -48,7 +48,7 @@ def expected_sum(parts, head_dim=D):
 
 
 @pytest.mark.parametrize("count", range(MOST_PARTIALS + 1))
-def test_partials_come_together(count):
+def test_partials_are_merged_and_summed(count):
     parts = partials(count)
     out, lse = torch.full((S, B, H, D), torch.nan), torch.full((S, B, H), torch.nan)
     merge_partials(parts, out, lse)
@@ -60,7 +60,7 @@ def test_partials_come_together(count):
     torch.testing.assert_close(total.double(), expected_sum(parts), rtol=1e-6, atol=1e-6)
 
 
-def test_the_result_may_lie_where_a_partial_did():
+def test_the_result_may_overwrite_a_partial():
     parts = partials(3)
     wanted, wanted_lse = expected_merge(parts)
     merge_partials(parts, parts[0].value, parts[0].lse)
@@ -78,7 +78,7 @@ def test_fp64_stays_fp64():
 
 
 def merged(*parts):
-    """Of (value, lse) of all rows and heads, each everywhere the same."""
+    """Merge constant partials, given as (value, lse), over all rows and heads."""
     out, lse = torch.full((S, B, H, D), torch.nan), torch.full((S, B, H), torch.nan)
     found = [torch.full_like(out, value) for value, _ in parts]
     sums = [torch.full_like(lse, number) for _, number in parts]
@@ -101,28 +101,28 @@ NONE = -torch.inf
     ],
     ids=str,
 )
-def test_nothing_is_neutral_and_what_is_far_larger_wins(parts, wanted):
+def test_empty_partials_are_neutral_and_far_larger_ones_win(parts, wanted):
     assert merged(*parts) == pytest.approx(wanted, rel=1e-6)
 
 
-def test_no_rows_is_nothing_to_do():
+def test_results_without_rows():
     merge_partials([], torch.zeros(0, B, H, D), torch.zeros(0, B, H))
     sum_partials([], torch.zeros(0, B, H, D))
 
 
-def test_more_than_fit_are_refused():
+def test_too_many_partials_are_refused():
     with pytest.raises(ValueError, match=r"5 partials: expected 4 at most"):
         sum_partials([*partials(4), partials(1)[0]], torch.empty(S, B, H, D))
 
 
 def compare_fused_with_torch() -> None:
-    """Run in a process of its own, whose environment switches Triton's interpreter on."""
+    """Run in a separate process, whose environment enables Triton's interpreter."""
     from megatron_longctx.kernels.partials_triton import combine_triton
 
     cases = itertools.product(range(MOST_PARTIALS + 1), (8, 20, 128), (torch.float32, torch.bfloat16, torch.float16))
     for count, head_dim, dtype in cases:
         parts = partials(count, dtype, head_dim, seed=count)
-        # The result as it occurs: one of two tensors packed row by row, lse heads first in memory.
+        # The layouts in use: one of two tensors packed row by row, lse with heads first in memory.
         out = torch.full((S, 2, B, H, head_dim), torch.nan)[:, 1]
         lse = torch.full((B, H, S), torch.nan).permute(2, 0, 1)
         combine_triton(parts, out, lse)
@@ -140,15 +140,15 @@ def test_fused_kernel_equals_the_definition_under_the_interpreter():
 @pytest.mark.parametrize(
     ("tokens", "fused"), [(2**31 // 32 - 64, True), (2**31 // 32 - 63, False), (2**31 // 16, False)]
 )
-def test_rows_that_32_bits_do_not_count_are_not_for_the_fused_kernels(tokens, fused):
-    """The last program's rows of no token included: a number that has become negative would pass for one."""
+def test_the_fused_kernels_refuse_rows_beyond_32_bits(tokens, fused):
+    """Including the last program's excess rows: an overflowed, negative number would pass for a row."""
 
     def on_gpu(dtype, *shape):
         return SimpleNamespace(shape=torch.Size(shape), dtype=dtype, is_cuda=True, stride=lambda _: 1)
 
     out = on_gpu(torch.float32, tokens, 1, 32, 8)
     part = SimpleNamespace(value=on_gpu(torch.bfloat16, 16, 1, 32, 8))
-    assert way._fusable([part], out) is fused
+    assert partials_module._fusable([part], out) is fused
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from tests.kernels.interpreter import hopper_code, run_interpreted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((1, 1, 2, 4, 16, 8), (5, 2, 3, 1, 20, 6), (3, 1, 8, 4, 128, 64), (7, 3, 5, 3, 24, 1))
-"""Tokens, batch, groups of heads, query heads of a group, head dim, pairs that turn."""
+"""Tokens, batch, groups of heads, query heads of a group, head dim, rotated pairs."""
 
 
 def queries_and_keys(
     sizes: tuple[int, ...], dtype: torch.dtype, seed: int, device: str = "cpu"
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """As they lie in a projection's output, group by group, or with heads alone."""
+    """Return queries and keys as views of a projection's output, in groups or with all heads in one dimension."""
     gen = torch.Generator().manual_seed(seed)
     s, b, g, m, d, pairs = sizes
     mixed = torch.randn(s, b, g, m + 2, d, generator=gen).to(device, dtype)
@@ -34,13 +34,13 @@ def compare(device: str) -> int:
 
     compared = 0
     for sizes, interleaved, inverse in itertools.product(SIZES, (False, True), (False, True)):
-        # By turns: every dtype meets every size, both directions, and both ways in which heads lie.
+        # In turns, so that every dtype is combined with every size, both directions and both layouts of heads.
         dtype, seed = DTYPES[compared % 3], compared // 3
         expected = rotate_torch(*queries_and_keys(sizes, dtype, seed), interleaved, inverse)
         tensors, cos, sin = queries_and_keys(sizes, dtype, seed, device)
         found = rotate_triton(tensors, cos, sin, interleaved, inverse)
         found += rotate_triton(tensors[1:], cos, sin, interleaved, inverse)
-        # The interpreter cuts bf16 off where GPUs round it.
+        # The interpreter truncates bf16 where GPUs round it.
         rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 1e-3}[dtype]
         for one, other in zip(found, (*expected, expected[1]), strict=True):
             assert one.is_contiguous() and one.dtype == dtype
@@ -63,7 +63,7 @@ def test_the_kernel_compiles_for_hopper(rest: int, interleaved: bool) -> None:
     hopper_code(_rotate_kernel, constants, pointers)
 
 
-def test_turned_back_is_as_before_and_nothing_is_written_to() -> None:
+def test_the_inverse_restores_the_inputs_which_are_not_written_to() -> None:
     tensors, cos, sin = queries_and_keys(SIZES[2], torch.float32, 1)
     before = [x.clone() for x in tensors]
     for interleaved in (False, True):

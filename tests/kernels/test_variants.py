@@ -1,7 +1,7 @@
-"""How many variants of its kernels Triton compiles where lengths, batches and places change from call to call.
+"""The number of variants that Triton compiles while lengths, batches and addresses change from call to call.
 
-Launches are counted by the keys that Triton would look a compiled kernel up with, without a GPU; and on one, by what it
-has compiled.
+Without a GPU, the tests count the keys with which Triton would look up compiled kernels; on a GPU, they count those
+kernels. Launches without Triton's inspection of arguments must distinguish the same arguments as Triton.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_longctx.kernels import fused
 from megatron_longctx.kernels.paged import PackedPartials, Pages
 from megatron_longctx.kernels.partials import Partial
 from megatron_longctx.kernels.quantize_kv import packed_shape
@@ -33,11 +35,11 @@ CALLS = 60
 D, KV_HEADS, GROUP = 128, 2, 4
 BF16 = torch.bfloat16
 Draw = Callable[..., Tensor]
-"""torch.zeros on some device."""
+"""torch.zeros on a device."""
 
 
 class Launches:
-    """In a kernel's place: what it would be compiled for, launch by launch."""
+    """A stand-in for a kernel that records the variants for which it would be compiled."""
 
     def __init__(self, kernel: Any) -> None:
         from triton.backends.compiler import GPUTarget
@@ -56,7 +58,7 @@ class Launches:
         self.variants[f"{found[1]}{sorted(found[2].items())}"] = found
 
     def compiled(self) -> list[str]:
-        """The PTX of every variant."""
+        """Compile every variant to PTX."""
         import triton
         from triton.compiler import ASTSource
 
@@ -77,12 +79,12 @@ class Launches:
 
 
 def size(rng: random.Random, most: int) -> int:
-    """1, multiples of 16 and others, each often."""
+    """Draw 1, multiples of 16 and other sizes, each often."""
     return rng.choice((1, 16 * rng.randint(1, most // 16), rng.randint(2, most)))
 
 
 def block(draw: Draw, rng: random.Random, *sizes: int) -> Tensor:
-    """`[s, b, h, d]` or `[s, b, h]`: dense, heads first in memory, or the back of something longer."""
+    """Draw `[s, b, h, d]` or `[s, b, h]`: dense, with heads first in memory, or the end of a longer tensor."""
     s, b, h, *rest = sizes
     way = rng.randrange(3)
     if way == 0:
@@ -107,7 +109,7 @@ def combine(draw: Draw, rng: random.Random) -> None:
     combine_triton(parts, out, lse if rng.random() < 0.5 else None)
 
 
-def turn(draw: Draw, rng: random.Random) -> None:
+def rotate(draw: Draw, rng: random.Random) -> None:
     from megatron_longctx.kernels.rotate_triton import rotate_triton
 
     s, b, skipped = size(rng, 300), size(rng, 17), size(rng, 64)
@@ -117,16 +119,17 @@ def turn(draw: Draw, rng: random.Random) -> None:
 
 
 def paged(draw: Draw, rng: random.Random) -> None:
-    from megatron_longctx.kernels.paged_triton import attend_pages_triton, merge_ranks_triton
+    from megatron_longctx.kernels.paged_triton import attend_triton, merge_ranks_triton
 
     rows, slots = size(rng, 40), 64
     cache = draw(64 * slots, 2, KV_HEADS, D, dtype=BF16)
     q = draw(rows, KV_HEADS * (GROUP + 2), D, dtype=BF16)[:, : KV_HEADS * GROUP]
     table = torch.zeros(rows, size(rng, 99) + 1, dtype=torch.int32, device=q.device)[:, 1:]
     counts = torch.ones(rows, dtype=torch.int64, device=q.device)
-    found = PackedPartials.like(q)
-    attend_pages_triton(q, cache, Pages(table, counts, slots), 0.1, found)
-    ranks = PackedPartials.like(q, (rng.randint(1, 4),))
+    found, merged = attend_triton(q, cache, Pages(table, counts, slots), 0.1), PackedPartials.empty(q)
+    if len(found.out) > 1:
+        merge_ranks_triton(found, merged.out, merged.lse)
+    ranks = PackedPartials.empty(q, (rng.randint(1, 4),))
     merge_ranks_triton(ranks, torch.empty_like(q))
 
 
@@ -143,67 +146,65 @@ def pack(draw: Draw, rng: random.Random) -> None:
 
 
 def quantize(draw: Draw, rng: random.Random) -> None:
-    from megatron_longctx.lowbit import quantize_triton as fused
+    from megatron_longctx.lowbit import quantize_triton
 
     form, ranks = QuantFormat(8, 128, False, BF16), 4
     each = size(rng, 99) * D  # tokens of a model whose hidden size is a multiple of 128
     x, packed = draw(ranks * each, dtype=BF16), draw(ranks, form.message_bytes(each), dtype=torch.uint8)
-    fused.quantize(x, each, form, packed)
-    fused.dequantize(packed, each, form, x)
-    fused.sum_quantized(packed, each, form, x[:each])
-    fused.requantize_sum(packed, each, (form, form), draw(1, form.message_bytes(each), dtype=torch.uint8))
+    quantize_triton.quantize(x, each, form, packed)
+    quantize_triton.dequantize(packed, each, form, x)
+    quantize_triton.sum_quantized(packed, each, form, x[:each])
+    quantize_triton.requantize_sum(packed, each, (form, form), draw(1, form.message_bytes(each), dtype=torch.uint8))
 
 
 def peers(draw: Draw, rng: random.Random) -> None:
-    """Not for a GPU, where it would wait for the peers."""
+    """Launch reductions over peers; not on a GPU, where they would wait."""
     from megatron_longctx.comm.peer_memory import PeerMemory
     from megatron_longctx.lowbit.peer_kernels import one_step, two_step
-    from megatron_longctx.lowbit.quantize import Wire
 
     world, each = 4, size(rng, 9999) * D
     addresses, state = draw(world, dtype=torch.int64), draw(2, dtype=torch.int64)
     memory = PeerMemory(rng.randrange(world), world, addresses, addresses, state, 2**26)
-    wire, x = Wire(QuantFormat(8, 128, False, BF16), 2), draw(world * each, dtype=BF16)
-    two_step(memory, x, x, (wire, wire), chunk=each, stride=each)
-    one_step(memory, x[:each], x[:each], wire)
+    form, x = QuantFormat(8, 128, False, BF16), draw(world * each, dtype=BF16)
+    two_step(memory, x, x, (form, form), chunk=each, stride=each)
+    one_step(memory, x[:each], x[:each], form)
 
 
 def merged_over_peers(draw: Draw, rng: random.Random) -> None:
-    """Not for a GPU either."""
-    from megatron_longctx.comm.peer_memory import PeerMemory
-    from megatron_longctx.comm.peer_merge import PeerMerge
+    """Launch a merge over peers; not on a GPU, where it would wait."""
+    from megatron_longctx.comm.peer_memory import PeerMemory, PeerMerge
 
     addresses, state = draw(4, dtype=torch.int64), draw(2, dtype=torch.int64)
     q = draw(size(rng, 40), KV_HEADS * GROUP, D, dtype=BF16)
     merge = PeerMerge(PeerMemory(rng.randrange(4), 4, addresses, addresses, state, 2**24))
-    merge(PackedPartials.like(q, (size(rng, 128),)), torch.empty_like(q))
+    merge(PackedPartials.empty(q, (size(rng, 128),)), torch.empty_like(q))
 
 
 BOUNDS = {
     # Merged or summed, of 1 to 4 partials.
     ("kernels.partials_triton", "_combine_kernel"): (combine, 8),
-    ("kernels.rotate_triton", "_rotate_kernel"): (turn, 1),
-    # With results of several shares that are multiples of 16 numbers apart, or not.
+    ("kernels.rotate_triton", "_rotate_kernel"): (rotate, 1),
+    # Results of several splits that are a multiple of 16 numbers apart, or not.
     ("kernels.paged_triton", "_attend_kernel"): (paged, 2),
-    # The same, for shares and for ranks.
+    # The same, for splits and for ranks.
     ("kernels.paged_triton", "_merge_kernel"): (paged, 4),
     ("kernels.quantize_kv_triton", "_pack_kernel"): (pack, 1),
     ("kernels.quantize_kv_triton", "_unpack_kernel"): (pack, 1),
     ("lowbit.quantize_triton", "_quantize_kernel"): (quantize, 1),
-    # Messages unpacked one by one, or summed.
+    # Messages unpacked one at a time, or summed.
     ("lowbit.quantize_triton", "_unpack_kernel"): (quantize, 2),
     ("lowbit.quantize_triton", "_requantize_kernel"): (quantize, 1),
-    # Small or large tiles, and as many groups at once or a quarter.
+    # Small or large tiles, with all groups at a time or a quarter.
     ("lowbit.peer_kernels", "_two_step_kernel"): (peers, 4),
     ("lowbit.peer_kernels", "_one_step_kernel"): (peers, 4),
-    # Of 1, 2, 4, 8 and 16 or more shares, or of up to 128, that are multiples of 16 numbers apart, or not.
-    ("comm.peer_merge_kernel", "_merge_over_peers_kernel"): (merged_over_peers, 24),
+    # 1, 2, 4, 8, and 16 or more splits, or up to 128, that are a multiple of 16 numbers apart, or not.
+    ("comm.peer_kernels", "_merge_over_peers_kernel"): (merged_over_peers, 24),
 }
 WAITING = (peers, merged_over_peers)
 
 
 def launched(module: str, name: str, monkeypatch: pytest.MonkeyPatch, calls: int) -> Launches:
-    """The kernel's launches by `calls` calls on tensors of the host; nothing runs."""
+    """Return the kernel's launches in `calls` calls on host tensors; nothing runs."""
     of = importlib.import_module(f"megatron_longctx.{module}")
     if hasattr(of, "_processors"):
         monkeypatch.setattr(of, "_processors", lambda _: 132)  # an H100's
@@ -231,11 +232,12 @@ def test_no_variants_for_lengths(module: str, name: str, monkeypatch: pytest.Mon
         ("kernels.rotate_triton", "_rotate_kernel", r"ld\.global\S*\.v4\.b32"),
         ("kernels.paged_triton", "_attend_kernel", r"cp\.async\.cg\.shared\.global \[.*\], 0x10"),
         ("kernels.quantize_kv_triton", "_pack_kernel", r"ld\.global\S*\.v4\.b32"),
+        ("kernels.quantize_kv_triton", "_unpack_kernel", r"st\.global\S*\.v4\.b32"),
         ("lowbit.quantize_triton", "_quantize_kernel", r"ld\.global\S*\.v4\.b32"),
     ],
     ids=str,
 )
-def test_values_are_still_read_16_bytes_at_a_time(
+def test_values_are_still_moved_16_bytes_at_a_time(
     module: str, name: str, wide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -258,8 +260,8 @@ def test_no_variants_for_lengths_on_a_gpu(module: str, name: str) -> None:
 
 
 @needs_compiler
-def test_no_variants_for_strides_that_nothing_is_read_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dimension of size 1 may have any stride: as others leave it, or 1, which Triton takes for a constant."""
+def test_no_variants_for_strides_of_dimensions_of_size_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dimension of size 1 may have any stride, also 1, which Triton takes as a constant."""
     from megatron_longctx.kernels import partials_triton
 
     launches = Launches(partials_triton._combine_kernel)
@@ -269,3 +271,53 @@ def test_no_variants_for_strides_that_nothing_is_read_by(monkeypatch: pytest.Mon
         out = torch.zeros(8 * 4 * D, dtype=BF16).as_strided((8, 1, 4, D), (4 * D, stride, D, 1))
         partials_triton.combine_triton([Partial(0, 0, out, lse)], into, lse)
     assert len(launches.variants) == 1
+
+
+_SPACE = torch.zeros(64, dtype=torch.uint8)
+_TENSORS = [_SPACE[at : at + 32].view(dtype) for at in (0, 4, 8, 16) for dtype in (torch.float32, torch.int32)]
+_NUMBERS = [n + by for n in (0, 16, -16, 2**31, -(2**31), 2**40) for by in (-1, 0, 1, 2)]
+
+
+def test_specializations_are_those_of_triton() -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    nvidia = pytest.importorskip("triton.backends.nvidia.compiler")
+    arguments = [*_TENSORS, *_NUMBERS]
+    of_triton = [jit.native_specialize_impl(nvidia.CUDABackend, x, False, True, True) for x in arguments]
+    ours = [fused.specialization_of(x) for x in arguments]
+    for (one, other), (mine, yours) in zip(product(of_triton, repeat=2), product(ours, repeat=2), strict=True):
+        assert (one == other) == (mine == yours), (one, other)
+
+
+class StandIn:
+    """A kernel that records whether it is launched through `triton.jit` or as a compiled variant."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def first(*arguments: Any, **constants: int) -> Compiled:
+            self.launches.append(("first", (grid, arguments, constants)))
+            return Compiled(self)
+
+        return first
+
+
+class Compiled:
+    def __init__(self, kernel: StandIn) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self._kernel.launches.append(("again", (grid, arguments)))
+
+
+def test_each_specialization_is_inspected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_compiled", {})
+    kernel = StandIn()
+    for number, constants in ((32, {"ROWS": 4}), (48, {"ROWS": 4}), (33, {"ROWS": 4}), (32, {"ROWS": 8})):
+        fused.launch(kernel, (3,), (number,), constants, fused.specialization_of(number), num_warps=8)
+    assert kernel.launches == [
+        ("first", ((3,), (32,), {"ROWS": 4, "num_warps": 8})),
+        ("again", ((3, 1, 1), (48, 4))),
+        ("first", ((3,), (33,), {"ROWS": 4, "num_warps": 8})),
+        ("first", ((3,), (32,), {"ROWS": 8, "num_warps": 8})),
+    ]

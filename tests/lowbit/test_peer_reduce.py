@@ -1,5 +1,5 @@
-"""Reductions over peer memory: their kernels under Triton's interpreter, in one process step by step and in several
-that map the same files and truly wait for each other; which transport a group gets."""
+"""Reductions over peer memory: kernels in Triton's interpreter, in one process phase by phase and in several processes
+that map the same files and wait for each other; the choice of a transport; and the same bits as collectives on GPUs."""
 
 import itertools
 import logging
@@ -7,14 +7,19 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.lowbit.peer_reduce import peer_reduction
-from megatron_longctx.lowbit.quantize import dequantize, quantize, requantize_sum, sum_quantized
+from megatron_longctx.comm import all_gather_rows
+from megatron_longctx.comm.peer_memory import allocate_peer_memory
+from megatron_longctx.gpus import gpu_ranks
+from megatron_longctx.lowbit import peer_reduce
+from megatron_longctx.lowbit.peer_reduce import PeerReduction, peer_reduction
+from megatron_longctx.lowbit.quantize import RawFormat, dequantize, quantize, requantize_sum, sum_quantized
 from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
 from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy
 from megatron_longctx.testing.distributed import run_distributed
@@ -26,20 +31,25 @@ FORMS = list(itertools.product(BITS, (32, 128), (False, True), (torch.bfloat16, 
 
 def tensors(count: int, numel: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     gen = torch.Generator().manual_seed(seed)
-    found = []
+    result = []
     for _ in range(count):
         outliers = torch.where(torch.rand(numel, generator=gen) < 0.02, 100.0, 1.0)
-        found.append((torch.randn(numel, generator=gen) * outliers).to(dtype))
-    return found
+        result.append((torch.randn(numel, generator=gen) * outliers).to(dtype))
+    return result
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """To the bit; but the interpreter cuts bf16 off where GPUs round it."""
-    rtol = 2**-7 if found.dtype == torch.bfloat16 else 0
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=0, equal_nan=True)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare all bits, except that the interpreter truncates bf16, which GPUs round."""
+    rtol = 2**-7 if actual.dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=0, equal_nan=True)
 
 
-def in_rank_order(rows: list[torch.Tensor]) -> torch.Tensor:
+def force_steps(steps: int) -> None:
+    """Use one step whenever the memory has room, or always two."""
+    peer_reduce._EXTRA_ONE_STEP_BYTES = 2**60 if steps == 1 else -1
+
+
+def in_rank_order(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     total = torch.zeros_like(rows[0], dtype=torch.float32)
     for row in rows:
         total += row.float()
@@ -47,24 +57,23 @@ def in_rank_order(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def compare_step_by_step() -> int:
-    """Every format, number of ranks and ragged sizes, against the functions of `lowbit.quantize`."""
+    """Compare all formats, numbers of ranks and odd sizes with the functions of `lowbit.quantize`."""
     from megatron_longctx.lowbit.peer_kernels import PUSH, SUM, UNPACK, one_step, two_step
-    from megatron_longctx.lowbit.quantize import Wire
     from tests.comm.simulated_peers import one_process
 
     compared = 0
     for number, (bits, group_size, symmetric, dtype) in enumerate(FORMS):
         n, numel = (2, 3, 4)[number % 3], (5, 500, 1100, 4 * 128)[number % 4]
         forms = formats(dtype, bits or 8, group_size, symmetric)
-        wires = tuple(Wire(form if bits else None, dtype.itemsize) for form in forms)
-        group = wires[0].group_size
+        sent = forms if bits else (RawFormat(dtype.itemsize), RawFormat(dtype.itemsize))
+        group = sent[0].group_size
         xs, memories = tensors(n, numel, dtype, number), one_process(n, 2**16)
         if bits:
             xs[1][numel // 2] = torch.inf
         chunk = -(-numel // (n * group)) * group
         outs = [torch.empty_like(x) for x in xs]
         for phase, rank in itertools.product((PUSH, SUM, UNPACK), range(n)):
-            two_step(memories[rank], xs[rank], outs[rank], wires, chunk=chunk, stride=chunk, phases=phase)
+            two_step(memories[rank], xs[rank], outs[rank], sent, chunk=chunk, stride=chunk, phases=phase)
         expected = in_rank_order(xs)
         if bits:
             rows = [quantize(x, n, chunk, forms[0]) for x in xs]
@@ -75,7 +84,7 @@ def compare_step_by_step() -> int:
 
         singles = [torch.empty_like(x) for x in xs]
         for phase, rank in itertools.product((PUSH, SUM), range(n)):
-            one_step(memories[rank], xs[rank], singles[rank], wires[0], phase)
+            one_step(memories[rank], xs[rank], singles[rank], sent[0], phase)
         expected = in_rank_order(xs)
         if bits:
             rows = [quantize(x, 1, numel, forms[0]) for x in xs]
@@ -88,8 +97,7 @@ def compare_step_by_step() -> int:
 
 
 def _calls_in_any_order(rank: int, folder: Path, world: int) -> list[str]:
-    """Many calls of all kinds, which ranks enter at different times, each beside the collectives' result."""
-    from megatron_longctx.lowbit.peer_reduce import PeerReduction
+    """Make many calls of all kinds, which ranks enter at different times, and compare them with collectives."""
     from tests.comm.simulated_peers import mapped
 
     group, wrong = dist.group.WORLD, []
@@ -104,22 +112,26 @@ def _calls_in_any_order(rank: int, folder: Path, world: int) -> list[str]:
         x = every[rank].clone()
         time.sleep(own.random() * 0.05)
         if kind == "scatter":
-            found = reduction.reduce_scatter(x, bits=bits, group_size=group_size)
+            actual = reduce_scatter(x, group, bits=bits, group_size=group_size, peers=reduction)
             expected = in_rank_order(every).chunk(world)[rank]
             if bits:
                 expected = reduce_scatter(x, group, bits=bits, group_size=group_size)
         elif kind == "all":
             expected = all_reduce(x, group, bits=bits, group_size=group_size) if bits else in_rank_order(every)
-            found = reduction.all_reduce(x, bits=bits, group_size=group_size, steps=2, out=x if number % 2 else None)
+            force_steps(2)
+            out = x if number % 2 else None
+            actual = all_reduce(x, group, bits=bits, group_size=group_size, out=out, peers=reduction)
         else:
             numel = min(numel, 1500 // (1 if bits else dtype.itemsize // 2))
             every, x = [e[:numel] for e in every], x[:numel]
-            found, expected = reduction.all_reduce(x, bits=bits, group_size=group_size), in_rank_order(every)
+            force_steps(1)
+            actual = all_reduce(x, group, bits=bits, group_size=group_size, peers=reduction)
+            expected = in_rank_order(every)
             if bits:
                 form, _ = formats(dtype, bits, group_size)
                 packed = torch.cat([quantize(e, 1, numel, form) for e in every])
                 expected = sum_quantized(packed, numel, form, torch.empty_like(x))
-        if not torch.equal(found, expected):
+        if not torch.equal(actual, expected):
             wrong.append(f"call {number}: {kind} of {numel} in {bits} bits, {dtype}")
     return wrong
 
@@ -130,18 +142,18 @@ def compare_between_processes() -> None:
 
 
 @pytest.mark.parametrize("what", ["compare_step_by_step", "compare_between_processes"])
-def test_kernels_under_the_interpreter(what):
+def test_kernels_in_the_interpreter(what):
     run_interpreted("-m", "tests.lowbit.test_peer_reduce", what)
 
 
 @pytest.mark.parametrize(("bits", "short", "scatter"), [(8, True, False), (4, False, True), (0, False, False)])
 def test_kernels_compile_for_hopper(bits, short, scatter):
-    """Triton's interpreter takes more than its compiler does; what orders memory has to be in the code."""
+    """Triton's interpreter accepts more than its compiler, and the code must contain what orders memory."""
     pytest.importorskip("triton")
     from megatron_longctx.lowbit import peer_kernels
 
     constants = {"BITS": bits, "TO_BITS": bits, "SYMMETRIC": False, "SHORT": short, "HALF": 64, "ROWS": 32}
-    constants |= {"SUM_ROWS": 4, "WORLD": 3, "LANES": 4, "MOST": 128, "SCATTER": scatter, "PHASES": 7}
+    constants |= {"SUM_ROWS": 4, "WORLD": 3, "LANES": 4, "MAX": 128, "SCATTER": scatter, "PHASES": 7}
     pointers = {"x": "*bf16", "out": "*bf16", "data": "*i64", "flags": "*i64", "state": "*i64"}
     for kernel, waits in ((peer_kernels._two_step_kernel, 1 if scatter else 2), (peer_kernels._one_step_kernel, 1)):
         code = hopper_code(kernel, constants, pointers)
@@ -150,7 +162,7 @@ def test_kernels_compile_for_hopper(bits, short, scatter):
 
 
 def _on_cpus(rank: int) -> list[str]:
-    """Over gloo there is no peer memory: `auto` takes collectives, and who asks for peers is told why not."""
+    """Over gloo there is no peer memory: `auto` uses collectives, and `peer` is refused."""
     group, cpu, wrong = dist.group.WORLD, torch.device("cpu"), []
     if any(peer_reduction(name, group, cpu) is not None for name in ("auto", "collective")):
         wrong.append("peer memory on CPUs")
@@ -165,19 +177,141 @@ def _on_cpus(rank: int) -> list[str]:
             if "not all ranks have a CUDA device" not in str(error):
                 wrong.append(str(error))
     x = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
-    found = Reducer(group, ReductionPolicy("int4", min_kib=0)).all_reduce(x)
-    if not torch.equal(found, all_reduce(x, group, bits=4)):
+    if not torch.equal(Reducer(group, ReductionPolicy("int4", min_kib=0)).all_reduce(x), all_reduce(x, group, bits=4)):
         wrong.append("auto over gloo differs from the collectives")
     return wrong
 
 
-def test_which_transport_a_group_gets() -> None:
+def test_the_transport_of_a_group_on_cpus() -> None:
     assert run_distributed(_on_cpus, 2) == [[], []]
 
 
-def test_transports_that_are_not_offered() -> None:
+def test_unknown_transports_are_refused() -> None:
     with pytest.raises(ValueError, match=r"reduction.transport=nccl: expected one of auto, peer, collective"):
         ReductionPolicy(transport="nccl")
+
+
+CALLS = 200
+# Few enough to compile in a minute instead of ten; the tests in the interpreter cover all variants.
+VARIANTS = (
+    ("all", 8, 128, torch.bfloat16),
+    ("all", 6, 32, torch.bfloat16),
+    ("all", 4, 128, torch.float32),
+    ("all", None, 128, torch.bfloat16),
+    ("one", 8, 32, torch.bfloat16),
+    ("one", None, 128, torch.float32),
+    ("scatter", 4, 128, torch.bfloat16),
+    ("scatter", None, 128, torch.bfloat16),
+)
+MAX_WORLD = max(2, gpu_ranks())
+
+
+def _draw(numel: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+    gen = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(numel, generator=gen, device=device)
+    return (x * torch.where(torch.rand(numel, generator=gen, device=device) < 0.02, 100.0, 1.0)).to(dtype)
+
+
+def _expected(x: torch.Tensor, kind: str, bits: int | None, group_size: int) -> torch.Tensor:
+    """Reduce with collectives and the kernels that only quantize."""
+    group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    if bits is None:
+        total = in_rank_order(all_gather_rows(group, x))
+        return total.chunk(n)[rank] if kind == "scatter" else total
+    if kind == "scatter":
+        return reduce_scatter(x, group, bits=bits, group_size=group_size)
+    if kind == "all":
+        return all_reduce(x, group, bits=bits, group_size=group_size)
+    form, _ = formats(x.dtype, bits, group_size)
+    rows = all_gather_rows(group, quantize(x, 1, x.numel(), form)[0])
+    return sum_quantized(rows, x.numel(), form, torch.empty_like(x))
+
+
+def _reduced(reduction: PeerReduction, x: torch.Tensor, kind: str, bits: int | None, group_size: int) -> torch.Tensor:
+    if kind == "scatter":
+        return reduce_scatter(x, dist.group.WORLD, bits=bits, group_size=group_size, peers=reduction)
+    force_steps(1 if kind == "one" else 2)
+    return all_reduce(x, dist.group.WORLD, bits=bits, group_size=group_size, peers=reduction)
+
+
+def _same_bits(rank: int, half_bytes: int) -> list[str]:
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), []
+    n = dist.get_world_size()
+    reduction = PeerReduction(allocate_peer_memory(dist.group.WORLD, device, half_bytes, ""))
+    same, calls = random.Random(0), []
+    for number in range(CALLS):
+        kind, bits, group_size, dtype = same.choice(VARIANTS)
+        numel = same.choice((1, 77, 4096, 65_536, 300_001, 2**21, 5_000_000))
+        if kind == "one":
+            numel = min(numel, half_bytes // n // (dtype.itemsize + 1))
+        x = _draw(numel * (n if kind == "scatter" else 1), dtype, device, 1000 * number + rank)
+        if number % 7 == rank % 7:  # a different rank is late each time
+            torch.cuda._sleep(2_000_000)
+        name = f"rank {rank}, call {number}: {kind} of {numel} {dtype} in {bits} bits"
+        calls.append((name, x, _reduced(reduction, x, kind, bits, group_size), (kind, bits, group_size)))
+        if len(calls) == 10:  # compare later, so that many calls follow each other
+            wrong += [name for name, x, actual, case in calls if not torch.equal(actual, _expected(x, *case))]
+            calls = []
+    return wrong
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("world", "half_bytes"), [(2, 2**20), (MAX_WORLD, 64 * 2**20)])
+def test_calls_of_all_kinds_have_the_bits_of_collectives(world: int, half_bytes: int) -> None:
+    assert run_distributed(_same_bits, world, half_bytes, backend="nccl", timeout=300.0) == [[]] * world
+
+
+def _in_a_graph(rank: int) -> list[str]:
+    """Replay two calls, which use both halves of the memory, and three with new data, and make eager calls between."""
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), []
+    reduction = peer_reduction("peer", dist.group.WORLD, device)
+    for calls in (2, 3):
+        inputs = [torch.empty(2**20, dtype=torch.bfloat16, device=device) for _ in range(calls)]
+        for x in inputs:
+            x.copy_(_draw(x.numel(), x.dtype, device, rank))
+        work = [("all", 8), ("one", 4), ("all", None)]
+        for (kind, bits), x in zip(work, inputs, strict=False):  # compiles
+            _reduced(reduction, x, kind, bits, 128)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog queries events meanwhile
+            outs = [_reduced(reduction, x, k, bits, 128) for (k, bits), x in zip(work, inputs, strict=False)]
+        for replay in range(50):
+            for i, x in enumerate(inputs):
+                x.copy_(_draw(x.numel(), x.dtype, device, 10_000 * replay + 10 * i + rank))
+            graph.replay()
+            between = _reduced(reduction, inputs[0], "all", 6, 128) if replay % 3 == 0 else None
+            pairs = [(out, _expected(x, k, b, 128)) for out, x, (k, b) in zip(outs, inputs, work, strict=False)]
+            if between is not None:
+                pairs.append((between, _expected(inputs[0], "all", 6, 128)))
+            wrong += [f"replay {replay}: {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+    return wrong
+
+
+def _beside_computation(rank: int) -> list[str]:
+    """Matrix products occupy the GPU on another stream, on some ranks longer than on others."""
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), []
+    reduction = peer_reduction("auto", dist.group.WORLD, device)
+    assert reduction is not None
+    side, work = torch.cuda.Stream(device), torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    for number in range(20):
+        x = _draw(2**22, torch.bfloat16, device, 100 * number + rank)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(5 * (1 + (number + rank) % 3)):
+                work = (work @ work).clamp(-1, 1)
+        force_steps(2)
+        results = [all_reduce(x, dist.group.WORLD, bits=8, peers=reduction) for _ in range(5)]
+        torch.cuda.current_stream(device).wait_stream(side)
+        expected = all_reduce(x, dist.group.WORLD, bits=8)
+        wrong += [f"call {number}" for result in results if not torch.equal(result, expected)]
+    return wrong
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("calls", [_in_a_graph, _beside_computation])
+def test_calls_in_cuda_graphs_and_beside_computation(calls) -> None:
+    assert run_distributed(calls, MAX_WORLD, backend="nccl", timeout=300.0) == [[]] * MAX_WORLD
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Quantized messages: the error bound, what is not finite, sizes, and the fused kernels under Triton's interpreter."""
+"""Quantized messages: error bounds, non-finite values, sizes, and the fused kernels in the interpreter and on GPUs."""
 
 import itertools
 
@@ -8,15 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.lowbit import quantize as plain
-from megatron_longctx.lowbit.quantize import (
-    QuantFormat,
-    dequantize,
-    error_bound,
-    quantize,
-    requantize_sum,
-    sum_quantized,
-)
-from tests.kernels.interpreter import run_interpreted
+from megatron_longctx.lowbit.quantize import QuantFormat, dequantize, quantize, requantize_sum, sum_quantized
+from tests.kernels.interpreter import hopper_code, run_interpreted
+from tests.lowbit.bounds import error_bound
 
 FORMS = [
     QuantFormat(bits, group_size, symmetric, range_dtype)
@@ -24,7 +18,7 @@ FORMS = [
         (4, 8), (32, 64, 128), (False, True), (torch.bfloat16, torch.float32)
     )
 ]
-FORMS_BY_KERNEL = [form for form in FORMS if form.group_size != 64]
+KERNEL_FORMS = [form for form in FORMS if form.group_size != 64]
 LARGEST = torch.finfo(torch.bfloat16).max
 forms = st.sampled_from(FORMS)
 dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
@@ -33,11 +27,11 @@ dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 def values(kind: str, numel: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=gen)
-    if kind == "outliers":  # a few a thousand times as large, as activations have them
+    if kind == "outliers":  # like those of activations
         x *= torch.where(torch.rand(numel, generator=gen) < 0.02, 1000.0, 1.0)
     elif kind == "offset":
         x += 300
-    elif kind == "exponents":  # everything that the dtype has room for
+    elif kind == "exponents":  # the full range of the dtype
         low, high = (-133, 127) if dtype == torch.bfloat16 else (-24, 15) if dtype == torch.float16 else (-149, 127)
         x = torch.sign(x) * torch.exp2(torch.randint(low, high + 1, (numel,), generator=gen).double()).float()
     elif kind == "largest":
@@ -46,7 +40,7 @@ def values(kind: str, numel: int, seed: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def assert_same_messages(ours: torch.Tensor, theirs: torch.Tensor, chunk: int, form: QuantFormat) -> None:
-    """All but the padding, which nobody writes or reads."""
+    """Compare messages except their padding, which is neither written nor read."""
     for mine, other in zip(form.split(ours, chunk), form.split(theirs, chunk), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
@@ -56,7 +50,7 @@ kinds = st.sampled_from(["normal", "outliers", "offset", "exponents", "largest"]
 
 @settings(max_examples=150, deadline=None)
 @given(forms, dtypes, kinds, st.integers(1, 700), st.integers(1, 5), st.integers(0, 2**31))
-def test_every_element_is_within_its_bound(form, dtype, kind, numel, num_chunks, seed):
+def test_errors_are_within_the_bound(form, dtype, kind, numel, num_chunks, seed):
     chunk = -(-numel // num_chunks)
     x = values(kind, numel, seed, dtype)
     packed = quantize(x, num_chunks, chunk, form)
@@ -68,8 +62,8 @@ def test_every_element_is_within_its_bound(form, dtype, kind, numel, num_chunks,
 
 @settings(max_examples=60, deadline=None)
 @given(forms, dtypes, st.integers(1, 300), st.integers(1, 4), st.integers(0, 2**31))
-def test_half_a_step_of_the_group_is_the_bound(form, dtype, numel, num_chunks, seed):
-    """The bound itself, from each group's least and largest element."""
+def test_the_bound_is_half_a_step_of_the_group(form, dtype, numel, num_chunks, seed):
+    """Compute the bound from the smallest and the largest element of each group."""
     chunk = -(-numel // num_chunks)
     x = values("normal", numel, seed, dtype)
     bound = error_bound(x, chunk, form)
@@ -89,8 +83,8 @@ def test_half_a_step_of_the_group_is_the_bound(form, dtype, numel, num_chunks, s
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_what_comes_back_exactly(form):
-    """Groups of one value, the ends of ranges, and, if symmetric, zero."""
+def test_values_that_are_restored_exactly(form):
+    """Groups of a single value, the ends of ranges and, if symmetric, zero."""
     g = form.group_size
     x = torch.cat([torch.full((g,), -7.3), torch.zeros(g), torch.full((g,), LARGEST), torch.randn(g)]).bfloat16()
     if form.symmetric:
@@ -109,12 +103,12 @@ def test_what_comes_back_exactly(form):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_makes_its_group_nan_and_no_other(form, what):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_non_finite_value_makes_its_group_nan_and_no_other(form, value):
     g = form.group_size
     x = torch.randn(5 * g - 3)
-    x[g + 5] = what
-    x[-1] = what  # in the ragged group
+    x[g + 5] = value
+    x[-1] = value  # in the incomplete last group
     back = dequantize(quantize(x, 2, 3 * g, form), 3 * g, form, torch.empty_like(x))
     broken = torch.zeros(5 * g - 3, dtype=torch.bool)
     broken[g : 2 * g] = broken[4 * g :] = True
@@ -124,7 +118,7 @@ def test_what_is_not_finite_makes_its_group_nan_and_no_other(form, what):
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_sum_beyond_the_range_is_nan_not_a_wrong_number(symmetric):
+def test_a_sum_that_overflows_is_nan(symmetric):
     form = QuantFormat(4, 32, symmetric)
     x = torch.full((64,), LARGEST).bfloat16()
     x[32:] = 1.0
@@ -179,7 +173,7 @@ def test_message_sizes():
     assert QuantFormat().message_bytes(0) == 0
 
 
-def test_what_does_not_fit_is_refused():
+def test_unsuitable_arguments_are_refused():
     with pytest.raises(ValueError, match=r"bits=6: expected one of 4, 8"):
         QuantFormat(bits=6)
     with pytest.raises(ValueError, match=r"group_size=48: expected one of 32, 64, 128"):
@@ -193,18 +187,18 @@ def test_what_does_not_fit_is_refused():
     packed = quantize(torch.ones(10), 2, 5, form)
     with pytest.raises(ValueError, match=r"expected contiguous rows of 144 bytes"):
         dequantize(packed[:, 1:], 5, form, torch.empty(10))
-    with pytest.raises(ValueError, match="other bits at most"):
+    with pytest.raises(ValueError, match="the same with other bits"):
         requantize_sum(packed, 5, form, QuantFormat(4, 64))
 
 
 def compare_fused_with_torch() -> None:
-    """Run in a process of its own, whose environment switches Triton's interpreter on."""
+    """Runs in a separate process whose environment enables Triton's interpreter."""
     from megatron_longctx.lowbit import quantize_triton as fused
 
     compared = 0
     sizes = [(1, 40, 40), (3, 300, 813), (2, 128, 256), (4, 64, 70)]  # the last has chunks without elements
-    for form, (num_chunks, chunk, numel) in itertools.product(FORMS_BY_KERNEL, sizes):
-        seed = compared % 3  # by turns: every form and every size meets every dtype
+    for form, (num_chunks, chunk, numel) in itertools.product(KERNEL_FORMS, sizes):
+        seed = compared % 3  # combines every format and every size with every dtype
         dtype = (torch.bfloat16, torch.float16, torch.float32)[seed]
         x = values(("outliers", "offset", "exponents")[(seed + num_chunks) % 3], numel, seed, dtype)
         x[numel // 2] = (torch.nan, torch.inf, 0.0)[seed]
@@ -215,7 +209,7 @@ def compare_fused_with_torch() -> None:
         out, expected = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
         fused.dequantize(packed, chunk, form, out)
         plain._dequantize_torch(packed, chunk, form, expected)
-        # The interpreter cuts bf16 off where GPUs round it.
+        # The interpreter truncates bf16, which GPUs round.
         close = {"rtol": 2**-7 if dtype == torch.bfloat16 else 0, "atol": 0, "equal_nan": True}
         torch.testing.assert_close(out, expected, **close)
         total, expected = torch.empty(chunk, dtype=dtype), torch.empty(chunk, dtype=dtype)
@@ -228,11 +222,53 @@ def compare_fused_with_torch() -> None:
         reference = requantize_sum(packed, chunk, form, to)[None]
         assert_same_messages(summed, reference, chunk, to)
         compared += 1
-    assert compared == len(FORMS_BY_KERNEL) * len(sizes)
+    assert compared == len(KERNEL_FORMS) * len(sizes)
 
 
-def test_fused_kernels_equal_torch_under_the_interpreter():
+def test_fused_kernels_equal_torch_in_the_interpreter():
     run_interpreted(__file__)
+
+
+@pytest.mark.parametrize(("bits", "symmetric", "short"), [(4, False, True), (8, True, False)])
+def test_kernels_compile_for_hopper(bits: int, symmetric: bool, short: bool) -> None:
+    """Triton's interpreter accepts more than its compiler."""
+    pytest.importorskip("triton")
+    from megatron_longctx.lowbit import quantize_triton as fused
+
+    constants = {"BITS": bits, "SYMMETRIC": symmetric, "SHORT": short, "HALF": 64, "ROWS": 16}
+    pointers = {"x": "*bf16", "out": "*bf16", "values": "*u8", "to_values": "*u8"}
+    pointers |= dict.fromkeys(("ends", "to_ends"), "*i16" if short else "*fp32")
+    for kernel in (fused._quantize_kernel, fused._unpack_kernel, fused._requantize_kernel):
+        hopper_code(kernel, {**constants, "TO_BITS": 8}, pointers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", KERNEL_FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_kernels_equal_torch_on_a_gpu(form: QuantFormat, dtype: torch.dtype) -> None:
+    """Compare up to one step: fused multiplications may round a value half way between two steps differently."""
+    for num_chunks, chunk, numel in ((1, 40, 40), (3, 300, 813), (4, 4096, 16384), (4, 64, 70)):
+        gen = torch.Generator().manual_seed(numel)
+        x = (torch.randn(numel, generator=gen) * torch.where(torch.rand(numel, generator=gen) < 0.02, 100, 1)).to(dtype)
+        x[numel // 2] = torch.nan
+        broken = error_bound(x, chunk, form).isnan()
+        packed = quantize(x.cuda(), num_chunks, chunk, form)
+        on_host = quantize(x, num_chunks, chunk, form)
+        for mine, theirs in zip(form.split(packed.cpu(), chunk)[1:], form.split(on_host, chunk)[1:], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        back = dequantize(packed, chunk, form, torch.empty(numel, device="cuda")).cpu()
+        assert torch.equal(back.isnan(), broken)
+        assert ((back - x.float()).abs() <= error_bound(x, chunk, form))[~broken].all()
+        total, host_total = torch.empty(chunk, device="cuda"), torch.empty(chunk)
+        sum_quantized(packed, chunk, form, total)
+        sum_quantized(packed.cpu(), chunk, form, host_total)
+        # A small sum of large values has their rounding errors, which differ if multiplications are fused.
+        rounding = 4 * 2.0**-23 * float(x.float().nan_to_num().abs().max())
+        torch.testing.assert_close(total.cpu(), host_total, rtol=1e-5, atol=rounding, equal_nan=True)
+        again = requantize_sum(packed, chunk, form, form)
+        twice = dequantize(again[None], chunk, form, torch.empty(chunk, device="cuda")).cpu()
+        allowed = error_bound(host_total, chunk, form) * 1.001 + host_total.abs() * 1e-5
+        assert ((twice - host_total).abs() <= allowed)[~host_total.isnan() & ~allowed.isnan()].all()
 
 
 if __name__ == "__main__":

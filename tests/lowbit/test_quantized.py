@@ -1,4 +1,4 @@
-"""Quantized all-reduce and reduce-scatter over gloo: the error's bound, equal bits on all ranks, any size."""
+"""Quantized all-reduce and reduce-scatter over gloo: error bounds, the same bits on all ranks, any size."""
 
 import itertools
 
@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.lowbit.quantize import error_bound
 from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
 from megatron_longctx.testing.distributed import run_distributed
+from tests.lowbit.bounds import error_bound
 
 SHAPES = [(1,), (5, 3), (129,), (4, 7, 64), (0, 4), (4099,)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def inputs(shape: tuple[int, ...], world: int, dtype: torch.dtype, outliers: bool = False) -> list[torch.Tensor]:
-    """Every rank's tensor, known to all."""
+    """Return the tensors of all ranks."""
     gen = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(world, *shape, generator=gen)
     if outliers:
@@ -24,12 +24,12 @@ def inputs(shape: tuple[int, ...], world: int, dtype: torch.dtype, outliers: boo
 
 
 def bound_of_sum(xs: list[torch.Tensor], chunk: int, forms: tuple, dtype: torch.dtype, gathered: bool) -> torch.Tensor:
-    """What the sum of `xs` may be off by, from the quantizers' own bounds and rounding to `dtype`."""
+    """Return the largest error of the sum of `xs`, from the bounds of quantization and rounding to `dtype`."""
     first, second = forms
     exact = torch.stack(xs).double().sum(0).flatten()
     bound = sum(error_bound(x.flatten(), chunk, first).double() for x in xs)
     if gathered:
-        # The sum that is quantized is off by `bound`: its range is wider by at most twice the largest in its group.
+        # The errors of the sum, up to `bound`, can widen the range of a group by twice its largest error.
         step = error_bound(exact.float(), chunk, second).double()
         bound = bound + step + 2 * bound.max() / second.levels + exact.abs().max() * 2**-7 / second.levels
     return bound * 1.001 + (exact.abs() + bound) * torch.finfo(dtype).eps
@@ -39,7 +39,7 @@ def _reductions(rank: int) -> list[str]:
     world, group, wrong = dist.get_world_size(), dist.group.WORLD, []
     cases = itertools.product(SHAPES, DTYPES, (8, 6, 4), ((32, False), (128, True)), (False, True))
     for number, (shape, dtype, bits, (group_size, symmetric), outliers) in enumerate(cases):
-        part = 3 if world < 8 else 9  # a third or a ninth, of every kind
+        part = 3 if world < 8 else 9  # a sample of every kind
         if number % part != sum(shape) % part:
             continue
         settings = {"bits": bits, "group_size": group_size, "symmetric": symmetric}
@@ -63,43 +63,43 @@ def _reductions(rank: int) -> list[str]:
         if not all(torch.equal(copy, got) for copy in copies):
             wrong.append(f"{name}: ranks differ")
         wide = torch.cat([x] * world)
-        share = reduce_scatter(wide, group, **settings)
-        off = (share.double().flatten() - exact).abs()
+        shard = reduce_scatter(wide, group, **settings)
+        off = (shard.double().flatten() - exact).abs()
         allowed = 0 if world == 1 else bound_of_sum(xs, x.numel(), forms, dtype, gathered=False)
-        if share.shape != x.shape or not (off <= allowed).all():
-            wrong.append(f"{name}: share of shape {share.shape} off by {off.max()}")
+        if shard.shape != x.shape or not (off <= allowed).all():
+            wrong.append(f"{name}: shard of shape {shard.shape} off by {off.max()}")
     return wrong
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_sums_are_within_the_quantizers_bound_and_equal_on_all_ranks(world):
+def test_sums_are_within_the_error_bound_and_equal_on_all_ranks(world):
     assert run_distributed(_reductions, world) == [[]] * world
 
 
-def _shares(rank: int) -> list[str]:
-    """Each rank gets its own part of the first dimension."""
+def _shards(rank: int) -> list[str]:
+    """Each rank gets its part of the first dimension."""
     world, group = dist.get_world_size(), dist.group.WORLD
     x = torch.arange(world * 2.0).repeat_interleave(50).view(world * 2, 50) * (rank + 1)
-    share = reduce_scatter(x, group, bits=8, group_size=32)
+    shard = reduce_scatter(x, group, bits=8, group_size=32)
     expected = torch.stack([torch.full((50,), 2.0 * rank), torch.full((50,), 2.0 * rank + 1)])
     expected *= world * (world + 1) / 2
-    close = (share - expected).abs().max() <= expected.max() / 255 + 1e-6
-    return [] if close else [f"{share[:, 0]} is not {expected[:, 0]}"]
+    close = (shard - expected).abs().max() <= expected.max() / 255 + 1e-6
+    return [] if close else [f"{shard[:, 0]} is not {expected[:, 0]}"]
 
 
 def _errors(rank: int) -> dict[str, float]:
-    """Relative errors of sums of activations with outliers."""
+    """Return the relative errors of sums of activations with outliers."""
     world, group = dist.get_world_size(), dist.group.WORLD
     xs = inputs((64, 512), world, torch.bfloat16, outliers=True)
     exact = torch.stack(xs).double().sum(0)
-    found = {}
+    errors = {}
     for bits in (8, 6, 4):
         got = all_reduce(xs[rank], group, bits=bits, group_size=128)
-        found[f"int{bits}"] = float((got.double() - exact).norm() / exact.norm())
-    # Numbers that only bf16 and fp32 hold.
+        errors[f"int{bits}"] = float((got.double() - exact).norm() / exact.norm())
+    # Numbers outside of fp16's range.
     huge = all_reduce(xs[rank] * 1e30, group, bits=4)
-    found["huge"] = float((huge.double() / 1e30 - exact).norm() / exact.norm())
-    return found
+    errors["huge"] = float((huge.double() / 1e30 - exact).norm() / exact.norm())
+    return errors
 
 
 def _arguments(rank: int) -> list[str]:
@@ -115,8 +115,8 @@ def _arguments(rank: int) -> list[str]:
     own = x.t().contiguous()
     if all_reduce(own, group, out=own) is not own or not torch.equal(own, expected):
         wrong.append("in place")
-    share = torch.empty(20, 6)
-    if reduce_scatter(x.t(), group, out=share) is not share:
+    shard = torch.empty(20, 6)
+    if reduce_scatter(x.t(), group, out=shard) is not shard:
         wrong.append("out of reduce_scatter")
     bad = x.clone()
     if rank == 1:
@@ -140,26 +140,25 @@ def _refusals(rank: int) -> list[str]:
         lambda: reduce_scatter(torch.tensor(1.0), group),
         lambda: reduce_scatter(x, group, out=torch.empty(6, 4)),
     ]
-    said = []
+    errors = []
     for call in calls:
         try:
             call()
-            said.append("nothing")
+            errors.append("no error")
         except ValueError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def _two_ranks(rank: int) -> dict:
-    return {name: check(rank) for name, check in
-            (("shares", _shares), ("errors", _errors), ("arguments", _arguments), ("refusals", _refusals))}  # fmt: skip
+    return {check.__name__: check(rank) for check in (_shards, _errors, _arguments, _refusals)}
 
 
-def test_shares_errors_arguments_and_refusals():
-    for found in run_distributed(_two_ranks, 2):
-        assert found["shares"] == [] and found["arguments"] == []
-        errors = found["errors"]
+def test_shards_errors_arguments_and_refusals():
+    for results in run_distributed(_two_ranks, 2):
+        assert results["_shards"] == [] and results["_arguments"] == []
+        errors = results["_errors"]
         assert errors["int8"] < errors["int6"] < errors["int4"]
         assert errors["int8"] < 0.03
         assert errors["huge"] == pytest.approx(errors["int4"], rel=0.05)
-        assert all("expected" in text for text in found["refusals"]), found["refusals"]
+        assert all("expected" in text for text in results["_refusals"]), results["_refusals"]

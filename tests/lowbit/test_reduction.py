@@ -1,4 +1,4 @@
-"""Policies of reductions: what is quantized from which size on, and how `auto` finds and keeps its crossover."""
+"""Policies of reductions: what is quantized at which sizes, and how `auto` measures and stores its crossover."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_longctx.lowbit import crossover
-from megatron_longctx.lowbit.crossover import Case, Crossover
+from megatron_longctx.lowbit.crossover import Crossover
 from megatron_longctx.lowbit.quantized import all_reduce, reduce_scatter
 from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy
 from megatron_longctx.testing.distributed import run_distributed
@@ -22,19 +22,19 @@ KIB = 1024
 
 
 def _policies(rank: int) -> list[str]:
-    """Above its least size a tensor is summed as the policy says, below it and with `none` exactly."""
+    """The policy quantizes tensors from its minimum size on; smaller ones, and all with `none`, are summed exactly."""
     group, wrong = dist.group.WORLD, []
     x = torch.randn(8, 512, generator=torch.Generator().manual_seed(rank)).bfloat16()  # 8 KiB
     exact = x.clone()
     dist.all_reduce(exact)
-    share = exact.chunk(2)[rank]
+    shard = exact.chunk(2)[rank]
     for mode, bits in (("none", None), ("int8", 8), ("int6", 6), ("int4", 4)):
         for min_kib in (0, 8, 8.1):
             reducer = Reducer(group, ReductionPolicy(mode, group_size=32, min_kib=min_kib))
             before, quantized = x.clone(), bits is not None and min_kib <= 8
             total, part = reducer.all_reduce(x), reducer.reduce_scatter(x)
             wanted = all_reduce(x, group, bits=bits, group_size=32) if quantized else exact
-            wanted_part = reduce_scatter(x, group, bits=bits, group_size=32) if quantized else share
+            wanted_part = reduce_scatter(x, group, bits=bits, group_size=32) if quantized else shard
             if not (torch.equal(total, wanted) and torch.equal(part, wanted_part) and torch.equal(x, before)):
                 wrong.append(f"{mode} from {min_kib} KiB")
             if quantized and torch.equal(total, exact):
@@ -57,8 +57,8 @@ class _Ops(TorchDispatchMode):
 
 
 def _exact_sums(rank: int, folder: Path) -> list[tuple]:
-    """What exact sums are made of, where nothing is quantized and where `auto` decides that."""
-    group, found = dist.group.WORLD, []
+    """Return the operations of exact sums, with and without a policy that could quantize."""
+    group, sums = dist.group.WORLD, []
     x = torch.randn(8, 512, generator=torch.Generator().manual_seed(rank)).bfloat16()  # 8 KiB
     wanted = x.clone()
     dist.all_reduce(wanted)
@@ -71,18 +71,18 @@ def _exact_sums(rank: int, folder: Path) -> list[tuple]:
             with _Ops() as ops:
                 total = reducer.all_reduce(mine, overwrite=overwrite)
             untouched = torch.equal(mine, x)
-            found.append((torch.equal(total, wanted), total is mine, untouched, *ops.names))
-    return found
+            sums.append((torch.equal(total, wanted), total is mine, untouched, *ops.names))
+    return sums
 
 
-def test_exact_sums_copy_nothing_that_may_be_overwritten(tmp_path: Path) -> None:
-    anew = (True, False, True, "aten.clone.default", "c10d.allreduce_.default")
+def test_exact_sums_that_may_overwrite_copy_nothing(tmp_path: Path) -> None:
+    new = (True, False, True, "aten.clone.default", "c10d.allreduce_.default")
     in_place = (True, True, False, "c10d.allreduce_.default")
-    assert run_distributed(_exact_sums, 2, tmp_path) == [[anew, in_place] * 4] * 2
+    assert run_distributed(_exact_sums, 2, tmp_path) == [[new, in_place] * 4] * 2
 
 
 def _auto(rank: int, folder: Path) -> dict:
-    """`auto` measures once, says so, and then follows the file, whatever is in it."""
+    """`auto` measures once, logs it, and then follows its file."""
     crossover._SIZES = crossover._SIZES[:4]  # up to 1 MiB
     records: list[str] = []
     handler = logging.Handler()
@@ -93,10 +93,10 @@ def _auto(rank: int, folder: Path) -> dict:
     x = torch.randn(4, 4096).bfloat16()  # 32 KiB
     reducer = Reducer(group, policy, folder)
     measured = [reducer.bits("all_reduce", x), reducer.bits("all_reduce", x)]
-    said = list(records)
+    logged = list(records)
     files = sorted(path.name for path in folder.iterdir()) if rank == 0 else []
     dist.barrier()
-    found = []
+    from_file = []
     for samples in (
         [[8 * KIB, 2.0, 1.0]],
         [[8 * KIB, 1.0, 1.0]],
@@ -107,14 +107,14 @@ def _auto(rank: int, folder: Path) -> dict:
             (folder / files[0]).write_text(json.dumps(data | {"samples": samples}))
         dist.barrier()
         fresh = Reducer(group, policy, folder)
-        found.append((fresh.bits("all_reduce", x), fresh.bits("all_reduce", torch.cat([x, x]))))
+        from_file.append((fresh.bits("all_reduce", x), fresh.bits("all_reduce", torch.cat([x, x]))))
     if rank == 0:
         (folder / files[0]).write_text("{")
     dist.barrier()
     again = Reducer(group, policy, folder).bits("all_reduce", x)
     total = Reducer(group, policy, folder).reduce_scatter(x)
-    return {"measured": [*measured, again], "said": said, "files": files, "found": found, "share": total.shape,
-            "records": records}  # fmt: skip
+    return {"measured": [*measured, again], "logged": logged, "files": files, "from file": from_file,
+            "shard": total.shape, "records": records}  # fmt: skip
 
 
 def test_auto_measures_once_and_follows_its_file(tmp_path: Path) -> None:
@@ -123,19 +123,19 @@ def test_auto_measures_once_and_follows_its_file(tmp_path: Path) -> None:
     assert set(first["measured"]) <= {None, 8}
     [name] = first["files"]
     assert name == "crossover-all-reduce-cpu-gloo-2-1-bfloat16-int8-g128.json"
-    [said] = first["said"]
-    assert said.startswith("all_reduce of bfloat16 on 2 ranks: int8 g128 is used ") and said.endswith("measured now")
-    assert second["said"] == []
-    assert first["found"] == second["found"] == [(8, 8), (None, None), (None, 8)]
-    assert first["share"] == (2, 4096)
+    [line] = first["logged"]
+    assert line.startswith("all_reduce of bfloat16 on 2 ranks: int8 g128 is used ") and line.endswith("measured now")
+    assert second["logged"] == []
+    assert first["from file"] == second["from file"] == [(8, 8), (None, None), (None, 8)]
+    assert first["shard"] == (2, 4096)
     assert any("cannot be read" in text for text in first["records"])
-    kept = json.loads((tmp_path / name).read_text())
-    assert kept["case"]["operation"] == "all_reduce" and len(kept["samples"]) > 1
+    stored = json.loads((tmp_path / name).read_text())
+    assert stored["case"]["operation"] == "all_reduce" and len(stored["samples"]) > 1
     assert len(list(tmp_path.iterdir())) == 2, "reduce_scatter has its own"
 
 
-def _by_the_clock(rank: int) -> list:
-    """Sums whose first call at every size takes a second more, as kernels are compiled; rank 1 is the slower one."""
+def _with_a_fake_clock(rank: int) -> list:
+    """Measure sums whose first call at each size takes a second longer, as if to compile; rank 1 is the slower one."""
     clock, seen, largest, calls = [0.0], set(), [0.0], Counter()
     crossover.time = SimpleNamespace(perf_counter=lambda: clock[0])
 
@@ -145,18 +145,18 @@ def _by_the_clock(rank: int) -> list:
             seen.add((name, x.numel()))
             calls[name] += 1
             largest[0] = max(largest[0], float(x[:64].abs().max()))
-            x[:64] *= 100  # as sums stay in it
+            x[:64] *= 100  # like sums in place
 
         return call
 
     ways = way("plain", 1e-5, 1e-9), way("quantized", 1e-4, 0.5e-9)  # even at 180,000 bytes
     group, cpu = dist.group.WORLD, torch.device("cpu")
-    found = crossover._measure(torch.bfloat16, group, cpu, ways)
+    result = crossover._measure(torch.bfloat16, group, cpu, ways)
     slow = crossover._measure(torch.bfloat16, group, cpu, (way("slow", 0.2, 0.0), ways[1]))
     return [
-        found.from_bytes,
-        len(found.samples),
-        found.samples[0][1],
+        result.from_bytes,
+        len(result.samples),
+        result.samples[0][1],
         len(slow.samples),
         calls["slow"],
         largest[0] < 50,
@@ -164,17 +164,17 @@ def _by_the_clock(rank: int) -> list:
 
 
 def test_first_calls_do_not_count_and_the_slowest_rank_decides() -> None:
-    found = run_distributed(_by_the_clock, 2)
-    assert found[0] == found[1]
-    start, sizes, plain, slow_sizes, slow_calls, drawn_anew = found[0]
+    ranks = run_distributed(_with_a_fake_clock, 2)
+    assert ranks[0] == ranks[1]
+    start, sizes, exact, slow_sizes, slow_calls, redrawn = ranks[0]
     assert start == 256 * KIB and sizes == len(crossover._SIZES)
-    assert plain == pytest.approx(2 * (1e-5 + 16 * KIB * 1e-9))
-    assert slow_sizes == 1 and slow_calls == 2, "larger ones, or more rounds, would take longer than anybody waits"
-    assert drawn_anew
+    assert exact == pytest.approx(2 * (1e-5 + 16 * KIB * 1e-9))
+    assert slow_sizes == 1 and slow_calls == 2, "larger sizes or more rounds would take too long"
+    assert redrawn
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_not_timed_by_its_host() -> None:
+def test_gpus_are_timed_without_launch_times() -> None:
     x = torch.ones(1024, device="cuda")
 
     def call(x: torch.Tensor) -> None:
@@ -185,31 +185,27 @@ def test_a_gpu_is_not_timed_by_its_host() -> None:
     assert 0 < crossover._row(call, x) < 1e-4
 
 
-def test_the_crossover_is_where_it_wins_for_good() -> None:
+def test_the_crossover_is_faster_at_all_larger_sizes() -> None:
     rising = [(1, 1.0, 2.0), (2, 2.0, 1.0), (4, 2.0, 1.98), (8, 4.0, 2.0), (16, 8.0, 4.0)]
-    assert Crossover.between(rising).from_bytes == 8, "1% faster is noise"
-    assert Crossover.between(rising[:3]).from_bytes is None
-    assert Crossover.between(rising[:2]).from_bytes == 2
-    assert "at no size up to" in str(Crossover.between(rising[:1]))
-    assert "4e+03 ms plain, 2e+03 ms quantized" in str(Crossover.between(rising))
+    assert Crossover.from_samples(rising).from_bytes == 8, "1% faster is noise"
+    assert Crossover.from_samples(rising[:3]).from_bytes is None
+    assert Crossover.from_samples(rising[:2]).from_bytes == 2
+    assert "at no size up to" in str(Crossover.from_samples(rising[:1]))
+    assert "4e+03 ms exact, 2e+03 ms quantized" in str(Crossover.from_samples(rising))
 
 
 def test_files_of_different_cases_differ(tmp_path: Path) -> None:
-    case = Case("all_reduce", "NVIDIA H200", "nccl", 8, 1, "bfloat16", "int8 g128")
-    others = [
-        Case("reduce_scatter", "NVIDIA H200", "nccl", 8, 1, "bfloat16", "int8 g128"),
-        Case("all_reduce", "NVIDIA H200", "nccl", 8, 2, "bfloat16", "int8 g128"),
-        Case("all_reduce", "NVIDIA H200", "nccl", 8, 1, "bfloat16", "int8 g64"),
-    ]
-    assert len({c.path(tmp_path) for c in (case, *others)}) == 4
+    case = {"operation": "all_reduce", "device": "NVIDIA H200", "ranks": 8, "hosts": 1, "quantizer": "int8 g128"}
+    others = [{"operation": "reduce_scatter"}, {"hosts": 2}, {"quantizer": "int8 g64"}]
+    assert len({crossover._path(case | other, tmp_path) for other in ({}, *others)}) == 4
 
 
-def test_policies_that_are_not_offered() -> None:
-    for settings, said in (
+def test_unknown_policies_are_refused() -> None:
+    for settings, expected in (
         ({"mode": "int5"}, r"output_projection=int5: expected one of none, int8, int6, int4, auto"),
         ({"group_size": 16}, r"group_size=16: expected one of 32, 64, 128"),
         ({"min_kib": -1}, r"min_kib=-1: expected at least 0"),
         ({"min_kib": float("nan")}, r"min_kib=nan: expected at least 0"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=expected):
             ReductionPolicy(**settings)

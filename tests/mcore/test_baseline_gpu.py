@@ -1,4 +1,4 @@
-"""TransformerEngine's attention in the place of ours gives what ours gives: like is compared with like."""
+"""TransformerEngine's attention in place of ours computes the same outputs and gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACK = (1024, 64, 4096 - 1024 - 64)
 
 
 def _differences(rank: int, n: int) -> dict[str, float]:
-    """By kind and case, the largest relative difference of the output and of all gradients."""
+    """Return the largest relative difference of the output and of all gradients, keyed by case and kind."""
     torch.manual_seed(0)
     ours = ContextParallelAttention(dist.group.WORLD, schedule="all_gather", layout="per_document")
     found = {}
@@ -45,7 +45,7 @@ def _differences(rank: int, n: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_it_gives_what_ours_gives(n: int) -> None:
+def test_outputs_and_gradients_are_ours(n: int) -> None:
     if gpu_ranks() < n:
         pytest.skip(f"needs {n} CUDA devices, found {gpu_ranks()}")
     for found in run_distributed(_differences, n, n, backend="nccl", timeout=300):

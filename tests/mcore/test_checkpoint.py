@@ -1,10 +1,13 @@
-"""Training curves are the same at every parallel size, and go on unchanged through a checkpoint of any other."""
+"""Training curves do not depend on parallel sizes, and continue unchanged from a checkpoint of any other sizes."""
 
 from __future__ import annotations
 
 import math
+import queue
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -15,11 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.optimizer import DistributedOptimizer
 
-from megatron_longctx.mcore import checkpoint, checkpoint_digests, checkpoint_optimizer
+from megatron_longctx.config import TrainConfig
+from megatron_longctx.mcore import checkpoint, checkpoint_folder, checkpoint_optimizer
+from megatron_longctx.mcore import checkpoint_writer as writer
 from megatron_longctx.mcore import optimizer as optim
-from megatron_longctx.mcore.checkpoint_shards import boxes
-from megatron_longctx.mcore.checkpoint_writer import HostCopies, copy_through
+from megatron_longctx.mcore.checkpoint_optimizer import boxes
+from megatron_longctx.mcore.checkpoint_writer import HostCopies, PendingSave, copy_through
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training.saver import Saver
 from tests.mcore.tiny_gpt import BATCH, Layout, Trainer
 
 SINGLE, DATA2, TENSOR2, PIPELINE2 = Layout(), Layout(overlap=True), Layout(tensor=2), Layout(pipeline=2)
@@ -29,8 +35,9 @@ STEPS = 7
 Curve = list[float]
 
 
-def _save(trainer: Trainer, directory: Path, iteration: int, kept: checkpoint.Kept = checkpoint.Kept()) -> Path:  # noqa: B008
-    return checkpoint.save(directory, iteration, trainer.state(), {"consumed_samples": iteration * BATCH}, kept)
+def _save(trainer: Trainer, directory: Path, iteration: int, last: int | None = None) -> Path:
+    extra = {"consumed_samples": iteration * BATCH}
+    return checkpoint.begin(directory, iteration, trainer.state(), extra, checkpoint.Retention(last)).finish()
 
 
 def _load(trainer: Trainer, directory: Path) -> None:
@@ -42,7 +49,7 @@ def _load(trainer: Trainer, directory: Path) -> None:
 def _segment(
     layout: Layout, start: Path | None, steps: range, save_at: int | None = None, to: Path | None = None
 ) -> Curve:
-    """Load, train, and save in the middle; the loss, then the gradient norm, of each step."""
+    """Load, train, and save in the middle; return the loss of each step, then the gradient norm of each step."""
     trainer = Trainer(layout)
     if start is not None:
         _load(trainer, start)
@@ -57,7 +64,7 @@ def _segment(
 
 
 def _convert(layout: Layout, start: Path, iteration: int, to: Path) -> None:
-    """Load and save at once: for layouts whose forward pass needs more than these tests have."""
+    """Load and save without training, for a layout that the test's dense attention cannot compute."""
     trainer = Trainer(layout)
     _load(trainer, start)
     _save(trainer, to, iteration)
@@ -87,7 +94,7 @@ def _two_ranks(rank: int, root: Path) -> tuple[dict[str, Curve], Curve, float]:
     }
     tied = _segment(Layout(pipeline=2, tied=True), root / "tied", range(2, STEPS), 4, root / "tied_pipeline")
     _convert(CONTEXT2, root / "data", 3, root / "context")
-    # Saved in the middle of an overlapped gather of parameters.
+    # This checkpoint was saved in the middle of an overlapped gather of parameters.
     return curves, tied, _first_loss_from_weights(SINGLE, root / "data", 3)
 
 
@@ -115,7 +122,7 @@ def _tail(curve: Curve, count: int) -> Curve:
 
 def test_curves_and_resharding(tmp_path: Path) -> None:
     [(reference, tied_reference)] = run_distributed(_single_reference, 1, tmp_path)
-    assert reference[STEPS - 1] < reference[0] - 0.5, "the model must learn, or equal losses say little"
+    assert reference[STEPS - 1] < reference[0] - 0.5, "the model must learn, or equal losses prove little"
     of_two, other = run_distributed(_two_ranks, 2, tmp_path)
     assert of_two == other
     of_four = run_distributed(_four_ranks, 4, tmp_path)
@@ -150,7 +157,7 @@ def _resume_exactly(rank: int, root: Path, layouts: list[Layout]) -> list[tuple[
         assert checkpoint.latest(directory) is None
         saving.finish()
         if index == 0:
-            # A used optimizer and schedule take the checkpoint's place, too.
+            # A checkpoint also replaces the state of an optimizer and schedule that have stepped.
             checkpoint.load(directory / "zero", trainer.state())
             trainer.train(range(2))
             assert trainer.train(range(2, 5)) == expected
@@ -167,7 +174,7 @@ def _resume_exactly(rank: int, root: Path, layouts: list[Layout]) -> list[tuple[
 
 
 def _save_as_megatron(trainer: Trainer, directory: Path) -> None:
-    """With the optimizer's state gathered by Megatron, as earlier versions saved it."""
+    """Save the optimizer's state as Megatron gathers it, and as earlier versions did."""
     with pytest.MonkeyPatch.context() as patch:
         gathered = DistributedOptimizer.sharded_param_state_fully_reshardable
         patch.setattr(checkpoint_optimizer, "state_shards", gathered)
@@ -198,10 +205,10 @@ def _failures(rank: int, root: Path) -> dict[str, str]:
     messages = {"empty": _message(lambda: checkpoint.load(root, state))}
 
     for iteration in (1, 2, 3):
-        _save(trainer, root, iteration, checkpoint.Kept(last=2))
+        _save(trainer, root, iteration, last=2)
     if rank == 0:
         assert sorted(path.name for path in root.iterdir()) == ["iter_0000002", "iter_0000003", checkpoint.TRACKER]
-        # An interrupted save: files without the tracker.
+        # Interrupted saves leave files that the tracker does not name.
         shutil.copytree(root / "iter_0000003", root / "iter_0000004")
         (root / "iter_0000005.partial").mkdir()
     dist.barrier()
@@ -222,10 +229,10 @@ def _failures(rank: int, root: Path) -> dict[str, str]:
     messages["model"] = _message(lambda: checkpoint.load(root, trainer.state(hidden_size=48, experts=8)))
     plain = checkpoint.TrainingState(trainer.models, None, None, state.fingerprint)
     assert checkpoint.load(root, plain).iteration == 3
-    messages["extra"] = _message(lambda: checkpoint.save(root, 6, state, {"path": Path("x")}))
-    messages["keep"] = _message(lambda: checkpoint.Kept(last=0))
+    messages["extra"] = _message(lambda: checkpoint.begin(root, 6, state, {"path": Path("x")}))
+    messages["keep"] = _message(lambda: checkpoint.Retention(last=0))
     if rank == 0:
-        (root / "iter_0000003" / checkpoint_digests.DIGESTS).unlink()  # as earlier versions saved
+        (root / "iter_0000003" / checkpoint_folder.DIGESTS).unlink()  # as earlier versions saved
     for name, pattern in (("cut", "*.distcp"), ("common", "common.pt"), ("metadata", ".metadata")):
         if rank == 0:
             file = max((root / "iter_0000003").glob(pattern), key=lambda path: path.stat().st_size)
@@ -262,15 +269,15 @@ def test_failures_are_explained_on_every_rank(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_boxes_are_a_run_of_values_in_order(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_cover_a_range_of_values_in_order(shape: list[int], data: st.DataObject) -> None:
     count = math.prod(shape)
     begin = data.draw(st.integers(0, count))
     end = data.draw(st.integers(begin, count))
     values = numpy.arange(count).reshape(shape)
-    found = list(boxes(tuple(shape), begin, end))
-    slices = [tuple(map(slice, offsets, numpy.add(offsets, sizes))) for offsets, sizes in found]
+    covered = list(boxes(tuple(shape), begin, end))
+    slices = [tuple(map(slice, offsets, numpy.add(offsets, sizes))) for offsets, sizes in covered]
     assert [value for where in slices for value in values[where].ravel()] == [*range(begin, end)]
-    assert len(found) <= 2 * len(shape)
+    assert len(covered) <= 2 * len(shape)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (0,)])
@@ -281,16 +288,64 @@ def test_copies_in_pieces_are_whole(shape: tuple[int, ...]) -> None:
 
 
 def test_which_checkpoints_are_kept() -> None:
-    assert checkpoint.Kept().leaves([1, 2, 3]) == []
-    assert checkpoint.Kept(last=2).leaves([1, 2, 3, 4]) == [1, 2]
-    assert checkpoint.Kept(last=1, every=4).leaves([2, 4, 6, 8, 10]) == [2, 6]
-    assert checkpoint.Kept(every=4).leaves([2, 4, 6]) == []
+    assert checkpoint.Retention().expired([1, 2, 3]) == []
+    assert checkpoint.Retention(last=2).expired([1, 2, 3, 4]) == [1, 2]
+    assert checkpoint.Retention(last=1, every=4).expired([2, 4, 6, 8, 10]) == [2, 6]
+    assert checkpoint.Retention(every=4).expired([2, 4, 6]) == []
 
 
 def test_latest_without_ranks(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
     (tmp_path / checkpoint.TRACKER).write_text("120\n")
     assert checkpoint.latest(tmp_path) == 120
-    (tmp_path / checkpoint.TRACKER).write_text("release")
-    with pytest.raises(ValueError, match="'release', expected an iteration number"):
-        checkpoint.latest(tmp_path)
+
+
+LARGE = writer._SMALL_BYTES // 4 + 1  # fp32 elements
+
+
+def test_tensors_may_change_when_they_are_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors may change immediately: a forward pass changes no larger ones."""
+    go, written = threading.Event(), {}
+
+    class LateCopies(HostCopies):
+        def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+            assert go.wait(600)
+            return super().copy(tensor)
+
+    def write(bucket: Any) -> None:
+        written.update(bucket[2][1])
+
+    monkeypatch.setattr(writer, "_write_file", write)
+    monkeypatch.setattr(writer.checkpoint_folder, "digests_of", lambda *_: {})
+    tensors = {"small": torch.zeros(LARGE - 1), "large": torch.zeros(LARGE)}
+    bucket = tmp_path, "file", ([], list(tensors.items()))
+    request: Any = SimpleNamespace(
+        async_fn=object(), async_fn_args=(None, [bucket], queue.SimpleQueue()), finalize_fns=()
+    )
+    saver = Saver(tmp_path, TrainConfig(), 0)
+    saver._saving = PendingSave(request, tmp_path, tmp_path, checkpoint.Retention(), LateCopies())
+    tensors["small"] += 1
+    staged = threading.Event()
+    waiting = threading.Thread(target=lambda: (saver.wait_staged(), staged.set()))
+    waiting.start()
+    assert not staged.wait(0.2), "training continues only when everything is copied"
+    go.set()
+    waiting.join(600)
+    tensors["large"] += 1
+    saver._saving._thread.join()
+    assert {name: x.sum().item() for name, x in written.items()} == {"small": 0, "large": 0}
+    assert saver.stall_s >= 0.2
+
+
+def test_later_copies_reuse_the_memory_of_the_first() -> None:
+    copies, states = HostCopies(), [torch.arange(6.0).view(2, 3), torch.ones(2, 3), torch.tensor(7), torch.empty(0)]
+    addresses = []
+    for _ in range(3):
+        copied = [copies.copy(state) for state in states]
+        addresses.append({copy.data_ptr() for copy in copied})
+        for state, copy in zip(states, copied, strict=True):
+            assert torch.equal(state, copy) and state.dtype == copy.dtype
+            state += 1
+            assert state.numel() == 0 or not torch.equal(state, copy)
+        copies.release()
+    assert len(addresses[0]) == 4 and addresses[1:] == addresses[:1] * 2

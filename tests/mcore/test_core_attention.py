@@ -1,4 +1,4 @@
-"""The core attention that Megatron's layer gets: dense attention's result, and a clear no to what it cannot do."""
+"""The core attention of Megatron's layers: equal to dense attention, and unsupported uses are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.no_mask])
 @pytest.mark.parametrize("at_call", [False, True])
-def test_it_is_dense_attention(mask: AttnMaskType, scale: float | None, at_call: bool) -> None:
+def test_it_equals_dense_attention(mask: AttnMaskType, scale: float | None, at_call: bool) -> None:
     q, k, v = _inputs()
     if at_call:
         other = AttnMaskType.no_mask if mask is AttnMaskType.causal else AttnMaskType.causal
@@ -67,13 +67,13 @@ def test_it_is_dense_attention(mask: AttnMaskType, scale: float | None, at_call:
         ),
     ],
 )
-def test_settings_it_cannot_serve(config: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
+def test_unsupported_settings_are_refused(config: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         _core(config=config, **arguments)
 
 
-def test_settings_it_can_serve() -> None:
-    # An argument counts more than the configuration; two head sizes and TransformerEngine's mode are fine.
+def test_supported_settings() -> None:
+    # An argument overrides the configuration; two head sizes and TransformerEngine's mode are accepted.
     _core(config={"attention_dropout": 0.1}, attention_dropout=0.0)
     groups: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     _core(k_channels=8, v_channels=4, cp_comm_type="p2p", pg_collection=groups)
@@ -90,7 +90,7 @@ def test_settings_it_can_serve() -> None:
         ({"attn_mask_type": AttnMaskType.padding_causal}, "expected causal or no_mask"),
     ],
 )
-def test_calls_it_cannot_serve(arguments: dict[str, Any], words: str) -> None:
+def test_unsupported_calls_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         _core()(*_inputs(), **({"attention_mask": None} | arguments))
 
@@ -104,7 +104,7 @@ def _packed(stops: list[int], padded: list[int] | None = None, **other: Any) -> 
 
 @pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.padding])
 def test_megatrons_packed_documents(mask: AttnMaskType) -> None:
-    """As its layers give them: without a batch dimension."""
+    """Megatron's layers pass them without a batch dimension."""
     q, k, v = (x[:, 0] for x in _inputs())
     documents = [slice(0, 4), slice(4, 5), slice(5, LENGTH)]
     out = _core()(q, k, v, None, attn_mask_type=mask, packed_seq_params=_packed([0, 4, 5, 5, LENGTH]))
@@ -115,7 +115,7 @@ def test_megatrons_packed_documents(mask: AttnMaskType) -> None:
         torch.testing.assert_close(out[rows], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_padding_between_documents_is_seen_by_nothing() -> None:
+def test_no_token_attends_to_padding_between_documents() -> None:
     leaves = [x[:, 0].requires_grad_() for x in _inputs()]
     params = _packed([0, 4, 9], [0, 6, LENGTH])  # tokens 4, 5, 11 and 12 are padding
     out = _core()(*leaves, None, packed_seq_params=params)[:, 0]
@@ -127,12 +127,12 @@ def test_padding_between_documents_is_seen_by_nothing() -> None:
         assert not x[[4, 5, 11, 12]].any() and x[real].any()
 
 
-def test_megatrons_parameters_are_read_once_and_when_they_change() -> None:
+def test_megatrons_parameters_are_read_once_and_after_changes() -> None:
     sequence, params = sequence_of(length=LENGTH), _packed([0, 4, LENGTH])
     pack = sequence.pack_of(params)
     assert pack.documents == (4, 9) and sequence.pack_of(params) is pack
-    assert sequence_of(length=LENGTH).pack_of(params) is not pack, "another model's"
-    pack = sequence.pack_of(params)
+    assert sequence_of(length=LENGTH).pack_of(params) is not pack, "the pack of another model"
+    sequence.pack_of(params)
     params.cu_seqlens_q[1] = params.cu_seqlens_kv[1] = 6
     assert sequence.pack_of(params).documents == (6, 7)
     params.cu_seqlens_q = params.cu_seqlens_kv = torch.tensor([0, 1, LENGTH])
@@ -155,13 +155,13 @@ def test_megatrons_parameters_are_read_once_and_when_they_change() -> None:
         (_packed([0, 5, 12]), "query has 13 tokens: expected 12"),
     ],
 )
-def test_packed_documents_it_cannot_serve(params: PackedSeqParams, words: str) -> None:
+def test_invalid_packed_documents_are_refused(params: PackedSeqParams, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         _core()(*(x[:, 0] for x in _inputs()), None, packed_seq_params=params)
 
 
 @pytest.mark.parametrize("skip", [None, 2, 3, [1, 0, 0, 1, 1, 0]])
-def test_windows_are_of_the_layers_that_megatron_says(skip: Any) -> None:
+def test_windows_follow_megatrons_rule(skip: Any) -> None:
     for number in range(1, 7):
         core = _core(
             config={"window_size": (3, 0), "window_attn_skip_freq": skip, "num_layers": 6}, layer_number=number
@@ -198,17 +198,17 @@ def test_sinks_are_megatrons(kind: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [5, LENGTH])
-def test_tokens_that_are_not_this_ranks_are_refused_before_they_are_turned(rows: int) -> None:
-    """Those of another layout, or the whole sequence: `shard_batch` was forgotten."""
+def test_tokens_of_other_ranks_are_refused_before_rotation(rows: int) -> None:
+    """Tokens of another layout, or the whole sequence if `shard_batch` was forgotten."""
     sequence = sequence_of(rank=1, world=3, length=LENGTH)
-    sequence.whole.rotations = SimpleNamespace(of=lambda window: lambda x: x[:0])  # of other tokens
+    sequence.whole.rotations = SimpleNamespace(of=lambda window: lambda x: x[:0])  # for other tokens
     q, k, v = (x[:rows] for x in _inputs())
-    words = rf"query has {rows} tokens: expected 4, what rank 1 of 3 holds of 13\. Give .*shard_batch"
+    words = rf"query has {rows} tokens: expected 4, the share of rank 1 of 3 in 13\. Pass .*shard_batch"
     with pytest.raises(ValueError, match=words):
         _core(sequence)(q, k, v, None)
 
 
-def test_heads_that_the_schedule_cannot_share_are_refused_when_the_layer_is_built() -> None:
+def test_heads_that_the_schedule_cannot_divide_are_refused_when_the_layer_is_built() -> None:
     sequence = sequence_of(rank=0, world=3, length=LENGTH, schedule="ulysses")
     with pytest.raises(ValueError, match=r"3 context-parallel ranks that share the heads.*4 query heads"):
         _core(sequence=sequence, config={"context_parallel_size": 3})

@@ -1,4 +1,4 @@
-"""Corpora written and checked: what is refused before it is trained on."""
+"""Datasets: written, refused if they cannot be trained on, and identified by their content, wherever they are."""
 
 from __future__ import annotations
 
@@ -7,44 +7,39 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-from megatron_longctx.config import DataConfig
+from megatron_longctx.config import Config, DataConfig, TrainConfig
 from megatron_longctx.mcore.corpus import (
     Corpus,
     check_corpus,
     check_tokenizer,
+    dataset_digest,
+    identity,
+    identity_error,
     write_corpus,
     write_documents,
 )
-from megatron_longctx.mcore.identity import dataset_digest, tokenizer_digest
-from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
+from megatron_longctx.mcore.tokenizer import build_tokenizer, tokenizer_digest
 from tests.shared.training import tiny_corpus
 
 TOKENIZER = build_tokenizer("byte-level")
-
-
-def test_a_tokenizer_whose_package_is_missing_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"data\.tokenizer=huggingface: expected the package transformers"):
-        build_tokenizer("huggingface", "no/such/files")
 
 
 def _write(prefix: Path, *documents: list[str]) -> Corpus:
     return write_corpus(documents, prefix, TOKENIZER)
 
 
-def test_byte_level_tokens() -> None:
-    assert TOKENIZER.eod == BYTE_LEVEL_EOD == 256
-    assert TOKENIZER.vocab_size > 256
-    assert list(TOKENIZER.tokenize("aé\0")) == [97, 0xC3, 0xA9, 0]
-    assert TOKENIZER.detokenize([104, 105]) == "hi"
+def _data(prefix: Path | str, seq_length: int = 4, **settings: Any) -> DataConfig:
+    return DataConfig(prefix=str(prefix), seq_length=seq_length, **settings)
 
 
-def test_a_corpus_is_what_was_written(tmp_path: Path) -> None:
+def test_a_corpus_holds_what_was_written(tmp_path: Path) -> None:
     corpus = _write(tmp_path / "sub" / "text", ["ab", "c"], [], ["é"])
     assert (corpus.documents, corpus.tokens) == (2, 8)
     dataset = IndexedDataset(str(tmp_path / "sub" / "text"))
@@ -92,61 +87,55 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
 def test_damaged_corpora_are_refused(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
     prefix = tmp_path / "corpus"
     _write(prefix, ["hello world"], ["again"])
-    data = DataConfig(prefix=str(prefix), seq_length=4)
-    assert check_corpus(data) == 18
+    assert check_corpus(_data(prefix)) == 18
     damage(prefix)
     with pytest.raises(ValueError, match=words) as caught:
-        check_corpus(data)
+        check_corpus(_data(prefix))
     # The value, and a way out.
     assert str(caught.value).startswith(("data.prefix=", "data.tokenizer="))
     assert "megatron-longctx data" in str(caught.value)
 
 
-def test_too_short_for_a_sequence(tmp_path: Path) -> None:
-    prefix = tmp_path / "corpus"
-    _write(prefix, ["0123456789"])
-    assert check_corpus(DataConfig(prefix=str(prefix), seq_length=10)) == 11
+def test_a_corpus_that_is_too_short_for_a_sequence_is_refused(tmp_path: Path) -> None:
+    _write(tmp_path / "corpus", ["0123456789"])
+    assert check_corpus(_data(tmp_path / "corpus", 10)) == 11
     with pytest.raises(ValueError, match=r"data.seq_length=11: expected at most 10: .* has 11 tokens"):
-        check_corpus(DataConfig(prefix=str(prefix), seq_length=11))
+        check_corpus(_data(tmp_path / "corpus", 11))
 
 
-def test_a_corpus_without_a_note_is_fine(tmp_path: Path) -> None:
-    _write(tmp_path / "corpus", ["hello world"])
-    (tmp_path / "corpus.json").unlink()
-    assert check_corpus(DataConfig(prefix=str(tmp_path / "corpus"), seq_length=4)) == 12
-
-
-def _written_by_another(prefix: Path, **changes: object) -> None:
+def _change_note(prefix: Path, **changes: object) -> None:
     note = json.loads(prefix.with_suffix(".json").read_text()) | changes
     prefix.with_suffix(".json").write_text(json.dumps({key: value for key, value in note.items() if value is not None}))
 
 
 def test_another_tokenizer_of_the_same_library_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _write(tmp_path / "corpus", ["hello world"])
-    data = DataConfig(prefix=str(tmp_path / "corpus"), seq_length=4)
+    data = _data(tmp_path / "corpus")
     check_tokenizer(data, TOKENIZER)
     assert caplog.messages == []
-    _written_by_another(tmp_path / "corpus", tokenizer_sha256="0" * 64)
+    _change_note(tmp_path / "corpus", tokenizer_sha256="0" * 64)
     with pytest.raises(ValueError, match=r"expected the tokenizer that .* was written with \(512 tokens, SHA-256 0000"):
         check_tokenizer(data, TOKENIZER)
-    # Of an earlier version: nothing is known of its files.
-    _written_by_another(tmp_path / "corpus", tokenizer_sha256=None)
+    # An earlier version wrote no digest.
+    _change_note(tmp_path / "corpus", tokenizer_sha256=None)
     check_tokenizer(data, TOKENIZER)
-    assert len(caplog.messages) == 1 and "only their number of tokens was compared" in caplog.messages[0]
-    _written_by_another(tmp_path / "corpus", vocab_size=511)
+    assert len(caplog.messages) == 1 and "only the number of tokens was compared" in caplog.messages[0]
+    _change_note(tmp_path / "corpus", vocab_size=511)
     with pytest.raises(ValueError, match=r"was written with \(511 tokens, .* this one has 512 tokens"):
         check_tokenizer(data, TOKENIZER)
+    # Megatron's own datasets have no note.
+    (tmp_path / "corpus.json").unlink()
+    check_tokenizer(data, TOKENIZER)
+    assert check_corpus(data) == 12
 
 
-def test_only_what_the_split_leaves_to_training_counts(tmp_path: Path) -> None:
+def test_the_training_part_of_the_split_must_be_long_enough(tmp_path: Path) -> None:
     tiny_corpus(tmp_path / "corpus", documents=10)
-    data = DataConfig(prefix=str(tmp_path / "corpus"), seq_length=32)
-    with pytest.raises(
-        ValueError, match=r"data.split=1,99,0: expected a training part of at least 33 tokens; it has 0"
-    ):
-        check_corpus(replace(data, split="1,99,0"))
+    words = r"data.split=1,99,0: expected a training part of at least 33 tokens; it has 0"
+    with pytest.raises(ValueError, match=words):
+        check_corpus(_data(tmp_path / "corpus", 32, split="1,99,0"))
     for split in ("99,1,0", "50,50", "1", ".5, .25,.25"):
-        check_corpus(replace(data, split=split))
+        check_corpus(_data(tmp_path / "corpus", 32, split=split))
 
 
 def _masked(prefix: Path, *documents: tuple[list[int], list[bool]]) -> Corpus:
@@ -164,13 +153,13 @@ def test_a_mask_is_a_dataset_beside_its_tokens(tmp_path: Path) -> None:
     before = dataset_digest(str(tmp_path / "chats"))
     _masked(tmp_path / "chats", ([7, 8, 9], [True, True, True]), ([5], [False]))
     assert dataset_digest(str(tmp_path / "chats")) != before, "another mask is other data"
-    # Written anew without one, all is learned again.
+    # If the corpus is written again without a mask, all tokens are learned.
     _write(tmp_path / "chats", ["hello"])
     assert not list(tmp_path.glob("*.mask.*"))
 
 
-def test_a_mask_of_other_lengths_is_refused(tmp_path: Path) -> None:
-    data = DataConfig(prefix=str(tmp_path / "a"), seq_length=2, packing="best_fit")
+def test_a_mask_with_other_lengths_is_refused(tmp_path: Path) -> None:
+    data = _data(tmp_path / "a", 2, packing="best_fit")
     _masked(tmp_path / "a", ([7, 8, 9], [False, True, True]), ([5], [False]))
     _masked(tmp_path / "b", ([7, 8], [False, True]), ([5, 6], [False, False]))
     assert check_corpus(data) == 4
@@ -183,12 +172,12 @@ def test_a_mask_of_other_lengths_is_refused(tmp_path: Path) -> None:
         check_corpus(data)
 
 
-def test_documents_that_are_empty_are_refused_where_they_count(tmp_path: Path) -> None:
+def test_empty_documents_are_refused_where_they_matter(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(str(tmp_path / "empty.bin"), dtype=numpy.uint16)
     for length in (3, 0, 4):
         builder.add_document(numpy.ones(length, dtype=numpy.uint16), [length])
     builder.finalize(str(tmp_path / "empty.idx"))
-    data = DataConfig(prefix=str(tmp_path / "empty"), seq_length=4)
+    data = _data(tmp_path / "empty")
     assert check_corpus(data) == 7
     with pytest.raises(ValueError, match=r"documents that are not empty with .*; number 1 of .*empty\.idx is"):
         check_corpus(replace(data, packing="best_fit"))
@@ -197,10 +186,73 @@ def test_documents_that_are_empty_are_refused_where_they_count(tmp_path: Path) -
 def test_every_dataset_of_a_blend_is_checked(tmp_path: Path) -> None:
     for name in "ab":
         _write(tmp_path / name, ["hello world"])
-    data = DataConfig(prefix=f"0.7 {tmp_path}/a .3  {tmp_path}/b", seq_length=4)
+    data = _data(f"0.7 {tmp_path}/a .3  {tmp_path}/b")
     assert data.datasets == ((0.7, f"{tmp_path}/a"), (0.3, f"{tmp_path}/b")) and check_corpus(data) == 24
     (tmp_path / "b.bin").unlink()
-    with pytest.raises(
-        ValueError, match=r"data\.prefix=0\.7 .*: expected the files .*b\.idx and \.bin; .*b\.bin is mis"
-    ):
+    words = r"data\.prefix=0\.7 .*: expected the files .*b\.idx and \.bin; .*b\.bin is missing"
+    with pytest.raises(ValueError, match=words):
         check_corpus(data)
+
+
+def test_a_digest_depends_on_the_content_of_a_dataset(tmp_path: Path) -> None:
+    def digest(name: str, *texts: str) -> str:
+        _write(tmp_path / name, *([text] for text in texts))
+        return dataset_digest(str(tmp_path / name))
+
+    text = "".join(map(chr, range(32, 127))) * 400
+    first = digest("first", text, "second")
+    assert digest("elsewhere", text, "second") == first
+    others = [
+        digest("of_equal_lengths", text, "SECOND"),
+        digest("divided_elsewhere", text + " ", "econd"),
+        digest("in_another_order", "second", text),
+        digest("larger", text, "second", "third"),
+    ]
+    assert len({first, *others}) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"prefix": "moved"}, None),
+        ({"prefix": "other"}, r"^data\.prefix=other: expected corpus \(SHA-256 .*…\), with which runs/first has been"),
+        ({"seq_length": 5}, r"^data\.seq_length=5: expected 4, with which .*; this is 5\. Set it back, .*check_data"),
+        ({"split": "9,1,0"}, r"^data\.split=9,1,0: expected 100,0,0, with which "),
+        ({"packing": "best_fit"}, r"^data\.packing=best_fit: expected none, with which "),
+        ({"prefix": "1 corpus 1 other"}, r"^data\.prefix=1 corpus 1 other: expected corpus \(SHA-256 "),
+        ({"seed": 2}, r"^train\.seed=2: expected 1234, with which "),
+        ({"tokenizer": 1}, r"^data\.tokenizer=byte-level: expected byte-level \(SHA-256 .* this is byte-level \(SHA"),
+    ],
+)
+def test_a_run_may_not_continue_with_other_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"corpus": "hello world", "moved": "hello world", "other": "hello there"}.items():
+        _write(Path(name), [text])
+
+    def of(prefix: str = "corpus", seed: int = 1234, tokenizer: int = 0, **data: Any) -> Any:
+        config = Config(data=_data(prefix, **data), train=TrainConfig(seed=seed))
+        fake: Any = SimpleNamespace(library="byte-level", path=None, vocab_size=512 + tokenizer)
+        return identity(config, fake)
+
+    error = identity_error(of(), of(**changes), Path("runs/first"))
+    assert (error is None) == (words is None), error
+    if words is not None:
+        with pytest.raises(ValueError, match=words):
+            raise error  # type: ignore[misc]
+    # An earlier version wrote fewer keys.
+    assert identity_error({}, of(**changes), Path("runs/first")) is None
+
+
+def test_a_blend_is_identified_by_its_datasets_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "c"):
+        _write(Path(name), [f"of {name}"])
+
+    def digest(prefix: str) -> str:
+        return str(identity(Config(data=_data(prefix)), TOKENIZER)["data.prefix"]["sha256"])
+
+    assert digest("1 a 1 b") == digest("1.0  a 1 b")
+    assert len({digest(prefix) for prefix in ("a", "1 a 1 b", "1 b 1 a", "2 a 1 b", "1 a 1 c")}) == 5

@@ -1,11 +1,11 @@
-"""Megatron-Core runs without CUDA: only after being asked to, in every thread, with repeatable dropout.
+"""Megatron-Core runs without CUDA after `cpu.apply`, in every thread, with repeatable dropout.
 
-Everything runs in spawned processes, because the adjustments stay for the life of a process.
+Tests run in spawned processes, because the replacements last as long as a process.
 """
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -35,18 +35,8 @@ def _names(rank: int) -> None:
     assert cpu.apply()
     assert torch.zeros is replaced, "a second call changes nothing"
     _check_names()
-    failures: list[BaseException] = []
-
-    def in_thread() -> None:
-        try:
-            _check_names()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=in_thread)
-    thread.start()
-    thread.join()
-    assert not failures
+    with ThreadPoolExecutor(1) as other_thread:
+        other_thread.submit(_check_names).result()
 
 
 def _check_names() -> None:
@@ -90,44 +80,38 @@ def _tracker(rank: int) -> None:
         with tracker.fork("data-parallel-rng"):
             shared = torch.rand(3)
         second = torch.rand(3)
-    assert torch.equal(torch.rand(4), expected), "the surrounding stream is untouched"
+    assert torch.equal(torch.rand(4), expected), "the outer stream is untouched"
     assert not torch.equal(first, second)
-    # The stream of the next fork goes on where the last one ended.
+    # The stream of the next fork continues the last one.
     with tracker.fork():
         third = torch.rand(3)
     groups.seed_everything(5)
-    with tracker_fork():
+    with get_cuda_rng_tracker().fork():
         assert torch.equal(torch.rand(9), torch.cat([first, second, third]))
     gathered: list[Any] = [None, None]
     torch.distributed.all_gather_object(gathered, (first, shared))
     assert not torch.equal(gathered[0][0], gathered[1][0]), "tensor-parallel ranks draw differently"
     assert torch.equal(gathered[0][1], gathered[1][1]), "and share the data-parallel stream"
 
-    with pytest.raises(ValueError, match=r"process groups exist already"):
+    with pytest.raises(ValueError, match="process groups=initialized: expected none"):
         groups.initialize(tensor=2)
     groups.destroy()
-    with pytest.raises(ValueError, match=r"tensor 3 x context 1 x pipeline 1 = 3, expected a divisor of the 2"):
+    with pytest.raises(ValueError, match=r"tensor x context x pipeline=3 x 1 x 1: expected a divisor of the 2"):
         groups.initialize(tensor=3)
-    with pytest.raises(ValueError, match=r"context is 0, expected at least 1"):
+    with pytest.raises(ValueError, match=r"context=0: expected at least 1"):
         groups.initialize(context=0)
     collection = groups.initialize(context=2)
     assert (collection.tp.size(), collection.cp.size(), collection.dp.size(), collection.dp_cp.size()) == (1, 2, 1, 2)
     limits = {timeout_of(group) for group in torch.distributed.distributed_c10d._world.pg_map}
-    assert limits == {timedelta(seconds=PATIENCE_S)}, "a rank that hangs would hold others up for longer than it may"
+    assert limits == {timedelta(seconds=PATIENCE_S)}, "no group may wait longer than the world"
     del collection, limits
     threads = []
     for _ in range(3):
         groups.destroy()
         groups.initialize(context=2)
         threads.append(psutil.Process().num_threads())
-    assert len(set(threads)) == 1, "what a model's groups leave behind slows the next"
+    assert len(set(threads)) == 1, "threads of old groups slow down the next ones"
     groups.destroy()
-
-
-def tracker_fork() -> Any:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    return get_cuda_rng_tracker().fork()
 
 
 def test_random_tracker_and_groups() -> None:
@@ -149,7 +133,7 @@ def _recompute(rank: int) -> None:
         trainer.close()
     assert curves["none"] == curves["full"]
     quiet = Trainer(Layout(tensor=2))
-    assert quiet.train(range(3)) != curves["none"][0], "dropout must change the losses, or nothing was tested"
+    assert quiet.train(range(3)) != curves["none"][0], "dropout must change the losses, or this test is void"
     quiet.close()
 
 

@@ -1,4 +1,4 @@
-"""Samples as batches: the text, its labels and masks, where documents end, and the order of all."""
+"""Batches: their text, labels, masks and documents, and the order of samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_longctx.config import Config
 from megatron_longctx.mcore.corpus import write_corpus, write_documents
-from megatron_longctx.mcore.data import Batch, TrainingData, check_packs, first_pack, shares
+from megatron_longctx.mcore.data import Batch, TrainingData, check_packs, first_pack, micro_batches
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
 from tests.shared.training import changed, tiny_config, tiny_corpus
 
@@ -64,7 +64,7 @@ def test_samples_are_the_text(root: Path) -> None:
     assert batch.loss_mask.dtype == torch.float32
     for tokens, labels, mask, positions in zip(*(x.tolist() for x in batch.tensors.values()), strict=True):
         assert labels[:-1] == tokens[1:], "the label is the next token"
-        assert (*tokens, labels[-1]) in windows, "and the last one is the text's next token, too"
+        assert (*tokens, labels[-1]) in windows, "the last label is the text's next token too"
         assert mask == [float(token != BYTE_LEVEL_EOD) for token in tokens]
         assert positions == list(range(LENGTH))
     assert 0 < float(batch.loss_mask.mean()) < 1
@@ -77,7 +77,7 @@ def test_order_depends_on_the_seed_alone(root: Path, packing: str) -> None:
     def rows(ranks: int = 1, step: int = 0, **train: int) -> list[list[int]]:
         config = _config(root, {"data.packing": packing}, **train)
         data = _data(config)
-        taken = [iter(shares(config, step, rank, ranks)) for rank in range(ranks)]
+        taken = [iter(micro_batches(config, step, rank, ranks)) for rank in range(ranks)]
         per_rank = config.train.global_batch_size // ranks // config.train.micro_batch_size
         return [
             row
@@ -90,36 +90,36 @@ def test_order_depends_on_the_seed_alone(root: Path, packing: str) -> None:
     assert len(reference) == 16
     for steps, batch, micro, ranks in ((8, 2, 1, 1), (4, 4, 2, 2), (2, 8, 1, 4), (4, 4, 1, 4), (16, 1, 1, 1)):
         if micro == 1 or packing == "none":
-            found = rows(ranks, steps=steps, global_batch_size=batch, micro_batch_size=micro)
-            assert found == reference, (steps, batch, micro, ranks)
+            other = rows(ranks, steps=steps, global_batch_size=batch, micro_batch_size=micro)
+            assert other == reference, (steps, batch, micro, ranks)
     assert rows(2, step=3) == reference[12:], "resumed, at another number of ranks"
     assert rows(seed=77) != reference
 
 
-def test_every_pass_has_an_order_of_its_own(root: Path) -> None:
+def test_passes_have_different_orders(root: Path) -> None:
     data = _data(_config(root))
     size = _size(data)
     assert size > 20
     passes = [_rows([data[range(number * size, (number + 1) * size)]]) for number in range(3)]
     assert all(a != b for a, b in itertools.combinations(passes, 2))
-    # A batch may lie across the end of a pass.
+    # A batch may span the end of a pass.
     assert _rows([data[range(size - 2, size + 2)]]) == passes[0][-2:] + passes[1][:2]
 
 
-def test_tokens_above_the_vocabulary(root: Path) -> None:
+def test_tokens_above_the_vocabulary_are_refused(root: Path) -> None:
     assert _data(_config(root), 257)[range(20)]
     with pytest.raises(ValueError, match=r"corpus: expected token ids below the vocabulary's 256; 256 is there"):
         _data(_config(root), 256)[range(20)]
 
 
-def test_a_label_above_the_vocabulary(tmp_path: Path) -> None:
-    # One sample; its last label is the only end of document.
+def test_a_label_above_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    # The last label of the only sample is the only end of document.
     write_corpus([["x" * LENGTH]], tmp_path / "corpus", TOKENIZER)
     with pytest.raises(ValueError, match=r"token ids below the vocabulary's 256; 256 is there"):
         _data(_config(tmp_path), 256)[range(1)]
 
 
-def test_a_corpus_written_anew_is_served_anew(root: Path) -> None:
+def test_a_rewritten_corpus_is_read_again(root: Path) -> None:
     before = _data(_config(root))[range(4)].tokens
     write_corpus([["x" * 200]], root / "corpus", TOKENIZER)
     data = _data(_config(root))
@@ -129,8 +129,7 @@ def test_a_corpus_written_anew_is_served_anew(root: Path) -> None:
 
 
 def _check_pack(batch: Batch, documents: list[list[int]], learned: list[list[bool]] | None = None) -> list[int]:
-    """That a pack is whole documents, or parts of them; each of its tokens tells where it is. Gives the tokens whose
-    loss counts, as ids that no other token has."""
+    """Check that a pack consists of documents, or parts of them, and return the learned tokens. All ids differ."""
     assert batch.documents is not None and sum(batch.documents) == batch.tokens.shape[1]
     at, counted = 0, []
     where = {token: (number, i) for number, document in enumerate(documents) for i, token in enumerate(document)}
@@ -141,7 +140,7 @@ def _check_pack(batch: Batch, documents: list[list[int]], learned: list[list[boo
             assert (tokens[at], positions[at]) == (documents[number][begin + i], i)
             following = documents[number][begin + i + 1 : begin + i + 2]
             if following and (i + 1 < length or labels[at]):
-                assert labels[at] == following[0], "of the same document"
+                assert labels[at] == following[0], "the label is of the same document"
                 assert mask[at] == (1 if learned is None else learned[number][begin + i + 1])
             else:
                 assert (labels[at], mask[at]) == (0, 0), "nothing follows the last token of a document"
@@ -168,14 +167,14 @@ def test_labels_never_cross_a_document(
         batch = data[range(sample, sample + 1)]
         assert batch.tokens.shape[1] <= LENGTH
         counted += _check_pack(batch, documents, learned if masked else None)
-    assert len(counted) == len(set(counted)), "no label twice in a pass"
+    assert len(counted) == len(set(counted)), "no label occurs twice in a pass"
     if packing == "best_fit":
         every = [token for number, document in enumerate(documents) for i, token in enumerate(document)
                  if i and (learned[number][i] or not masked)]  # fmt: skip
-        assert sorted(counted) == sorted(every), "and none left out"
+        assert sorted(counted) == sorted(every), "no label is missing"
 
 
-def test_documents_are_the_stream_with_ends(root: Path) -> None:
+def test_packing_documents_is_the_stream_with_document_ends(root: Path) -> None:
     stream, ended = _data(_config(root)), _data(_config(root, {"data.packing": "documents"}))
     for sample in range(_size(stream)):
         one, other = stream[[sample]], ended[[sample]]
@@ -188,15 +187,15 @@ def test_documents_are_the_stream_with_ends(root: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKED)
-def test_the_first_pack_is_the_first_micro_batchs(root: Path, packing: str) -> None:
+def test_first_pack_returns_the_documents_of_the_first_micro_batch(root: Path, packing: str) -> None:
     tiny_corpus(root / "other", documents=9, seed=3)
     both = {"data.prefix": f"0.2 {root}/corpus 0.8 {root}/other"}
     for more in ({}, both, {"parallelism.tensor_parallel_size": 2} if packing == "best_fit" else {}):
         config = _config(root, {"data.packing": packing, **more})
-        assert first_pack(config) == _data(config)[next(shares(config, 0, 0, 1))[:1]].documents
+        assert first_pack(config) == _data(config)[next(micro_batches(config, 0, 0, 1))[:1]].documents
 
 
-def test_packs_too_short_for_the_ranks_are_refused_with_their_dataset(tmp_path: Path) -> None:
+def test_packs_too_short_for_the_ranks_are_refused(tmp_path: Path) -> None:
     for name, lengths in (("short", (LENGTH, LENGTH, 5)), ("long", (LENGTH, LENGTH - 1, 8)), ("ones", [1] * LENGTH)):
         write_documents((([7] * length, None) for length in lengths), tmp_path / name, TOKENIZER, masked=False)
     zigzag = {"data.packing": "best_fit", "parallelism.context_parallel_size": 4, "parallelism.schedule": "zigzag"}
@@ -224,7 +223,7 @@ def test_packs_too_short_for_the_ranks_are_refused_with_their_dataset(tmp_path: 
 
 
 @pytest.mark.parametrize("packing", ["documents", "best_fit"])
-def test_documents_that_the_baseline_does_not_take_are_refused_with_their_dataset(tmp_path: Path, packing: str) -> None:
+def test_documents_that_the_baseline_does_not_support_are_refused(tmp_path: Path, packing: str) -> None:
     for name, lengths in (("even", (LENGTH, 16, 8)), ("odd", (LENGTH, 12))):
         write_documents((([7] * length, None) for length in lengths), tmp_path / name, TOKENIZER, masked=False)
     settings = {"data.packing": packing, "attention.baseline": "te_a2a", "parallelism.context_parallel_size": 4}
@@ -234,8 +233,8 @@ def test_documents_that_the_baseline_does_not_take_are_refused_with_their_datase
         check_packs(_config(tmp_path, {**settings, "data.prefix": f"{tmp_path}/odd"}))
 
 
-def test_sequence_parallelism_gets_a_multiple(root: Path) -> None:
-    """The rest is a document of its own, without loss; the count is said at the start."""
+def test_packs_are_padded_for_sequence_parallelism(root: Path) -> None:
+    """Padding is a separate document without loss, and `describe` counts it."""
     padded = {"data.packing": "best_fit", "parallelism.tensor_parallel_size": 2}
     plain, data = _data(_config(root, {"data.packing": "best_fit"})), _data(_config(root, padded))
     added = 0
@@ -247,20 +246,21 @@ def test_sequence_parallelism_gets_a_multiple(root: Path) -> None:
         assert torch.equal(other.tokens[:, :length], one.tokens) and other.tokens.shape[1] % 2 == 0
         assert not other.loss_mask[:, length:].any() and not other.position_ids[:, length:].any()
         added += length % 2
-    (said,) = data.describe()
-    assert added and f"; {added} tokens of padding, " in said and "% full" in said
+    (line,) = data.describe()
+    assert added and f"; {added} tokens of padding, " in line and "% full" in line
     assert "; 0 tokens of padding, " in next(plain.describe()) and not list(_data(_config(root)).describe())
 
 
 @pytest.mark.parametrize("packing", ["none", *PACKED])
-def test_blends_take_from_each_by_its_weight(tmp_path: Path, packing: str) -> None:
+def test_blends_follow_their_weights(tmp_path: Path, packing: str) -> None:
     for letter in "abc":
         write_corpus([[letter * length] for length in range(20, 60)], tmp_path / letter, TOKENIZER)
     prefix = " ".join(f"{weight} {tmp_path}/{letter}" for letter, weight in zip("abc", (6, 1, 3), strict=True))
     config = _config(tmp_path, {"data.prefix": prefix, "data.packing": packing})
     data = _data(config)
-    found = [max(set(row), key=row.count) for row in _rows(data[[sample]] for sample in range(1000))]
-    assert {letter: found.count(ord(letter)) for letter in "abc"} == {"a": 600, "b": 100, "c": 300}
+    rows = _rows(data[[sample]] for sample in range(1000))
+    letters = [max(set(row), key=row.count) for row in rows]
+    assert {letter: letters.count(ord(letter)) for letter in "abc"} == {"a": 600, "b": 100, "c": 300}
     alone = _data(changed(config, {"data.prefix": f"{tmp_path}/c"}))
-    own = [row for row, letter in zip(_rows(data[[i]] for i in range(1000)), found, strict=True) if letter == ord("c")]
-    assert own == _rows(alone[[i]] for i in range(300)), "each in its own order"
+    own = [row for row, letter in zip(rows, letters, strict=True) if letter == ord("c")]
+    assert own == _rows(alone[[i]] for i in range(300)), "every dataset keeps its own order"

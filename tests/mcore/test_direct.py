@@ -1,4 +1,4 @@
-"""Plain layers run directly: Megatron's own bits, a fraction of its host work, and Megatron itself where not plain."""
+"""Layers that run directly: bit-identical to Megatron's, with a fraction of their host work."""
 
 from __future__ import annotations
 
@@ -49,21 +49,18 @@ REDUCED = {"reduction.output_projection": "int8", "reduction.down_projection": "
 
 
 class Ops(TorchDispatchMode):
-    """Counts torch's operations; on a GPU all but views launch a kernel or more."""
+    """A count of torch's operations other than views; on a GPU each launches one or more kernels."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.views = self.others = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.views += func.is_view
-        self.others += not func.is_view
+        self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 
 
-def engine_of(config: Config) -> LongContextEngine:
-    """Every parameter has a value of its own: biases are not left at zero."""
-    collection = groups.of_config(config.parallelism, seed=5)
+def engine_of(config: Config) -> tuple[LongContextEngine, CachedGPT]:
+    """Build an engine and its model, whose biases and norms are not left at their initial values."""
+    collection = groups.from_config(config.parallelism, seed=5)
     engine, _ = build_engine(for_inference(config), collection, None)
     assert isinstance(engine.model, CachedGPT)
     gen = torch.Generator().manual_seed(7)
@@ -71,11 +68,11 @@ def engine_of(config: Config) -> LongContextEngine:
         for parameter in engine.model._gpt.parameters():
             if parameter.ndim == 1:
                 parameter += torch.randn(parameter.shape, generator=gen).to(parameter.dtype) / 4
-    return engine
+    return engine, engine.model
 
 
 def logits_of(engine: LongContextEngine) -> Tensor:
-    """Of three passes with different plans: two prompts beside each other, more of one, a token of each."""
+    """Return logits of three passes with different plans: two prompts, more of one prompt, one token of each."""
     first, second = engine.open(), engine.open()
     found = []
     for new in (
@@ -90,34 +87,25 @@ def logits_of(engine: LongContextEngine) -> Tensor:
     return torch.cat(found)
 
 
-def megatrons_logits_of(engine: LongContextEngine) -> Tensor:
-    model = engine.model
-    assert isinstance(model, CachedGPT)
-    layers, model._layers = model._layers, None
-    try:
-        return logits_of(engine)
-    finally:
-        model._layers = layers
-
-
 def same_bits(rank: int, configs: list[Config]) -> list[bool]:
     torch.compiler.set_stance("force_eager")  # fused activations take long to compile
     found = []
     for config in configs:
-        engine = engine_of(config)
-        model = engine.model
-        assert isinstance(model, CachedGPT) and model._layers is not None
+        engine, model = engine_of(config)
+        direct_layers = model._layers
+        assert direct_layers is not None
         policies = (None,)
         if config.reduction.output_projection != "none":
             policies = (None, ReductionPolicy("none"), ReductionPolicy("auto", min_kib=1e6))
-        for fused in (False, config.model.activation == "swiglu"):
-            for layer in model._layers:
-                layer[0]._fused = fused
+        for fused in sorted({False, config.model.activation == "swiglu"}):
+            for layer, *_ in direct_layers:
+                layer._fused = fused
             model._gpt.config.bias_activation_fusion = fused
             for policy in policies:
                 if policy is not None:
-                    model.follow(policy)
-                ours, theirs = logits_of(engine), megatrons_logits_of(engine)
+                    model.set_reduction_policy(policy)
+                ours, model._layers = logits_of(engine), None
+                theirs, model._layers = logits_of(engine), direct_layers
                 found.append(torch.equal(ours, theirs) and bool(ours.std() > 0.01))
         groups.destroy()
     return found
@@ -137,7 +125,7 @@ def test_results_are_megatrons_bit_for_bit(
 
 
 def _work(call: Callable[[], object]) -> tuple[int, int]:
-    """Torch operations that are no views, and calls of functions, of Python or C."""
+    """Return the number of torch operations other than views, and of calls of Python and C functions."""
     with Ops() as ops:
         call()
     calls = 0
@@ -151,14 +139,14 @@ def _work(call: Callable[[], object]) -> tuple[int, int]:
         call()
     finally:
         sys.setprofile(None)
-    return ops.others, calls
+    return ops.count, calls
 
 
 def work_of_a_layer(rank: int, configs: list[Config]) -> tuple[float, float]:
-    """What a prompt's pass takes more of with 6 layers than with 2, by layer."""
+    """Return the work of one layer: the difference of a prompt's pass with 6 layers and with 2, divided by 4."""
     found = []
     for config in configs:
-        engine = engine_of(config)
+        engine, _ = engine_of(config)
 
         def prompt(engine: LongContextEngine = engine) -> None:
             session = engine.open()
@@ -173,43 +161,39 @@ def work_of_a_layer(rank: int, configs: list[Config]) -> tuple[float, float]:
 
 
 def test_a_layers_host_work_is_bounded(tmp_path: Path) -> None:
-    """On one rank, in bf16. Of the operations a norm takes 8 and a rotation 10 here; on GPUs each is one kernel."""
+    """On CPUs, a norm takes 8 of the operations and a rotation 10; on GPUs, each is one kernel."""
     configs = [tiny_config(tmp_path, "x", {"model.num_layers": n, "train.precision": "bf16"}) for n in (2, 6)]
     ((ops, calls),) = run_distributed(work_of_a_layer, 1, configs)
     assert ops <= 36, "torch operations"
     assert calls <= 260, "function calls: Megatron's own layers take more than 700"
 
 
-def what_is_left(rank: int, config: Config) -> list[bool]:
-    """Whether queries and what they, keys and values were cut from are gone when the MLP begins."""
-    engine = engine_of(config)
-    assert isinstance(engine.model, CachedGPT)
-    gpt, made = engine.model._gpt, []
+def freed_inputs(rank: int, config: Config) -> list[bool]:
+    """Return whether the tensors that queries, keys and values are views of are freed when the MLP begins."""
+    gpt, bases = engine_of(config)[1]._gpt, []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        made.extend(weakref.ref(x._base) for x in (q, k, v))
+        bases.extend(weakref.ref(x._base) for x in (q, k, v))
         return torch.zeros_like(q)
 
-    gone: list[bool] = []
+    freed: list[bool] = []
     layer = gpt.decoder.layers[0]
-    layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *_: gone.extend(ref() is None for ref in made))
-    rotation = gpt.rotary_pos_emb
-    rotation._new.now = torch.arange(9)
+    layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *_: freed.extend(base() is None for base in bases))
+    rotation = gpt.rotary_pos_emb.rotations(torch.arange(9)).full
     with torch.no_grad():
-        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation.of_new().everywhere, attend)
+        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation, attend)
     groups.destroy()
-    return gone
+    return freed
 
 
-def test_attentions_inputs_do_not_outlive_it(tmp_path: Path) -> None:
-    """A long prompt's peak is in the MLP."""
-    assert run_distributed(what_is_left, 1, tiny_config(tmp_path, "x")) == [[True] * 3]
+def test_attentions_inputs_are_freed_before_the_mlp(tmp_path: Path) -> None:
+    """A long prompt's peak of memory is in the MLP."""
+    assert run_distributed(freed_inputs, 1, tiny_config(tmp_path, "x")) == [[True] * 3]
 
 
-def what_is_not_plain(rank: int, config: Config) -> list[str | None]:
-    engine = engine_of(config)
-    assert isinstance(engine.model, CachedGPT)
-    gpt = engine.model._gpt
+def reasons(rank: int, config: Config) -> list[str | None]:
+    engine, model = engine_of(config)
+    gpt = model._gpt
     found = [why_not_direct(gpt)]
     for key, value in (("attention_output_gate", True), ("glu_linear_offset", 1.0), ("num_query_groups", 0)):
         before = getattr(gpt.config, key)
@@ -221,8 +205,8 @@ def what_is_not_plain(rank: int, config: Config) -> list[str | None]:
         plain = type(module)
         module.__class__ = type(f"Other{plain.__name__}", (plain,), {})
         found.append(why_not_direct(gpt))
-        engine.model._layers = engine.model._direct_layers(gpt)
-        assert engine.model._layers is None and torch.equal(logits_of(engine), wanted)
+        model._layers = model._direct_layers(gpt)
+        assert model._layers is None and torch.equal(logits_of(engine), wanted)
         module.__class__ = plain
     layer.self_attention.q_layernorm = torch.nn.Identity()
     found.append(why_not_direct(gpt))
@@ -230,8 +214,8 @@ def what_is_not_plain(rank: int, config: Config) -> list[str | None]:
     return found
 
 
-def test_layers_that_are_not_plain_are_megatrons_own(tmp_path: Path) -> None:
-    (found,) = run_distributed(what_is_not_plain, 1, tiny_config(tmp_path, "x"))
+def test_other_layers_run_as_megatrons_own(tmp_path: Path) -> None:
+    (found,) = run_distributed(reasons, 1, tiny_config(tmp_path, "x"))
     assert found == [
         None,
         "attention_output_gate is True",

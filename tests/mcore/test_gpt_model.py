@@ -1,4 +1,4 @@
-"""Our GPT against Megatron's own, on one rank; what identifies a model; and what 8-bit keys and values change."""
+"""Our GPT against Megatron's own on one rank; fingerprints of models; and 8-bit keys and values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LLAMA: dict[str, Any] = {"data.seq_length": 37}
 
 
 def _against_megatron(rank: int, root: Path, settings: dict[str, Any]) -> dict[str, float]:
-    """Relative errors of the losses and of every gradient, against Megatron's layers, RoPE and dense attention."""
+    """Return relative errors of losses and gradients, against Megatron's layers, RoPE and dense attention."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -55,14 +55,14 @@ def _against_megatron(rank: int, root: Path, settings: dict[str, Any]) -> dict[s
 
 
 @pytest.mark.parametrize("settings", [LLAMA, {**LLAMA, **GPT2}], ids=["llama", "gpt2"])
-def test_one_rank_is_megatrons_own_model(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_one_rank_computes_what_megatrons_own_model_does(tmp_path: Path, settings: dict[str, Any]) -> None:
     [errors] = run_distributed(_against_megatron, 1, tmp_path, settings)
     assert len(errors) > 10
     assert max(errors.values()) < 1e-5, errors
 
 
 def _step_by_hand(rank: int, root: Path) -> dict[str, float]:
-    """Relative errors of a training step's loss and gradients, against plain autograd on the whole batch."""
+    """Return relative errors of a step's loss and gradients, against plain autograd on the whole batch."""
     settings = {"data.mask_eod_loss": True, "train.global_batch_size": 6, "train.micro_batch_size": 2}
     trainer = RecordingTrainer(Job(tiny_config(root, "step", settings), gradients_at=(0,)))
     megatron = transformer_config(trainer.config)
@@ -97,11 +97,8 @@ def test_settings_reach_megatron(tmp_path: Path) -> None:
     settings = {"model.norm_epsilon": 0.25, "model.init_std": 0.5, "recompute.mode": "layer", "model.head_dim": 6}
     config = transformer_config(tiny_config(tmp_path, "run", {**settings, "train.precision": "bf16"}))
     assert (config.layernorm_epsilon, config.init_method_std, config.kv_channels) == (0.25, 0.5, 6)
-    assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == (
-        "full",
-        "uniform",
-        1,
-    )
+    recompute = config.recompute_granularity, config.recompute_method, config.recompute_num_layers
+    assert recompute == ("full", "uniform", 1)
     assert config.params_dtype == config.pipeline_dtype == torch.bfloat16 and config.bf16
     plain = transformer_config(tiny_config(tmp_path, "run"))
     assert plain.recompute_granularity is None and not plain.bf16 and plain.params_dtype == torch.float32
@@ -127,11 +124,11 @@ def test_padded_vocab_size() -> None:
 SCALED = {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": 2.0}
 
 
-def test_the_fingerprint_is_of_the_model_alone(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_model_only(tmp_path: Path) -> None:
     one = tiny_config(tmp_path, "one")
     parallel = {"parallelism.tensor_parallel_size": 2, "parallelism.context_parallel_size": 4, "train.steps": 7}
     assert fingerprint(one, 384) == fingerprint(tiny_config(tmp_path, "two", parallel), 384)
-    # Left to itself, the head size is known all the same.
+    # The fingerprint has the default head size, too.
     assert fingerprint(one, 384) == fingerprint(tiny_config(tmp_path, "one", {"model.head_dim": 8}), 384)
     flags = ("zero_centered_norms", "qk_norm", "post_norms", "scale_embedding", "tie_embeddings", "qkv_bias")
     for change in (
@@ -145,8 +142,8 @@ def test_the_fingerprint_is_of_the_model_alone(tmp_path: Path) -> None:
     assert fingerprint(one, 384) != fingerprint(one, 512)
 
 
-def test_a_checkpoint_knows_windows_and_sinks() -> None:
-    """One from before these keys is of a model without."""
+def test_windows_and_sinks_are_in_the_fingerprint_if_set() -> None:
+    """Checkpoints from before these keys existed are of models without them."""
     plain = fingerprint(Config(), 512)
     assert not {"window", "window_pattern", "sinks"} & plain.keys()
     settings = {"model.window": 9, "model.window_pattern": 2, "model.sinks": "learnable"}
@@ -155,15 +152,11 @@ def test_a_checkpoint_knows_windows_and_sinks() -> None:
 
 
 def _rounding_errors(rank: int, root: Path) -> dict[str, float]:
-    """Relative errors of logits against those of exact attention: in training, in inference."""
+    """Return relative errors of logits against those of exact attention, in training and in inference."""
     collection = groups.initialize(context=2, seed=3)
     models = {}
     for kv_int8 in (False, True):
-        settings = {
-            "parallelism.context_parallel_size": 2,
-            **LLAMA,
-            "attention.kv_int8": kv_int8,
-        }
+        settings = {"parallelism.context_parallel_size": 2, **LLAMA, "attention.kv_int8": kv_int8}
         config = tiny_config(root, "gpt", settings)
         sequence = build_sequence(config, collection.cp)
         models[kv_int8] = build_model(config, transformer_config(config), collection, sequence, VOCABULARY)
@@ -179,7 +172,7 @@ def _rounding_errors(rank: int, root: Path) -> dict[str, float]:
     return errors
 
 
-def test_keys_and_values_in_8_bits_round_inference_and_not_training(tmp_path: Path) -> None:
+def test_8_bit_keys_and_values_affect_inference_only(tmp_path: Path) -> None:
     for errors in run_distributed(_rounding_errors, 2, tmp_path):
         assert errors["training"] == 0
         assert 1e-6 < errors["inference"] < 0.01

@@ -1,6 +1,6 @@
-"""Packed documents train as each of them does alone, through Megatron's own attention and RoPE on one rank.
+"""Packed documents train as each document does alone on one rank with Megatron's own attention and RoPE.
 
-Two steps of two packs that differ in everything, on the same weights: in pipelines, and where layers are recomputed in
+Each case has two steps of two different packs, with the same weights. In pipelines, and if layers are recomputed in
 backward, the packs of both micro-batches are in flight.
 """
 
@@ -37,13 +37,13 @@ VOCABULARY = 64
 CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
 SCHEDULE, RECOMPUTE = "parallelism.schedule", "recompute.mode"
 
-# By step, by micro-batch: documents. Lengths are even where sequence parallelism needs it, else as they come.
+# The documents of each micro-batch of each step. Sequence parallelism needs even lengths.
 EVEN = (((17, 31, 11, 1), (40, 2, 8)), ((5, 9, 20), (1, 1, 47, 13)))
 ODD = (((17, 31, 11), (40, 2, 7)), ((5, 9, 21, 1, 1), (1, 23)))
 WINDOW = 6
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {"model.num_layers": 2, "model.activation": "gelu"},
-    # As gpt-oss has it: every second layer sees all, and all have sinks.
+    # Like gpt-oss: every second layer has no window, and all have sinks.
     "windows": {"model.num_layers": 4, "model.activation": "gelu", "model.window": WINDOW, "model.window_pattern": 2,
                 "model.sinks": "learnable"},
     "off by one": {"model.num_layers": 2, "model.activation": "gelu", "model.window": WINDOW,
@@ -69,7 +69,7 @@ CASES: dict[int, dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]] = {
 
 
 def _batch(documents: tuple[int, ...]) -> Batch:
-    """Labels are the next tokens of the same document, whose last token counts nothing."""
+    """Return a batch whose labels are the next tokens of the same document. Its last token has no loss."""
     generator = torch.Generator().manual_seed(sum(documents))
     length = sum(documents)
     tokens = torch.randint(VOCABULARY, (1, length), generator=generator)
@@ -85,7 +85,7 @@ def _config(root: Path, model: str, settings: dict[str, Any]) -> Config:
 
 
 def _alone(rank: int, root: Path) -> None:
-    """Every document by itself, in Megatron's own layers: the loss and all gradients of each step, and the weights."""
+    """Save the loss and gradients of each step, with every document alone in Megatron's own layers, and the weights."""
     for model in MODELS:
         config = _config(root, model, {})
         collection = groups.initialize(seed=5)
@@ -95,10 +95,10 @@ def _alone(rank: int, root: Path) -> None:
             layer.submodules.self_attention.submodules.core_attention = DotProductAttention
         gpt = GPTModel(megatron, spec, VOCABULARY, 64, position_embedding_type="rope", rotary_base=1000,
                        share_embeddings_and_output_weights=False, pg_collection=collection)  # fmt: skip
-        found: dict[Any, Any] = {"weights": {name: p.detach().clone() for name, p in gpt.named_parameters()}}
+        saved: dict[Any, Any] = {"weights": {name: p.detach().clone() for name, p in gpt.named_parameters()}}
         for steps in (EVEN, ODD):
-            found[steps] = [_alone_step(gpt, [_batch(documents) for documents in step]) for step in steps]
-        torch.save(found, root / model)
+            saved[steps] = [_alone_step(gpt, [_batch(documents) for documents in step]) for step in steps]
+        torch.save(saved, root / model)
         groups.destroy()
 
 
@@ -116,7 +116,7 @@ def _alone_step(gpt: GPTModel, batches: list[Batch]) -> tuple[float, dict[str, T
 
 
 class Sharded:
-    """A model's parameters on this rank, and where they lie in the whole ones."""
+    """A model's parameters on this rank, with their places in the whole parameters."""
 
     def __init__(self, gpt: GPTModel, collection: Any) -> None:
         self._tp = collection.tp
@@ -127,12 +127,12 @@ class Sharded:
             parameter.data.copy_(self._part(weights[name], parameter))
 
     def errors(self, gradients: dict[str, Tensor]) -> dict[str, float]:
-        """How far this rank's are off, measured by the whole."""
-        found = {}
+        """Return the error of this rank's gradients relative to the norm of the whole gradient."""
+        errors = {}
         for name, parameter in self.parameters.items():
             difference = parameter.main_grad.double() - self._part(gradients[name], parameter).double()
-            found[name] = float(difference.norm() / gradients[name].double().norm().clamp_min(1e-30))
-        return found
+            errors[name] = float(difference.norm() / gradients[name].double().norm().clamp_min(1e-30))
+        return errors
 
     def _part(self, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
         if not getattr(parameter, "tensor_model_parallel", False):
@@ -141,14 +141,16 @@ class Sharded:
 
 
 def _packed(rank: int, root: Path, world: int) -> dict[str, list[Any]]:
-    """By case, by step: what the step said, the loss there should be, errors of gradients."""
-    found = {name: _steps(root, *case) for name, case in CASES[world].items()}
-    return found | ({"thd": _in_thd(root)} if world == 3 else {})
+    """Return the result, the expected loss, and the errors and values of gradients for each step of each case."""
+    results = {name: _steps(root, *case) for name, case in CASES[world].items()}
+    return results | ({"thd": _in_thd(root)} if world == 3 else {})
 
 
 def _in_thd(root: Path) -> list[float]:
-    """Megatron's own parameters, with padding behind documents, beside a pack without: errors of the gradients, summed
-    over the ranks, that no token of the padding may touch."""
+    """Return the errors of gradients with Megatron's own parameters, padded after documents, relative to a pack.
+
+    Padding may not change the gradients, which are summed over the ranks.
+    """
     config, collection = _config(root, "windows", {CP: 3}), groups.initialize(context=3, seed=9)
     sequence = build_sequence(config, collection.cp)
     gpt = build_model(config, transformer_config(config), collection, sequence, VOCABULARY)
@@ -174,22 +176,22 @@ def _in_thd(root: Path) -> list[float]:
 
 def _steps(root: Path, model: str, steps: tuple[Any, ...], settings: dict[str, Any]) -> list[Any]:
     config = _config(root, model, settings)
-    collection = groups.of_config(config.parallelism, seed=9)
+    collection = groups.from_config(config.parallelism, seed=9)
     megatron, sequence = transformer_config(config), build_sequence(config, collection.cp)
     gpt = build_model(config, megatron, collection, sequence, VOCABULARY)
     models = optimizer.wrap_ddp([gpt], megatron, collection, distributed=False)
     megatron.finalize_model_grads_func = finalize_model_grads
     whole, parts = torch.load(root / model, weights_only=False), Sharded(gpt, collection)
     parts.load(whole["weights"])
-    dp, seen = collection.dp, []
+    dp, results = collection.dp, []
     step = TrainStep(models, sequence, collection, 1, 2 // dp.size())
     for documents, (loss, gradients) in zip(steps, whole[steps], strict=True):
         models[0].zero_grad_buffer()
-        mine = documents[dp.rank() :: dp.size()]
-        found = step.run(iter([_batch(each) for each in mine]))
-        seen.append((found, loss, parts.errors(gradients), [p.main_grad.clone() for p in gpt.parameters()]))
+        local = documents[dp.rank() :: dp.size()]
+        result = step.run(iter([_batch(each) for each in local]))
+        results.append((result, loss, parts.errors(gradients), [p.main_grad.clone() for p in gpt.parameters()]))
     groups.destroy()
-    return seen
+    return results
 
 
 @functools.cache
@@ -205,7 +207,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _work(model: str, step: tuple[tuple[int, ...], ...]) -> Work:
-    """Counted pair by pair."""
+    """Count the work pair by pair."""
     layers = {
         "plain": [None, None],
         "windows": [WINDOW, None, WINDOW, None],
@@ -218,21 +220,21 @@ def _work(model: str, step: tuple[tuple[int, ...], ...]) -> Work:
 
 @pytest.mark.parametrize("world", CASES)
 def test_packs_train_as_their_documents_alone(world: int, root: Path) -> None:
-    for rank, seen in enumerate(results(world, root)):
+    for rank, cases in enumerate(results(world, root)):
         for name, (model, steps, _) in CASES[world].items():
-            for number, (found, loss, errors, _) in enumerate(seen[name]):
+            for number, (result, loss, errors, _) in enumerate(cases[name]):
                 where = f"{name}, step {number}, rank {rank}"
-                assert found.mean == pytest.approx(loss, rel=1e-5), where
+                assert result.mean == pytest.approx(loss, rel=1e-5), where
                 assert max(errors.values()) < 1e-5, f"{where}: {errors}"
-                assert found.work == _work(model, steps[number]), f"{where}: padding, or pairs that are not seen"
+                assert result.work == _work(model, steps[number]), f"{where}: padding or invisible pairs were counted"
 
 
-def test_offload_of_packs_in_pipelines_gives_the_bits_of_layer(root: Path) -> None:
-    for seen in results(4, root):
-        for layer, offload in zip(seen["pp2 cp2 layer"], seen["pp2 cp2 offload"], strict=True):
+def test_offload_of_packs_in_pipelines_is_bit_identical_to_layer(root: Path) -> None:
+    for cases in results(4, root):
+        for layer, offload in zip(cases["pp2 cp2 layer"], cases["pp2 cp2 offload"], strict=True):
             assert len(layer[-1]) > 10 and all(map(torch.equal, layer[-1], offload[-1]))
 
 
-def test_megatrons_own_parameters_give_what_a_pack_gives(root: Path) -> None:
-    for seen in results(3, root):
-        assert len(seen["thd"]) > 20 and max(seen["thd"]) < 1e-5, seen["thd"]
+def test_megatrons_own_parameters_are_equivalent_to_a_pack(root: Path) -> None:
+    for cases in results(3, root):
+        assert len(cases["thd"]) > 20 and max(cases["thd"]) < 1e-5, cases["thd"]

@@ -1,4 +1,4 @@
-"""Orders of samples, from lengths alone: Megatron's stream, packs by best fit, and blends."""
+"""Orders of samples: Megatron's stream, packs by best fit, and blends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_longctx.mcore.corpus import write_documents
-from megatron_longctx.mcore.data import read
-from megatron_longctx.mcore.packing import Blend, Order, Packs, Stream, best_fit
+from megatron_longctx.mcore.data import read_tokens
+from megatron_longctx.mcore.packing import Blend, Packs, SampleOrder, Stream, best_fit
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
@@ -22,13 +22,13 @@ ORDERS = (Stream, Packs)
 quick = settings(derandomize=True, database=None, max_examples=60, deadline=None)
 
 
-def _order(kind: type, lengths: list[int], seq_length: int, seed: int = 3) -> Order:
-    order: Order = kind(numpy.array(lengths, dtype=numpy.int32), seq_length, seed)
+def _order(kind: type, lengths: list[int], seq_length: int, seed: int = 3) -> SampleOrder:
+    order: SampleOrder = kind(numpy.array(lengths, dtype=numpy.int32), seq_length, seed)
     return order
 
 
-def _spans(order: Order, samples: range) -> list[list[tuple[int, int, int]]]:
-    return [list(zip(*(x.tolist() for x in order.pieces(i)), strict=True)) for i in samples]
+def _spans(order: SampleOrder, samples: range) -> list[list[tuple[int, int, int]]]:
+    return [list(zip(*(x.tolist() for x in order.spans(i)), strict=True)) for i in samples]
 
 
 @pytest.mark.parametrize("seed", [1, 1234])
@@ -48,7 +48,7 @@ def test_the_stream_is_megatrons(tmp_path: Path, seed: int) -> None:
             theirs, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [None] * 3, lambda: True, config).build()
             assert len(theirs) == order.size
             for index in range(order.size):
-                ours = read(dataset, order.pieces(number * order.size + index))
+                ours = read_tokens(dataset, order.spans(number * order.size + index))
                 assert ours[:-1].tolist() == theirs[index]["tokens"].tolist()
                 assert ours[1:].tolist() == theirs[index]["labels"].tolist()
 
@@ -62,7 +62,7 @@ def test_every_token_is_in_one_pack_of_a_pass(lengths: list[int], seq_length: in
     for pack in packs:
         for document, offset, length in pack:
             goes_on = offset + length < lengths[document] or length > seq_length
-            assert goes_on <= (len(pack) == 1 and length == seq_length + 1), "only what is cut has a token more"
+            assert goes_on <= (len(pack) == 1 and length == seq_length + 1), "only a cut document has one token more"
             seen[document][offset : offset + min(length, seq_length)] += 1
             assert offset % seq_length == 0 and (offset == 0 or lengths[document] > seq_length)
         assert 0 < sum(length for *_, length in pack) <= seq_length + (pack[0][2] > seq_length)
@@ -99,20 +99,20 @@ def test_packs_of_text_are_full() -> None:
 @pytest.mark.parametrize("kind", ORDERS)
 @quick
 @given(LENGTHS, st.integers(0, 200), st.integers(0, 2**31 - 1))
-def test_any_sample_is_found_without_those_before(kind: type, lengths: list[int], sample: int, seed: int) -> None:
+def test_any_sample_is_found_without_earlier_ones(kind: type, lengths: list[int], sample: int, seed: int) -> None:
     lengths = [*lengths, 20]
     through = _spans(_order(kind, lengths, 7, seed), range(sample + 3))
     assert through[sample:] == _spans(_order(kind, lengths, 7, seed), range(sample, sample + 3))
 
 
 @pytest.mark.parametrize("kind", ORDERS)
-def test_passes_and_seeds_have_orders_of_their_own(kind: type) -> None:
+def test_passes_and_seeds_have_different_orders(kind: type) -> None:
     lengths = numpy.random.RandomState(1).randint(1, 40, 100).tolist()
     order = _order(kind, lengths, 30)
     passes = [_spans(order, range(n * order.size, (n + 1) * order.size)) for n in range(3)]
     passes.append(_spans(_order(kind, lengths, 30, seed=77), range(order.size)))
     assert len({str(each) for each in passes}) == 4
-    # In packs also other documents come together.
+    # Packs also combine different documents.
     assert len({str(sorted(sorted(pack) for pack in each)) for each in passes}) == 4
 
 
@@ -123,9 +123,9 @@ def test_a_blend_keeps_its_weights_at_any_sample(weights: list[float], first: in
     located = [blend.locate(sample) for sample in range(first, first + 300)]
     for dataset, weight in enumerate(weights):
         own = [sample for where, sample in located if where == dataset]
-        assert own == list(range(own[0], own[0] + len(own))) if own else True, "its own order, none left out"
+        assert own == list(range(own[0], own[0] + len(own))) if own else True, "in its own order, with none missing"
         assert abs(len(own) - 300 * weight / sum(weights)) < 2 * len(weights)
-        if own:  # over all before, too, but for less than a sample each time a blend repeats
+        if own:  # earlier samples too, except for less than one sample per repetition of the blend
             assert abs(own[0] - first * weight / sum(weights)) < (len(weights) + 1) * (2 + first // 2**16)
 
 

@@ -1,5 +1,4 @@
-"""Layers that keep attention's result: the same gradients to the bit, attention and its messages once per step, and
-what waits on the host not on the device."""
+"""Layers that store few activations: the same gradients, how often each part runs, and what is stored where."""
 
 from __future__ import annotations
 
@@ -15,44 +14,67 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_longctx.attention.run import Run
 from megatron_longctx.comm import P2PTransport
 from megatron_longctx.config import RecomputeConfig
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
-from megatron_longctx.mcore.recompute import RecomputedLayer, with_recompute
-from megatron_longctx.mcore.sequence import build_sequence
+from megatron_longctx.mcore.recompute import RecomputedLayer, TiledMLP, with_mlp_tiles, with_recompute
+from megatron_longctx.mcore.sequence import ShardedSequence, build_sequence
 from megatron_longctx.mcore.spec import block_spec
-from megatron_longctx.recompute import DeviceStore
+from megatron_longctx.mcore.version import mlp_spec
+from megatron_longctx.recompute import Store
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.sequences import sequence_of
-from tests.shared.training import tiny_config
+from tests.shared.training import GPT2, tiny_config
 
-MODES = ("none", "layer", "attention_output", "attention_output+offload")
-LAYERS, MICRO_BATCHES, VOCABULARY = 2, 2, 64
-CP, TP = "parallelism.context_parallel_size", "parallelism.tensor_parallel_size"
-SCHEDULE = "parallelism.schedule"
+LENGTH, BATCH, LAYERS, MICRO_BATCHES, VOCABULARY = 22, 2, 2, 2, 64
+CP, TP, SCHEDULE = (f"parallelism.{key}" for key in ("context_parallel_size", "tensor_parallel_size", "schedule"))
+PRECISION, TILE, MODE = "train.precision", "recompute.mlp_tile_tokens", "recompute.mode"
+WITHOUT_SP = {TP: 2, "parallelism.sequence_parallel": False}
 LEARNED = {"model.position_embedding": "learned", "model.bias": True, "model.tie_embeddings": True}
 
-# By number of ranks, of which those that are not named replicate: settings of a model. `dropout` is Megatron's, which
-# no recipe sets.
+
+def _build(root: Path, settings: dict[str, Any], dropout: float = 0.0) -> tuple[GPTModel, ShardedSequence]:
+    """Ranks that the settings do not use are data parallel. The weights are numbers of bf16 in any precision."""
+    config = tiny_config(root, "gpt", {"data.seq_length": LENGTH, **settings})
+    collection = groups.from_config(config.parallelism, seed=5)
+    megatron = transformer_config(config)
+    megatron.hidden_dropout = dropout  # Megatron's, which no recipe sets
+    sequence = build_sequence(config, collection.cp)
+    gpt = build_model(config, megatron, collection, sequence, VOCABULARY).bfloat16()
+    return gpt if megatron.bf16 else gpt.float(), sequence
+
+
+def _losses(gpt: GPTModel, sequence: ShardedSequence, seed: int) -> torch.Tensor:
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    positions = torch.arange(LENGTH).expand(BATCH, -1)
+    mine = sequence.shard_batch({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions})
+    return gpt(mine["tokens"], mine["positions"], None, labels=mine["labels"])
+
+
+MODES = ("none", "layer", "attention_output", "attention_output+offload")
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "alone": {"dropout": 0.2},
-        "bf16": {"train.precision": "bf16"},
-        "norms behind": {"model.post_norms": True, "model.qk_norm": True},
+        "bf16": {PRECISION: "bf16"},
+        "post norms": {"model.post_norms": True, "model.qk_norm": True},
         "tp2": {TP: 2, "dropout": 0.2},
-        "tp2 without sequence parallelism": {TP: 2, "parallelism.sequence_parallel": False, **LEARNED},
+        "tp2 without sequence parallelism": {**WITHOUT_SP, **LEARNED},
         **{mode: {CP: 2, SCHEDULE: mode} for mode in ("zigzag", "helper")},
     },
     6: {"cp3": {CP: 3, SCHEDULE: "helper"}, "cp3 tp2": {CP: 3, TP: 2, "dropout": 0.2}},
 }
+"""Settings of models, keyed by the number of ranks."""
 
 
 @dataclasses.dataclass
@@ -64,16 +86,16 @@ class Seen:
     forward: int
     backward: int
     messages: int
-    products: int  # of row-parallel layers: two a layer
-    inputs: int  # of layers, whose own storages are there between forward and backward
+    products: int  # of row-parallel layers: two per layer
+    inputs: int  # of layers, whose storages exist between forward and backward
 
 
-def _counted(owner: Any, name: str, counts: dict[str, int], what: Callable[[Any], str]) -> Any:
+def _counted(owner: Any, name: str, counts: dict[str, int], key_of: Callable[[Any], str]) -> Any:
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        key = what(self)
+        key = key_of(self)
         counts[key] += sum(map(len, args[:2])) if key == "messages" else 1
         return original(self, *args, **kwargs)
 
@@ -81,19 +103,10 @@ def _counted(owner: Any, name: str, counts: dict[str, int], what: Callable[[Any]
 
 
 def _see(root: Path, mode: str, settings: dict[str, Any]) -> Seen:
-    settings = dict(settings)
-    dropout = settings.pop("dropout", 0.0)
-    config = tiny_config(root, "recompute", {**settings, "data.seq_length": 38, "recompute.mode": mode})
-    collection = groups.of_config(config.parallelism, seed=5)
-    megatron = transformer_config(config)
-    megatron.hidden_dropout = dropout
-    sequence = build_sequence(config, collection.cp)
-    gpt = build_model(config, megatron, collection, sequence, VOCABULARY)
-    if megatron.bf16:
-        gpt.bfloat16()
+    settings = {**settings, MODE: mode}
+    gpt, sequence = _build(root, settings, settings.pop("dropout", 0.0))
     counts = {"forward": 0, "backward": 0, "messages": 0, "products": 0}
     groups.seed_everything(5)
-    losses: list[torch.Tensor] = []
     storages: list[weakref.ref[torch.UntypedStorage]] = []
 
     def see(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -106,11 +119,8 @@ def _see(root: Path, mode: str, settings: dict[str, Any]) -> Seen:
         _counted(P2PTransport, "start", counts, lambda _: "messages"),
         _counted(RowParallelLinear, "_forward_impl", counts, lambda _: "products"),
     ):
-        for index in range(MICRO_BATCHES):  # all in flight before the first backward, as pipeline stages have them
-            tokens = torch.randint(VOCABULARY, (2, 39), generator=torch.Generator().manual_seed(index))
-            batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": torch.arange(38).expand(2, -1)}
-            mine = sequence.shard_batch(batch)
-            losses.append(gpt(mine["tokens"], mine["positions"], None, labels=mine["labels"]))
+        # All micro-batches are in flight before the first backward, as in pipeline stages.
+        losses = [_losses(gpt, sequence, index) for index in range(MICRO_BATCHES)]
         gc.collect()
         counts["inputs"] = sum(storage() is not None for storage in storages)
         for loss in losses:
@@ -130,12 +140,11 @@ def _run(rank: int, root: Path, world: int) -> dict[Any, Any]:
 
 @functools.cache
 def results(world: int, root: Path) -> list[dict[Any, Any]]:
-    """What every rank of `world` saw; run once."""
     return run_distributed(_run, world, root, world)
 
 
 @pytest.mark.parametrize("world", CASES, ids=lambda world: f"{world} ranks")
-def test_attention_runs_once_and_gradients_are_equal_to_the_bit(world: int, root: Path) -> None:
+def test_attention_runs_once_and_gradients_are_bit_identical(world: int, root: Path) -> None:
     for rank, seen in enumerate(results(world, root)):
         for name, case in CASES[world].items():
             plain = seen[name, "layer"]
@@ -144,13 +153,13 @@ def test_attention_runs_once_and_gradients_are_equal_to_the_bit(world: int, root
             for mode in MODES:
                 found, where = seen[name, mode], f"rank {rank}, {name}, {mode}"
                 assert found.backward == calls, where
-                # A repetition leaves out the last product of the MLP, unless a norm reads it.
-                kept = 3 + ("model.post_norms" in case)
-                assert found.products == {"none": 2, "layer": 4}.get(mode, kept) * calls, where
+                # The second run omits the last product of the MLP, unless a norm reads it.
+                products = {"none": 2, "layer": 4}.get(mode, 3 + ("model.post_norms" in case))
+                assert found.products == products * calls, where
                 assert all(map(torch.equal, found.losses, plain.losses)), where
                 wrong = [key for key, value in plain.gradients.items() if not torch.equal(found.gradients[key], value)]
                 assert not wrong, f"{where}: {wrong}"
-                if mode != "none":  # of both micro-batches; with offload of the last two runs of layers
+                if mode != "none":  # of both micro-batches; with offload of the last two layer runs
                     assert found.inputs == (2 if mode.endswith("offload") else calls), where
                 if mode != "layer":
                     assert (found.forward, found.messages) == (calls, seen[name, "none"].messages), where
@@ -159,24 +168,20 @@ def test_attention_runs_once_and_gradients_are_equal_to_the_bit(world: int, root
 
 
 def _other_uses(root: Path) -> dict[str, Any]:
-    config = tiny_config(root, "run", {"recompute.mode": "attention_output", "data.seq_length": 8})
-    collection = groups.initialize(seed=5)
-    gpt = build_model(config, transformer_config(config), collection, build_sequence(config, collection.cp), VOCABULARY)
+    gpt, _ = _build(root, {MODE: "attention_output", "data.seq_length": 8})
     tokens = torch.arange(8)[None]
-    loss = gpt(tokens, tokens, None).square().sum()  # Megatron's cross-entropy itself takes no second backward
+    loss = gpt(tokens, tokens, None).square().sum()  # Megatron's cross-entropy itself refuses a second backward
     loss.backward(retain_graph=True)
-    try:
+    with pytest.raises(RuntimeError) as twice:
         loss.backward()
-        twice = ""
-    except RuntimeError as error:
-        twice = str(error)
     trained = loss.detach()
     gpt.eval()
     with_graph = gpt(tokens, tokens, None).square().sum()
     with torch.no_grad():
         without = gpt(tokens, tokens, None).square().sum()
     groups.destroy()
-    return {"twice": twice, "eval": torch.equal(with_graph, trained), "no grad": torch.equal(without, trained)}
+    same = {"eval": torch.equal(with_graph, trained), "no grad": torch.equal(without, trained)}
+    return {"twice": str(twice.value), **same}
 
 
 def test_other_uses(root: Path) -> None:
@@ -185,35 +190,112 @@ def test_other_uses(root: Path) -> None:
     assert found["eval"] and found["no grad"]
 
 
+TILED_CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": GPT2,
+    "tp2": {TP: 2},
+    "gpt2 tp2": {**GPT2, **WITHOUT_SP},
+    "layer": {MODE: "layer"},
+    "attention_output": {MODE: "attention_output"},
+    "offload tp2": {TP: 2, MODE: "attention_output+offload"},
+    "bf16": {PRECISION: "bf16", MODE: "attention_output"},
+}
+TILES = (None, 1, 12, 1000)
+
+
+def _see_tiles(rank: int, root: Path) -> dict[tuple[str, int | None], dict[str, Any]]:
+    return {(name, tile): _see_tile(root, {**case, TILE: tile}) for name, case in TILED_CASES.items() for tile in TILES}
+
+
+def _see_tile(root: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    gpt, sequence = _build(root, settings)
+    rows: list[int] = []
+    hooks: dict[str, int] = {}
+    plain = MLP.forward
+
+    def forward(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows.append(hidden.shape[0])
+        return plain(self, hidden, *args, **kwargs)
+
+    for name, parameter in gpt.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: hooks.update({name: hooks.get(name, 0) + 1}))
+    with mock.patch.object(MLP, "forward", forward):
+        losses = _losses(gpt, sequence, 1)
+        before = len(rows)
+        losses.float().sum().backward()
+    groups.destroy()
+    values = {"losses": losses.detach(), **{name: p.grad.clone() for name, p in gpt.named_parameters()}}
+    calls = {"forward": before, "backward": len(rows) - before, "largest": max(rows)}
+    return {"values": values, "calls": calls, "hooks": hooks, "names": list(gpt.state_dict())}
+
+
+def test_tiles_compute_what_the_whole_mlp_does(root: Path) -> None:
+    for rank, seen in enumerate(run_distributed(_see_tiles, 2, root)):
+        for (name, tile), found in seen.items():
+            if tile is None:
+                continue
+            where, whole = f"rank {rank}, {name}, tile {tile}", seen[name, None]
+            assert len(whole["values"]) > 10 and found["names"] == whole["names"], "parameters keep their names"
+            assert found["hooks"] == whole["hooks"] and set(found["hooks"].values()) == {1}, where
+            for key, value in whole["values"].items():
+                if name == "bf16":
+                    exact = seen["attention_output", None]["values"][key]
+                    allowed = 2 * relative_error(value, exact) + 1e-3
+                    assert relative_error(found["values"][key], exact) < allowed, (where, key)
+                else:
+                    assert relative_error(found["values"][key], value) < 2e-6, (where, key)
+            ranks = 2 if name in ("tp2", "offload tp2") else 1  # of sequence parallelism
+            rows, size = LENGTH // ranks, max(1, tile // (BATCH * ranks))
+            count = LAYERS * -(-rows // size)
+            # Megatron's own recomputation does not know that the second run's output is not read.
+            backward = count * (2 if name == "layer" else 1)
+            assert found["calls"] == {"forward": count, "backward": backward, "largest": min(size, rows)}, where
+
+
 def _config(**settings: Any) -> TransformerConfig:
     return TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0, **settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("name", "value"),
     [
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-         "recompute_granularity=full: expected None with recompute.mode=attention_output"),
-        ({"recompute_granularity": "selective"}, "recompute_granularity=selective: expected None"),
+        ("recompute_granularity", "full"),
+        ("recompute_granularity", "selective"),
+        *((name, True) for name in ("fp8", "cpu_offloading", "fine_grained_activation_offloading")),
     ],
-)  # fmt: skip
-def test_other_savings_of_activations_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        RecomputedLayer(_config(**settings), None, store=DeviceStore())
-
-
-@pytest.mark.parametrize("name", ["fp8", "cpu_offloading", "fine_grained_activation_offloading"])
-def test_other_features_that_touch_activations_are_refused(name: str) -> None:
+)
+def test_other_settings_that_save_activations_are_refused(name: str, value: Any) -> None:
     config = copy.copy(_config())
-    setattr(config, name, True)
-    with pytest.raises(ValueError, match=f"{name}=True: expected .* with recompute.mode=attention_output"):
-        RecomputedLayer(config, None, store=DeviceStore())
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"{name}={value}: expected .* with recompute.mode=attention_output"):
+        RecomputedLayer(config, None, store=Store())
 
 
-def test_the_spec_is_a_copy_and_layers_share_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_linear_layers_accumulate_are_refused() -> None:
+    config = _config()
+    config.gradient_accumulation_fusion = True
+    with pytest.raises(ValueError, match="gradient_accumulation_fusion=True: expected False with"):
+        TiledMLP(config)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        ModuleSpec(module=IdentityOp),
+        ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules()),
+        get_gpt_layer_local_spec(num_experts=2),
+    ],
+    ids=["no layer", "no mlp", "experts"],
+)
+def test_tiles_of_layers_without_a_dense_mlp_are_refused(layer: ModuleSpec) -> None:
+    with pytest.raises(ValueError, match=r"recompute.mlp_tile_tokens=4: expected null for layers without"):
+        with_mlp_tiles(layer, 4)
+
+
+def test_specs_are_copies_and_layers_share_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_longctx.mcore.spec.get_num_layers_to_build", lambda config: 2)
     original = get_gpt_layer_local_spec()
-    store = DeviceStore()
+    store = Store()
     spec = with_recompute(original, store)
     assert original.module is TransformerLayer and original.params == {}
     assert issubclass(spec.module, RecomputedLayer) and spec.params["store"] is store
@@ -222,10 +304,20 @@ def test_the_spec_is_a_copy_and_layers_share_the_store(monkeypatch: pytest.Monke
     )
     assert len({id(layer.params["store"]) for layer in block.layer_specs}) == 1
 
-    class Special(TransformerLayer):
+    class SpecialLayer(TransformerLayer):
         pass
 
-    special = with_recompute(ModuleSpec(module=Special, submodules=original.submodules), store)
-    assert issubclass(special.module, Special) and special.module.__mro__.index(RecomputedLayer) == 1
+    special = with_recompute(ModuleSpec(module=SpecialLayer, submodules=original.submodules), store)
+    assert issubclass(special.module, SpecialLayer) and special.module.__mro__.index(RecomputedLayer) == 1
     with pytest.raises(ValueError, match="expected a spec of a TransformerLayer"):
         with_recompute(ModuleSpec(module=IdentityOp), store)
+
+    tiled = with_mlp_tiles(original, 4)
+    assert mlp_spec(original).module is MLP and issubclass(mlp_spec(tiled).module, TiledMLP)
+    assert mlp_spec(tiled).submodules is mlp_spec(original).submodules
+
+    class SpecialMLP(MLP):
+        pass
+
+    original.submodules.mlp = ModuleSpec(module=SpecialMLP, submodules=mlp_spec(original).submodules)
+    assert mlp_spec(with_mlp_tiles(original, 4)).module.__mro__[1:3] == (TiledMLP, SpecialMLP)

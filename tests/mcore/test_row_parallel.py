@@ -1,7 +1,8 @@
-"""Row-parallel layers whose sums follow a policy: alone, in a GPT with TP=2, and in its layer spec."""
+"""Row-parallel layers with quantized sums: alone, in a GPT with TP=2, and in its layer spec."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.row_parallel import ReducedRowParallelLinear, RowReductions, with_reductions
 from megatron_longctx.mcore.sequence import build_sequence
-from megatron_longctx.mcore.version import mlp_of
+from megatron_longctx.mcore.version import mlp_spec
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.training import tiny_config
@@ -30,19 +31,8 @@ VOCABULARY, LENGTH = 96, 24
 MODES = ("none", "int8", "int6", "int4")
 
 
-def _config(sequence_parallel: bool) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        tensor_model_parallel_size=2,
-        sequence_parallel=sequence_parallel,
-        use_cpu_initialization=True,
-    )
-
-
 def _step(layer: Any, x: torch.Tensor, weight_of_loss: torch.Tensor) -> tuple[torch.Tensor, Any, Any, Any]:
-    """Output, the bias that is left to add, and the gradients of input and weight."""
+    """Return the output, the bias that is left to add, and the gradients of input and weight."""
     layer.zero_grad()
     leaf = x.clone().requires_grad_()
     out, left = layer(leaf)
@@ -50,70 +40,64 @@ def _step(layer: Any, x: torch.Tensor, weight_of_loss: torch.Tensor) -> tuple[to
     return out.detach(), left, leaf.grad, layer.weight.grad
 
 
-def _one_layer(rank: int) -> list[str]:
-    """Against Megatron's own layer: the sum is quantized, gradients are those of the exact sum."""
-    collection, wrong = groups.initialize(tensor=2, seed=5), []
+def _one_layer(rank: int) -> None:
+    collection = groups.initialize(tensor=2, seed=5)
     gen = torch.Generator().manual_seed(rank)
-    for sequence_parallel in (False, True):
-        for bias, skip in ((False, True), (True, True), (True, False)):
-            common: dict[str, Any] = dict(
-                config=_config(sequence_parallel),
-                init_method=torch.nn.init.xavier_normal_,
-                bias=bias,
-                input_is_parallel=True,
-                skip_bias_add=skip,
-                tp_group=collection.tp,
-            )
-            theirs = RowParallelLinear(64, 48, **common)
-            policy = ReductionPolicy("int8", group_size=32, min_kib=0)
-            layers = [
-                ReducedRowParallelLinear(64, 48, reductions=RowReductions(in_training=trained), policy=policy, **common)
-                for trained in (False, True)
-            ]
-            if bias:
-                torch.nn.init.constant_(theirs.bias, 0.25)
-            x = torch.randn(6, 2, 32, generator=gen)
-            weight_of_loss = torch.randn(
-                3 if sequence_parallel else 6, 2, 48, generator=torch.Generator().manual_seed(9)
-            )
-
-            expected = _step(theirs, x, weight_of_loss)
-            for layer, trained in zip(layers, (False, True), strict=True):
-                layer.load_state_dict(theirs.state_dict())
-                name = f"sequence_parallel={sequence_parallel}, bias={bias}, skip={skip}, in_training={trained}"
-                for mode in (True, False):
-                    out, left, *gradients = _step(layer.train(mode), x, weight_of_loss)
-                    quantized = trained or not mode
-                    error = relative_error(out, expected[0])
-                    if not (1e-4 < error < 0.01 if quantized else error == 0):
-                        wrong.append(f"{name}, train={mode}: error {error}")
-                    if (left is None) != (expected[1] is None) or (left is not None and left is not layer.bias):
-                        wrong.append(f"{name}, train={mode}: bias")
-                    if not all(torch.equal(a, b) for a, b in zip(gradients, expected[2:], strict=True)):
-                        wrong.append(f"{name}, train={mode}: gradients")
-            # Where `auto` quantizes nothing, the layer is Megatron's, in training too.
-            layers[1].follow(ReductionPolicy("auto", min_kib=1e6))
-            out, _, *gradients = _step(layers[1].train(), x, weight_of_loss)
-            if not all(torch.equal(a, b) for a, b in zip((out, *gradients), (expected[0], *expected[2:]), strict=True)):
-                wrong.append(f"sequence_parallel={sequence_parallel}, bias={bias}, skip={skip}: auto")
+    policy = ReductionPolicy("int8", group_size=32, min_kib=0)
+    cases = ((False, True), (True, True), (True, False))
+    for sequence_parallel, (bias, skip) in itertools.product((False, True), cases):
+        common: dict[str, Any] = dict(
+            config=TransformerConfig(
+                num_layers=1,
+                hidden_size=32,
+                num_attention_heads=4,
+                tensor_model_parallel_size=2,
+                sequence_parallel=sequence_parallel,
+                use_cpu_initialization=True,
+            ),
+            init_method=torch.nn.init.xavier_normal_,
+            bias=bias,
+            input_is_parallel=True,
+            skip_bias_add=skip,
+            tp_group=collection.tp,
+        )
+        theirs = RowParallelLinear(64, 48, **common)
+        if bias:
+            torch.nn.init.constant_(theirs.bias, 0.25)
+        x = torch.randn(6, 2, 32, generator=gen)
+        rows = 3 if sequence_parallel else 6
+        weight_of_loss = torch.randn(rows, 2, 48, generator=torch.Generator().manual_seed(9))
+        expected, expected_left, *expected_gradients = _step(theirs, x, weight_of_loss)
+        for in_training, train in itertools.product((False, True), (True, False)):
+            reductions = RowReductions(in_training=in_training)
+            layer = ReducedRowParallelLinear(64, 48, reductions=reductions, policy=policy, **common)
+            layer.load_state_dict(theirs.state_dict())
+            where = f"{sequence_parallel=}, {bias=}, {skip=}, {in_training=}, {train=}"
+            out, left, *gradients = _step(layer.train(train), x, weight_of_loss)
+            error = relative_error(out, expected)
+            assert 1e-4 < error < 0.01 if in_training or not train else error == 0, f"{where}: error {error}"
+            assert left is (None if expected_left is None else layer.bias), where
+            assert all(map(torch.equal, gradients, expected_gradients)), f"{where}: not those of the exact sum"
+            # If `auto` quantizes nothing, the layer equals Megatron's.
+            layer.set_policy(ReductionPolicy("auto", min_kib=1e6))
+            out, _, *gradients = _step(layer, x, weight_of_loss)
+            assert all(map(torch.equal, (out, *gradients), (expected, *expected_gradients))), where
             if not bias and not sequence_parallel:
+                layer.set_policy(policy)
                 partial = torch.nn.functional.linear(x, theirs.weight).detach()
-                same = torch.equal(layers[0].eval()(x)[0], all_reduce(partial, collection.tp, bits=8, group_size=32))
-                wrong += [] if same else ["not the quantized all-reduce"]
-                layers[0].follow(ReductionPolicy("none"))
-                wrong += (
-                    [] if torch.equal(layers[0](x)[0], theirs(x)[0]) else ["without a reduction not Megatron's layer"]
-                )
+                quantized = all_reduce(partial, collection.tp, bits=8, group_size=32)
+                assert torch.equal(layer.eval()(x)[0], quantized), "the quantized all-reduce"
+                layer.set_policy(ReductionPolicy("none"))
+                assert torch.equal(layer(x)[0], theirs(x)[0]), "Megatron's layer without a reduction"
     groups.destroy()
-    return wrong
 
 
-def test_a_layer_quantizes_its_sum_alone() -> None:
-    assert run_distributed(_one_layer, 2) == [[], []]
+def test_a_layer_quantizes_its_sum_only() -> None:
+    run_distributed(_one_layer, 2)
 
 
 def _gpt(rank: int, root: Path, sequence_parallel: bool) -> dict[str, Any]:
-    """Losses of one GPT under every policy, and whether ranks agree."""
+    """Return errors of one GPT under every policy, and whether ranks agree."""
     settings = {
         "parallelism.tensor_parallel_size": 2,
         "parallelism.sequence_parallel": sequence_parallel,
@@ -170,13 +154,13 @@ def test_a_gpt_under_every_policy(tmp_path: Path, sequence_parallel: bool) -> No
         assert found["kinds"] == ["ReducedRowParallelLinear", "RowParallelLinear"]
 
 
-def test_the_spec_changes_where_a_policy_asks() -> None:
+def test_the_spec_changes_where_a_policy_quantizes() -> None:
     original = get_gpt_layer_local_spec()
     reductions = RowReductions.of(ReductionConfig(output_projection="int4", down_projection="int8", group_size=64))
     layer = with_reductions(original, reductions)
     for part, policy in (
         (layer.submodules.self_attention.submodules.linear_proj, ReductionPolicy("int4", 64)),
-        (mlp_of(layer).submodules.linear_fc2, ReductionPolicy("int8", 64)),
+        (mlp_spec(layer).submodules.linear_fc2, ReductionPolicy("int8", 64)),
     ):
         assert part.module is ReducedRowParallelLinear
         assert part.params["policy"] == policy and part.params["reductions"] is reductions

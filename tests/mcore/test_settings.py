@@ -1,51 +1,40 @@
-"""What Megatron's configuration says is done or refused, field by field, and layers without RoPE have none."""
+"""Every field of Megatron's configuration is applied or refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
-from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
-from megatron_longctx.mcore.inference import CachedCoreAttention, CachedGPT, NewTokens
+from megatron_longctx.mcore.core_attention import REFUSED, ContextParallelCoreAttention
+from megatron_longctx.mcore.inference import CachedCoreAttention
 from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
 from megatron_longctx.mcore.sequence import ShardedSequence
-from megatron_longctx.mcore.settings import REFUSED
-from megatron_longctx.mcore.spec import with_context_parallel
 from megatron_longctx.mcore.version import RELEASE
-from megatron_longctx.testing.distributed import run_distributed
-from tests.mcore.tiny_gpt import DenseAttention, Layout, model_config
 from tests.shared.sequences import sequence_of
 
-VOCABULARY, LENGTH = 64, 23
 OTHER: dict[str, Any] = {
     "experimental_attention_variant": "dsa",
     "mtp_num_layers": 1,
     "mrope_section": [2, 1, 1],
 }
-"""Values that are refused, where that is not True."""
+"""Refused values other than True."""
 
-SERVED = """
+APPLIED = """
 attention_dropout context_parallel_size deterministic_mode kv_channels multi_latent_attention no_rope_freq
 num_attention_heads num_query_groups rotary_interleaved softmax_scale softmax_type tensor_model_parallel_size
 window_attn_skip_freq window_size
 """
-"""Core attention, or RoPE, does what they say, or refuses the values that it cannot serve."""
+"""Fields that core attention or RoPE applies; it refuses values that it does not support."""
 HARMLESS = {
     "sizes, and Megatron's own layers around core attention": """
         num_layers hidden_size ffn_hidden_size hidden_dropout fp32_residual_connection
@@ -55,19 +44,19 @@ HARMLESS = {
         heterogeneous_block_specs hetereogenous_dist_checkpoint clone_scatter_output_in_embedding
         init_method output_layer_init_method init_method_std embedding_init_method embedding_init_method_std
         init_model_with_meta_device perform_initialization use_cpu_initialization transformer_impl""",
-    "how the same numbers are computed (scores divided by a layer's number are multiplied by it again)": """
+    "how the same results are computed (scores divided by a layer's number are multiplied by it again)": """
         fp16 bf16 params_dtype enable_autocast autocast_dtype attention_backend attention_softmax_in_fp32
         apply_query_key_layer_scaling masked_softmax_fusion disable_bf16_reduced_precision_matmul
         bias_activation_fusion persist_layer_norm memory_efficient_layer_norm bias_dropout_fusion apply_rope_fusion
         use_te_activation_func use_fused_weighted_squared_relu gradient_accumulation_fusion
         cross_entropy_loss_fusion cross_entropy_fusion_impl""",
-    "of what is refused, without meaning alone": """
+    "details of refused fields": """
         qk_clip_alpha qk_clip_threshold mtp_loss_scaling_factor mtp_standalone
         dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
         linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
         linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
         use_mamba_mem_eff_path max_seqlen_per_dp_cp_rank kitchen_attention_backend""",
-    "how TransformerEngine would spread the sequence: the schedule says it here": """
+    "how TransformerEngine would shard the sequence: here the schedule decides": """
         cp_comm_type hierarchical_context_parallel_sizes""",
     "other parallelism and its communication, and losses over it": """
         sequence_parallel pipeline_model_parallel_comm_backend pipeline_model_parallel_size pipeline_dtype
@@ -83,7 +72,7 @@ HARMLESS = {
         overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage num_layers_in_first_pipeline_stage
         num_layers_in_last_pipeline_stage pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
         account_for_loss_in_pipeline_split barrier_with_L1_time symmetric_ar_type""",
-    "what is kept, recomputed, captured or moved to the host, and logs": """
+    "what is stored, recomputed, captured or moved to the host, and logs": """
         recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations
         cpu_offloading cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations
         cpu_offloading_weights cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules
@@ -107,14 +96,14 @@ HARMLESS = {
         moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute moe_permute_fusion
         moe_router_fusion moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms moe_hybridep_num_sms""",
 }
-"""Of no consequence to core attention, by why."""
+"""Fields without effect on core attention, keyed by the reason."""
 ONLY_IN_016 = "async_tensor_model_parallel_allreduce moe_extended_tp moe_use_legacy_grouped_gemm"
 ONLY_IN_019 = {
-    "what layers around core attention do, the scale that they give it, and how": """
+    "layers around core attention, and the scale that they pass to it": """
         use_mup mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult
         mup_width_mult fused_residual_rmsnorm use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp
         flash_attention_version mlp_chunks_for_training fp8_output_proj""",
-    "of what is refused, without meaning alone": """
+    "details of refused fields": """
         dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_rope_interleaved dsa_indexer_rotate_activation
         dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset dsa_indexer_topk_freq dsa_kernel_backend
         experimental_attention_variant_loss_scale_func mamba_training_ssm_states_dtype mtp_detach_heads
@@ -141,16 +130,16 @@ ONLY_IN_019 = {
 }
 
 
-def test_every_field_of_megatrons_is_in_one_list() -> None:
+def test_every_field_is_in_exactly_one_list() -> None:
     of_release = " ".join(ONLY_IN_019.values()) if RELEASE >= (0, 19) else ONLY_IN_016
-    lists = [*SERVED.split(), *REFUSED, *" ".join(HARMLESS.values()).split(), *of_release.split()]
+    lists = [*APPLIED.split(), *REFUSED, *" ".join(HARMLESS.values()).split(), *of_release.split()]
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert sorted(lists) == sorted(fields), f"new {fields - {*lists}}, gone {({*lists}) - fields}"
 
 
 def _core(settings: dict[str, Any], deterministic: bool = False) -> ContextParallelCoreAttention:
     config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
-    for name, value in settings.items():  # some cannot be constructed without what else they need
+    for name, value in settings.items():  # some values need other settings to be constructed
         setattr(config, name, value)
     sequence = ShardedSequence(ContextParallelAttention(deterministic=deterministic), 8)
     return ContextParallelCoreAttention(
@@ -159,14 +148,14 @@ def _core(settings: dict[str, Any], deterministic: bool = False) -> ContextParal
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_where_the_layer_is_built(name: str) -> None:
+def test_unsupported_values_are_refused_when_the_layer_is_built(name: str) -> None:
     assert next(f for f in dataclasses.fields(TransformerConfig) if f.name == name).default == REFUSED[name][0]
     with pytest.raises(ValueError, match=re.escape(f"{name}={OTHER.get(name, True)}: expected ")):
         _core({name: OTHER.get(name, True)})
 
 
 def test_deterministic_mode_needs_deterministic_attention() -> None:
-    with pytest.raises(ValueError, match=r"deterministic_mode=True: .* Give ContextParallelAttention deterministic=T"):
+    with pytest.raises(ValueError, match=r"deterministic_mode=True: .* Set deterministic=T"):
         _core({"deterministic_mode": True})
     _core({"deterministic_mode": True}, deterministic=True)
 
@@ -177,79 +166,14 @@ def test_other_kinds_of_rope_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     for other in (yarn, MultimodalRotaryEmbedding(16, 1.0)):
         with pytest.raises(ValueError, match=f"rotary_pos_emb={type(other).__name__}: expected Megatron's RotaryEmb"):
             ShardedRotaryEmbedding(other, sequence_of())
-    other_frequencies = type("Other", (RotaryEmbedding,), {"__doc__": "of other frequencies"})
-    once = ShardedRotaryEmbedding(other_frequencies(16, 1.0, use_cpu_initialization=True), sequence_of())
-    ShardedRotaryEmbedding(once, sequence_of())  # as the cache's does
+    unchanged = type("Other", (RotaryEmbedding,), {"__doc__": "A subclass that overrides nothing."})
+    ShardedRotaryEmbedding(unchanged(16, 1.0, use_cpu_initialization=True), sequence_of())
 
 
 @pytest.mark.parametrize(("of_model", "of_cache"), [(4, None), (None, 4), (4, 3)])
-def test_a_cache_of_other_windows_than_the_models_is_refused(of_model: int | None, of_cache: int | None) -> None:
+def test_a_cache_with_other_windows_is_refused(of_model: int | None, of_cache: int | None) -> None:
     core = _core({"window_size": None if of_model is None else (of_model, 0)})
     shape = CacheShape(1, 4, 2, 8, torch.float32, windows=(of_cache,))
     attention = CachedAttention(None, shape, 8, torch.device("cpu"))
-    with pytest.raises(ValueError, match=f"window={of_model}: expected {of_cache}, as the cache's layer 0 has it"):
-        CachedCoreAttention(core, attention, NewTokens())
-
-
-def _gpt(config: TransformerConfig, sequence: ShardedSequence | None, **settings: Any) -> GPTModel:
-    spec = get_gpt_layer_local_spec()
-    if sequence is None:
-        spec.submodules.self_attention.submodules.core_attention = DenseAttention
-    else:
-        spec = with_context_parallel(spec, sequence)
-    gpt = GPTModel(config, spec, VOCABULARY, LENGTH, position_embedding_type="rope", **settings)
-    if sequence is not None:
-        gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence)
-    return gpt.eval()
-
-
-def _config(context: int) -> TransformerConfig:
-    layout = Layout(context=context)
-    return model_config(layout, num_layers=3, no_rope_freq=[0, 1, 0], init_method_std=0.1, normalization="LayerNorm")
-
-
-def _megatrons_own(rank: int, path: Path) -> None:
-    collection = groups.initialize(seed=7)
-    gpt = _gpt(_config(1), None, pg_collection=collection)
-    tokens = torch.arange(LENGTH)[None] ** 2 % VOCABULARY
-    with torch.no_grad():
-        everywhere = _config(1)
-        everywhere.no_rope_freq = None
-        logits = gpt(tokens, torch.arange(LENGTH)[None], None)[0]
-        gpt.decoder.layers[1].self_attention.config = everywhere
-        turned = gpt(tokens, torch.arange(LENGTH)[None], None)[0]
-    assert (turned - logits).norm() > 0.02 * logits.norm(), "a rotation more shows"
-    torch.save((gpt.state_dict(), tokens, logits), path)
-    groups.destroy()
-
-
-def _ours(rank: int, path: Path) -> None:
-    """In a forward pass, and over the cache."""
-    world = torch.distributed.get_world_size()
-    collection = groups.initialize(context=world, seed=7)
-    state, tokens, expected = torch.load(path, weights_only=False)
-    config = _config(world)
-    sequence = ShardedSequence(ContextParallelAttention(collection.cp), LENGTH)
-    gpt = _gpt(config, sequence, pg_collection=collection)
-    gpt.load_state_dict(state)
-    batch = sequence.shard_batch({"tokens": tokens, "positions": torch.arange(LENGTH)[None]})
-    mine = sequence.whole.tokens(torch.device("cpu"))
-    with torch.no_grad():
-        logits = gpt(batch["tokens"], batch["positions"], None)[0]
-    torch.testing.assert_close(logits, expected[mine], rtol=2e-5, atol=2e-5)
-
-    manager, shape = CacheManager(world, 8, 4), CacheShape(3, 4, 2, 8, torch.float32)
-    attention = CachedAttention(collection.cp, shape, manager.slots_per_rank, torch.device("cpu"))
-    cached = CachedGPT(gpt, attention, VOCABULARY, None)
-    turns = manager.append({manager.open(): LENGTH})
-    attention.begin(Batch(world, manager.slots_per_rank, turns), "pass_kv")
-    mine = torch.tensor([position for span in turns[0].new_spans(rank) for position in span])
-    logits = cached.logits(tokens[0, mine], mine, torch.arange(len(mine)))
-    torch.testing.assert_close(logits, expected[mine], rtol=2e-5, atol=2e-5)
-    groups.destroy()
-
-
-def test_layers_without_rope_are_megatrons(tmp_path: Path) -> None:
-    run_distributed(_megatrons_own, 1, tmp_path / "own")
-    for world in (1, 2):
-        run_distributed(_ours, world, tmp_path / "own")
+    with pytest.raises(ValueError, match=f"window={of_model}: expected {of_cache}, the window of the cache's layer 0"):
+        CachedCoreAttention(core, attention)

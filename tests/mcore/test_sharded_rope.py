@@ -1,4 +1,4 @@
-"""RoPE of a rank: Megatron's own rotation at the positions that the rank holds."""
+"""A rank's RoPE: Megatron's own rotation at the positions that the rank holds."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("schedule", ["ring", "zigzag", "all_gather"])
 @pytest.mark.parametrize(("world", "length", "unit"), [(1, 12, 1), (2, 16, 1), (3, 101, 1), (8, 101, 1), (2, 100, 2)])
-def test_tokens_turn_as_in_megatron(schedule: str, world: int, length: int, unit: int) -> None:
-    """Output and gradient, at whatever positions a rank holds."""
+def test_tokens_rotate_as_in_megatron(schedule: str, world: int, length: int, unit: int) -> None:
     whole = torch.randn(length, 2, 3, 16, generator=torch.Generator().manual_seed(length))
     for variant in VARIANTS:
         original = _megatron(**variant)  # type: ignore[arg-type]
@@ -57,12 +56,12 @@ def test_tokens_turn_as_in_megatron(schedule: str, world: int, length: int, unit
         for rank in range(world):
             sequence = sequence_of(rank, world, length, schedule, unit)
             rope = ShardedRotaryEmbedding(original, sequence)
-            assert rope(length) is None, "Megatron's layers turn nothing"
+            assert rope(length) is None, "Megatron's layers rotate nothing"
             positions = list(sequence.whole.layout.tokens(rank))
             ours = whole[positions].requires_grad_()
-            turned = sequence.rotation(sequence.whole)(ours)
-            turned.backward(whole.flip(0)[positions])
-            torch.testing.assert_close(turned, expected[positions], rtol=1e-5, atol=1e-5)
+            rotated = sequence.rotation(sequence.whole)(ours)
+            rotated.backward(whole.flip(0)[positions])
+            torch.testing.assert_close(rotated, expected[positions], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(ours.grad, theirs.grad[positions], rtol=1e-5, atol=1e-5)
             rows += positions
         assert sorted(rows) == list(range(length))
@@ -72,7 +71,7 @@ def test_literal_angles() -> None:
     sequence = sequence_of(rank=1, world=2, length=10)
     ShardedRotaryEmbedding(_megatron(), sequence)
     rotation = sequence.rotation(sequence.whole)
-    # Pieces of 10 tokens: 0 1 | 2 3 4 | 5 6 | 7 8 9. The fastest angle is the position itself.
+    # Parts of 10 tokens: 0 1 | 2 3 4 | 5 6 | 7 8 9. The fastest angle is the position itself.
     expected = torch.tensor([2.0, 3, 4, 5, 6]).cos()
     assert torch.equal(rotation.cos[:, 0], expected) and rotation.cos.shape == (5, 8)
 
@@ -92,20 +91,19 @@ def test_angles_are_exact_at_a_million_tokens() -> None:
     torch.testing.assert_close(sequence.rotation(sequence.whole).sin.double(), exact.sin(), rtol=0, atol=1e-7)
 
 
-def test_the_rotation_is_its_packs() -> None:
-    """Of positions inside the document."""
+def test_a_pack_rotates_by_positions_inside_documents() -> None:
     sequence = sequence_of(rank=0, world=2, length=8)
     rope = ShardedRotaryEmbedding(_megatron(), sequence)
     first = sequence.rotation(sequence.whole)
     pack = sequence.pack([3, 1, 2])
-    turned = sequence.rotation(pack)
-    assert sequence.rotation(sequence.whole) is first and sequence.rotation(pack) is turned, "made once"
+    rotation = sequence.rotation(pack)
+    assert sequence.rotation(sequence.whole) is first and sequence.rotation(pack) is rotation, "computed once"
     inside = torch.tensor([0, 1, 2, 0, 0, 1])[pack.tokens(torch.device("cpu"))]
-    assert torch.equal(turned.cos, rope.rotations(inside).everywhere.cos) and len(inside) == pack.num_local_tokens == 3
+    assert torch.equal(rotation.cos, rope.rotations(inside).full.cos) and len(inside) == pack.num_local_tokens == 3
     assert torch.equal(pack.positions(torch.device("cpu")), inside)
 
 
-def test_what_was_evaluated_can_be_trained() -> None:
+def test_packs_used_for_inference_can_be_trained() -> None:
     sequence = sequence_of(length=4)
     ShardedRotaryEmbedding(_megatron(), sequence)
     for pack in (sequence.whole, sequence.pack([1, 2])):
@@ -116,36 +114,33 @@ def test_what_was_evaluated_can_be_trained() -> None:
         assert x.grad is not None
 
 
-def test_a_sequence_is_not_shared_by_models_of_other_angles() -> None:
+def test_models_with_other_angles_cannot_share_a_sequence() -> None:
     sequence = sequence_of()
     ShardedRotaryEmbedding(_megatron(), sequence)
     ShardedRotaryEmbedding(_megatron(), sequence)
     for other in VARIANTS[1:]:
-        with pytest.raises(ValueError, match="sequence=of a model whose tokens turn otherwise: expected one of this"):
+        with pytest.raises(ValueError, match="sequence=of a model with other RoPE angles: expected one of this"):
             ShardedRotaryEmbedding(_megatron(**other), sequence)  # type: ignore[arg-type]
 
 
-def test_scaled_frequencies_and_those_of_windows() -> None:
-    """In layers with a window, in those without, and again in the cache's embedding, which is made of this one."""
+def test_frequencies_of_layers_with_and_without_windows() -> None:
     sequence = sequence_of(rank=1, world=2, length=10)
     scaled, local = Frequencies(torch.rand(8), stretch=1.5), Frequencies(torch.rand(8))
     rope = ShardedRotaryEmbedding(_megatron(), sequence, scaled, local)
     positions = sequence.whole.positions(torch.device("cpu"))
-    for again in (rope, ShardedRotaryEmbedding(rope, sequence)):
-        sequence.whole.rotations = None
-        for window, found in (((None, None), scaled), ((3, 0), local)):
-            rotation = sequence.rotation(sequence.whole, window)
-            angles = torch.outer(positions.double(), found.inverse.double())
-            torch.testing.assert_close(rotation.cos.double(), angles.cos() * found.stretch, rtol=1e-7, atol=1e-7)
-            torch.testing.assert_close(rotation.sin.double(), angles.sin() * found.stretch, rtol=1e-7, atol=1e-7)
-            assert again.rotations(positions).of(window).cos.equal(rotation.cos)
+    for window, found in (((None, None), scaled), ((3, 0), local)):
+        rotation = sequence.rotation(sequence.whole, window)
+        angles = torch.outer(positions.double(), found.inverse.double())
+        torch.testing.assert_close(rotation.cos.double(), angles.cos() * found.stretch, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(rotation.sin.double(), angles.sin() * found.stretch, rtol=1e-7, atol=1e-7)
+        assert rope.rotations(positions).of(window).cos.equal(rotation.cos)
     for other in ((scaled, scaled), (Frequencies(scaled.inverse), local)):
-        with pytest.raises(ValueError, match="sequence=of a model whose tokens turn otherwise"):
+        with pytest.raises(ValueError, match="sequence=of a model with other RoPE angles"):
             ShardedRotaryEmbedding(_megatron(), sequence, *other)
 
 
 def _rotations(variant: dict[str, object]) -> list[Rotation]:
-    """Of more lengths than kernels are made for."""
+    """Return rotations of more lengths than there are compiled kernels."""
     found = []
     for length in (12, 7, 1, 30, 31, 32, 33, 34):
         sequence = sequence_of(rank=0, world=1, length=length)
@@ -154,26 +149,26 @@ def _rotations(variant: dict[str, object]) -> list[Rotation]:
     return found
 
 
-def _both_and_each(made: Rotation, device: str) -> None:
-    """Queries and keys as they lie in a product, group by group."""
-    rotation = Rotation(made.cos.to(device), made.sin.to(device), made.interleaved)
-    q, k, _ = torch.randn(len(made.cos), 1, 2, 5, 16, device=device).bfloat16().split((3, 1, 1), 3)
-    for both, x in zip(rotation.of_both(q, k), (q, k), strict=True):
+def _check_both(cpu: Rotation, device: str) -> None:
+    """Compare `rotate_both` of queries and keys, interleaved by group as in a fused projection, with each alone."""
+    rotation = Rotation(cpu.cos.to(device), cpu.sin.to(device), cpu.interleaved)
+    q, k, _ = torch.randn(len(cpu.cos), 1, 2, 5, 16, device=device).bfloat16().split((3, 1, 1), 3)
+    for both, x in zip(rotation.rotate_both(q, k), (q, k), strict=True):
         assert both.is_contiguous() and both.shape == x.shape
         (alone,) = rotate_torch((x.flatten(2, 3),), rotation.cos, rotation.sin, rotation.interleaved, False)
         torch.testing.assert_close(both.flatten(2, 3), alone, rtol=0.01 * (device != "cpu"), atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_queries_and_keys_turn_together_as_alone(variant: dict[str, object]) -> None:
+def test_queries_and_keys_rotate_together_as_alone(variant: dict[str, object]) -> None:
     for rotation in _rotations(variant):
-        _both_and_each(rotation, "cpu")
+        _check_both(rotation, "cpu")
 
 
 @pytest.mark.gpu
-def test_queries_and_keys_turn_together_as_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_and_keys_rotate_together_as_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     rotations = _rotations({})
     monkeypatch.undo()
     with torch.inference_mode():
         for rotation in rotations:
-            _both_and_each(rotation, "cuda")
+            _check_both(rotation, "cuda")

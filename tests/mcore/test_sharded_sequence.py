@@ -1,4 +1,4 @@
-"""Which tokens of a batch each rank gets, as literal lists."""
+"""The tokens of a batch that each rank gets, as literal lists."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def test_one_rank_gets_the_batch() -> None:
     assert torch.equal(sequence_of(length=5).shard_batch({"tokens": tokens})["tokens"], tokens)
 
 
-def test_another_length_takes_another_share() -> None:
+def test_a_pack_of_another_length_has_another_share() -> None:
     sequence = sequence_of(rank=0, world=2, length=8)
     sequence.shard_batch({"tokens": torch.arange(8)[None]})
     pack = sequence.pack([4])
     assert sequence.shard_batch({"tokens": torch.arange(4)[None]}, pack)["tokens"].tolist() == [[0, 3]]
-    with pytest.raises(AttributeError):  # no state that layers in backward would see
+    with pytest.raises(AttributeError):  # layers in backward must not see another length
         sequence.length = 4  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (8,), (1, 2, 8), (8, 2)])
-def test_only_whole_batches(shape: tuple[int, ...]) -> None:
+def test_other_shapes_than_whole_batches_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"batch\['labels'\] has shape .*: expected \[batch, 8\], the whole sequence"):
         sequence_of(rank=0, world=2, length=8).shard_batch({"labels": torch.zeros(shape)})
 
@@ -101,8 +101,8 @@ def test_the_plan_is_the_configured_one(tmp_path: Path, settings: dict[str, Any]
     assert sequence.attention.plan(100) == build_plan(*plan)
 
 
-def test_packs_are_cut_by_their_own_layout() -> None:
-    """Which does not depend on windows, so that all layers share it."""
+def test_packs_are_sharded_by_their_own_layout() -> None:
+    """It does not depend on windows, so all layers share it."""
     sequence = sequence_of(rank=1, world=2, length=8)
     pack = sequence.pack([5, 1, 6])
     text = torch.arange(12)[None]
@@ -114,12 +114,12 @@ def test_packs_are_cut_by_their_own_layout() -> None:
         sequence.shard_batch({"tokens": text[:, :8]}, pack)
     with pytest.raises(ValueError, match=r"documents\[1\]=0: expected 1 token or more"):
         sequence.pack([5, 0])
-    with pytest.raises(ValueError, match=r"length=2: expected tokens for all 3 .* Give longer sequences or packs"):
+    with pytest.raises(ValueError, match=r"length=2: expected tokens for all 3 .* Pass longer sequences or packs"):
         sequence_of(rank=0, world=3, length=8).shard_batch({"tokens": text[:, :2]}, sequence_of(0, 3, 8).pack([1, 1]))
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_ranks_without_tokens_are_refused_by_all(rank: int) -> None:
-    """One rank alone would fail inside a layer while the others wait for it."""
+def test_all_ranks_refuse_a_rank_without_tokens(rank: int) -> None:
+    """Otherwise that rank would fail inside a layer while the others wait for it."""
     with pytest.raises(ValueError, match=r"length=2: expected tokens for all 3 .* ranks \[1\] have none"):
         sequence_of(rank=rank, world=3, length=2).shard_batch({"tokens": torch.zeros(1, 2)})

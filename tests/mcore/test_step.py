@@ -1,4 +1,4 @@
-"""A step's loss and gradients count what the loss mask sums to, at any context-parallel size, over all ranks."""
+"""A step's loss and gradients are divided by the sum of the loss mask over all ranks, at any parallel sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import Times
+from megatron_longctx.comm import AttentionTimes
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.data import Batch
 from megatron_longctx.mcore.step import LossSum, _reduce
@@ -23,11 +23,11 @@ MASKS = {
     "as many as tokens": torch.ones(BATCH, LENGTH),
     "half a token": torch.zeros(BATCH, LENGTH).index_put((torch.tensor(0), torch.tensor(7)), torch.tensor(0.5)),
 }
-MICRO_BATCHES = 4  # of all data-parallel ranks together
+MICRO_BATCHES = 4  # over all data-parallel ranks
 
 
 def _steps(rank: int, root: Path) -> dict[int, dict[str, tuple[float, float, float]]]:
-    """By context-parallel size, the others being data parallel: each mask's sum, the mean loss, the gradient's norm."""
+    """Return each mask's sum, mean loss and gradient norm, keyed by context-parallel size and mask."""
     return {context: _steps_at(root, context) for context in (1, 2, 4)}
 
 
@@ -40,7 +40,7 @@ def _steps_at(root: Path, context: int) -> dict[str, tuple[float, float, float]]
     }
     trainer = RecordingTrainer(Job(tiny_config(root, f"cp{context}", settings)))
     tokens = torch.randint(256, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(3))
-    found = {}
+    results = {}
     for name, mask in MASKS.items():
         positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
         batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, positions)
@@ -49,14 +49,14 @@ def _steps_at(root: Path, context: int) -> dict[str, tuple[float, float, float]]
         trainer.optimizer.zero_grad()
         loss = trainer.train_step.run(itertools.repeat(batch))
         for group in trainer.optimizer.param_groups:
-            group["lr"] = 0.0  # every mask meets the same weights
+            group["lr"] = 0.0  # the same weights for every mask
         _, norm, _ = trainer.optimizer.step()
-        found[name] = (loss.num_tokens, loss.mean, float(norm))
+        results[name] = (loss.num_tokens, loss.mean, float(norm))
     groups.destroy()
-    return found
+    return results
 
 
-def test_masks_are_summed_as_they_are(tmp_path: Path) -> None:
+def test_masks_may_have_fractions(tmp_path: Path) -> None:
     tiny_corpus(tmp_path / "corpus")
     for of_rank in run_distributed(_steps, 4, tmp_path):
         whole = of_rank[1]
@@ -64,37 +64,37 @@ def test_masks_are_summed_as_they_are(tmp_path: Path) -> None:
             assert whole[name][0] == pytest.approx(MICRO_BATCHES * float(mask.double().sum()), rel=1e-6), name
             for context in (2, 4):
                 assert of_rank[context][name] == pytest.approx(whole[name], rel=1e-5), (context, name)
-        # A mask that is equal everywhere changes nothing.
+        # A mask that is equal everywhere does not change the mean.
         assert whole["0.3 everywhere"][1:] == pytest.approx(whole["as many as tokens"][1:], rel=1e-5)
 
 
-def test_measured_imbalance_is_that_of_the_worst_group() -> None:
+def test_the_measured_imbalance_is_the_worst_groups() -> None:
     even, uneven = [2.0, 2.0], [1.0, 3.0]
     assert LossSum(0, 0, Work(0, 0, 0), computed_s=[even, uneven]).imbalance_pct == pytest.approx(50)
     assert LossSum(0, 0, Work(0, 0, 0), computed_s=[even]).imbalance_pct == pytest.approx(0)
-    assert LossSum(0, 0, Work(0, 0, 0), computed_s=[[0.0, 0.0]]).imbalance_pct is None, "nothing was measured"
+    assert LossSum(0, 0, Work(0, 0, 0), computed_s=[[0.0, 0.0]]).imbalance_pct is None, "not measured"
 
 
 def _sums(rank: int) -> list[LossSum]:
-    """Of 4 ranks, which differ in all that they have: once data x context parallel, once tensor x pipeline."""
-    found = []
+    """Reduce values that differ on all 4 ranks: with data x context parallelism, then with tensor x pipeline."""
+    sums = []
     for sizes in ({"context": 2}, {"tensor": 2, "pipeline": 2}):
         mesh = groups.initialize(**sizes)
-        # Ranks of one tensor-parallel group have one loss, those of one context-parallel group one work.
+        # A tensor-parallel group has one loss, and a context-parallel group has one work.
         share = mesh.dp.rank() * mesh.cp.size() + mesh.cp.rank()
         losses = [torch.tensor([10.0**share, step], dtype=torch.float64) for step in (1, 2)]
         results = [{"loss": loss, "work": (7, 10 + mesh.dp.rank(), 100)} for loss in losses]
-        found.append(_reduce(results, mesh, Times(0.5 + rank, 1.0 + rank)))
-        found.append(_reduce(results, mesh, None))
+        sums.append(_reduce(results, mesh, AttentionTimes(0.5 + rank, 1.0 + rank)))
+        sums.append(_reduce(results, mesh, None))
         groups.destroy()
         dist.barrier()
-    return found
+    return sums
 
 
 def test_every_rank_counts_once() -> None:
     for rank, (spread, unmeasured, one, _) in enumerate(run_distributed(_sums, 4)):
         assert (spread.loss_sum, spread.num_tokens, spread.work) == (2 * 1111, 4 * 3, Work(28, 42, 400))
-        assert spread.computed_s == [[1.0, 2.0], [3.0, 4.0]] and spread.waited_s == 0.5 + rank, "its own"
-        assert spread.imbalance_pct == pytest.approx(100 / 3), "of the first group: 2 s beside 1.5 s on average"
+        assert spread.computed_s == [[1.0, 2.0], [3.0, 4.0]] and spread.waited_s == 0.5 + rank
+        assert spread.imbalance_pct == pytest.approx(100 / 3), "the first group has 2 s and 1.5 s on average"
         assert unmeasured.waited_s is None and unmeasured.imbalance_pct is None
-        assert (one.loss_sum, one.num_tokens, one.work) == (2, 3, Work(14, 20, 200)), "that of the last stage"
+        assert (one.loss_sum, one.num_tokens, one.work) == (2, 3, Work(14, 20, 200)), "only the last stage counts"

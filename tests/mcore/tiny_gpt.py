@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ FINGERPRINT = {"num_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes and precision; what remains of the world is data parallel."""
+    """Parallel sizes and precision; the remaining ranks are data parallel."""
 
     tensor: int = 1
     context: int = 1
@@ -86,7 +88,7 @@ def model_config(layout: Layout, **overrides: Any) -> TransformerConfig:
 
 def build_model(config: TransformerConfig, collection: ProcessGroupCollection, *, tied: bool) -> GPTModel:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    norm = norms.norm_class("RMSNorm")
+    norm = norms.RMSNorm
     spec.submodules.input_layernorm = norm
     spec.submodules.pre_mlp_layernorm = norm
     spec.submodules.self_attention.submodules.core_attention = DenseAttention
@@ -108,21 +110,22 @@ def _stage_specs(config: TransformerConfig, spec: Any, collection: ProcessGroupC
 
 
 class Trainer:
-    """Groups, model, optimizer and schedule for one layout, and the step that Megatron's loop would take."""
+    """Groups, model, optimizer and schedule of one layout, and a training step like that of Megatron's loop."""
 
     def __init__(self, layout: Layout, **config_overrides: Any) -> None:
         self.groups = groups.initialize(tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline, seed=7)
         self.config = model_config(layout, **config_overrides)
         settings = OptimConfig(lr=2e-2, min_lr=1e-3, warmup_steps=1, decay_steps=10, clip_grad=layout.clip_grad)
-        self.models = optim.wrap_ddp(
-            [build_model(self.config, self.groups, tied=layout.tied)],
-            self.config,
-            self.groups,
-            distributed=layout.distributed,
-            overlap_grad_reduce=layout.overlap,
-            overlap_param_gather=layout.overlap and layout.distributed,
-            bucket_size=layout.bucket_size,
-        )
+        ddp_config = partial(optim.DistributedDataParallelConfig, bucket_size=layout.bucket_size)
+        with patch.object(optim, "DistributedDataParallelConfig", ddp_config):
+            self.models = optim.wrap_ddp(
+                [build_model(self.config, self.groups, tied=layout.tied)],
+                self.config,
+                self.groups,
+                distributed=layout.distributed,
+                overlap_grad_reduce=layout.overlap,
+                overlap_param_gather=layout.overlap and layout.distributed,
+            )
         self.optimizer = optim.build_optimizer(self.models, settings, self.groups)
         self.scheduler = optim.build_scheduler(self.optimizer, settings, 10, BATCH)
         self.gradient_norms: list[float] = []
@@ -132,7 +135,7 @@ class Trainer:
         return checkpoint.TrainingState(self.models, self.optimizer, self.scheduler, FINGERPRINT | fingerprint)
 
     def train(self, steps: range) -> list[float]:
-        """The mean loss of each step's batch, equal on every rank."""
+        """Return the mean loss of each step's batch, equal on every rank."""
         return [self.step(step) for step in steps]
 
     def step(self, step: int) -> float:
@@ -165,7 +168,7 @@ class Trainer:
 
 def _sample(step: int, index: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + index)
-    # Few of the words, each again four places later: learnable in a few steps, so that the loss moves.
+    # The same four of few tokens repeat: the loss falls within a few steps.
     head = torch.randint(8, (4,), generator=generator)
     return head.repeat(SEQUENCE // 4 + 1)[: SEQUENCE + 1][None]
 

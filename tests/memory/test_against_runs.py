@@ -134,7 +134,7 @@ class OneModel:
         settings = {**SIZES, **settings}
         self.vocabulary = settings.pop("vocabulary", 512)
         self.config = tiny_config(root, "memory", settings)
-        collection = groups.of_config(self.config.parallelism)
+        collection = groups.from_config(self.config.parallelism)
         self.sequence = build_sequence(self.config, collection.cp)
         self.gpt = build_model(self.config, transformer_config(self.config), collection, self.sequence, self.vocabulary)
         self.job = Job(self.config, self.vocabulary, fused=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx.compose import compose_config
-from megatron_longctx.config import MOST_TOKENS
+from megatron_longctx.config import MAX_TOKENS
 from megatron_longctx.mcore.corpus import write_documents
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.memory import SAFE_SHARE, Job, check, max_length, predict, report, summary
@@ -152,7 +152,7 @@ def test_an_impossible_device_memory_is_refused(gib: str, capsys: pytest.Capture
 
 def test_no_length_exceeds_the_configurable_maximum() -> None:
     job = planned_job(compose_config(["model.num_layers=1", "recompute=layer"]))
-    assert 0.99 * MOST_TOKENS < max_length(job, 2**60) <= MOST_TOKENS
+    assert 0.99 * MAX_TOKENS < max_length(job, 2**60) <= MAX_TOKENS
 
 
 def test_reports() -> None:

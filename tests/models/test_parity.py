@@ -1,4 +1,4 @@
-"""Every family computes what `transformers` does, at every parallel size: sequences, and tokens after them."""
+"""Every family computes the logits of `transformers` and generates its tokens, at every parallel size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTH = 98
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 512}
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
-# Sequences are longer than the contexts that RoPE is stretched from, and than windows.
+# Sequences are longer than windows, and than the original contexts of scaled RoPE.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     "qwen2": {"rope_parameters": YARN},
@@ -54,26 +54,26 @@ CASES: dict[int, tuple[dict[str, int], ...]] = {
     3: ({"context": 3},),
     4: ({"context": 4}, {"tensor": 2, "context": 2}),
 }
+# Generated tokens, keyed by the number of ranks, for the last of their cases. 200 for all of them take a minute.
 GENERATED = {1: 200, 2: 200, 3: 40, 4: 40}
-"""By number of ranks, with the last of their sizes, how many tokens are generated. 200 at all of them take a minute."""
 TOKENS = torch.randint(5, 290, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any]]:
-    """The run that was made of every model, and the model of `transformers`."""
-    root, found = tmp_path_factory.mktemp("published"), {}
+    """The imported run and the model of `transformers`, keyed by family."""
+    root, models = tmp_path_factory.mktemp("published"), {}
     for family, fields in MODELS.items():
         model = write_model(root / family, family, torch.float32, **SIZES | fields)
         import_model(str(root / family), [f"out={root / 'runs' / family}"])
-        found[family] = str(root / "runs" / family), model
-    return found
+        models[family] = str(root / "runs" / family), model
+    return models
 
 
 def whole_logits(run: str, sizes: dict[str, int]) -> Tensor:
-    """Of this rank's tokens, with their places in front: `[s, 1 + vocabulary]`; by the model as it is trained."""
+    """Return the training model's logits of this rank's tokens, after a column of their positions: `[s, 1 + vocab]`."""
     config: Config = load_config(Path(run, RESOLVED))
-    experts = config.model.num_moe_experts is not None  # which need equal shares of a sequence with tensor parallelism
+    experts = config.model.num_moe_experts is not None  # with tensor parallelism, they require sequence parallelism
     parallel = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
     config = changed(
         config,
@@ -86,36 +86,36 @@ def whole_logits(run: str, sizes: dict[str, int]) -> Tensor:
     gpt = build_model(config, transformer_config(config), collection, sequence, vocab_size).eval()
     state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
     checkpoint.load(Path(run, "checkpoints"), state)
-    mine = sequence.shard_batch({"tokens": TOKENS, "positions": torch.arange(LENGTH)[None]})
+    shard = sequence.shard_batch({"tokens": TOKENS, "positions": torch.arange(LENGTH)[None]})
     with torch.no_grad():
-        logits = gpt(mine["tokens"], mine["positions"], None)[0]
+        logits = gpt(shard["tokens"], shard["positions"], None)[0]
     shards = [torch.empty_like(logits) for _ in range(collection.tp.size())]
     dist.all_gather(shards, logits.contiguous(), group=collection.tp)
     groups.destroy()
-    return torch.cat([mine["positions"][0, :, None].float(), *shards], dim=1)
+    return torch.cat([shard["positions"][0, :, None].float(), *shards], dim=1)
 
 
 def sizes_of(family: str, sizes: dict[str, int]) -> dict[str, int]:
-    """Experts with biases are whole on every rank."""
+    """Return the sizes of a case for a family: experts with biases cannot be sharded."""
     return sizes | ({"expert_model": 2, "expert_tensor": 1} if family == "gpt_oss" and "tensor" in sizes else {})
 
 
 def run_all(rank: int, runs: dict[str, str], world: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for family, run in runs.items():
         cases = [sizes_of(family, sizes) for sizes in CASES[world]]
-        found[family] = [whole_logits(run, sizes) for sizes in cases]
-        found[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1])
-    return found
+        results[family] = [whole_logits(run, sizes) for sizes in cases]
+        results[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1])
+    return results
 
 
 @cache
 def likeliest(model: Any, vocabulary: int) -> list[int]:
-    """The tokens after `TOKENS`, as many as any number of ranks generates, by `transformers`."""
+    """Return the tokens that `transformers` generates after `TOKENS`, as many as any number of ranks generates."""
     return theirs(model, TOKENS[0].tolist(), max(GENERATED.values()), vocabulary)[1]
 
 
-def test_all_families_are_here() -> None:
+def test_all_families_are_tested() -> None:
     assert {family.name for family in FAMILIES} == MODELS.keys()
 
 

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works far from the checkout; an editable installation reads the checkout."""
+"""The wheel: its content, and that it works without the checkout; an editable installation reads the checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def ran(command: list[str], cwd: Path, environment: Mapping[str, str] | None = None) -> str:
-    """Standard output of a command that must succeed."""
+    """Run a command that must succeed. Return its standard output."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")} | {
         "OMP_NUM_THREADS": "1"
     }
@@ -33,7 +33,7 @@ def ran(command: list[str], cwd: Path, environment: Mapping[str, str] | None = N
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, built from the checkout (in isolation only where its build tool is not installed)."""
+    """The project's wheel, built from the checkout (in isolation only if its build tool is not installed)."""
     folder = tmp_path_factory.mktemp("wheel")
     isolation = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
@@ -50,7 +50,7 @@ def members(wheel: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the wheel is installed into, as pip does it."""
+    """A folder into which pip has installed the wheel."""
     target = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index"]
     ran([*pip, "--target", str(target), str(wheel)], target)
@@ -58,18 +58,18 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tracked(folder: str, *suffixes: str) -> Iterator[str]:
-    """Files of a folder of the checkout, relative to the checkout."""
+    """Yield the files of a folder of the checkout, relative to the checkout."""
     for path in sorted((ROOT / folder).rglob("*")):
         if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts:
             yield path.relative_to(ROOT).as_posix()
 
 
-def test_no_generic_name_is_taken(members: set[str]) -> None:
+def test_the_package_is_the_only_top_level_name(members: set[str]) -> None:
     tops = {name.split("/")[0] for name in members}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"megatron_longctx"}
 
 
-def test_everything_a_user_needs_is_inside(members: set[str]) -> None:
+def test_the_wheel_has_code_recipes_and_launch_scripts(members: set[str]) -> None:
     expected = set(tracked("megatron_longctx", ".py"))
     expected |= {f"megatron_longctx/{name}" for name in tracked("recipes", ".yaml")}
     expected |= {f"megatron_longctx/{name}" for name in tracked("launch", ".sh", ".sbatch", ".md")}
@@ -78,7 +78,7 @@ def test_everything_a_user_needs_is_inside(members: set[str]) -> None:
     assert expected <= members, f"missing: {sorted(expected - members)}"
 
 
-def test_nothing_else_is_inside(members: set[str]) -> None:
+def test_the_wheel_has_nothing_else(members: set[str]) -> None:
     assert not [name for name in members if "__pycache__" in name or name.endswith((".pyc", ".so", ".bin"))]
     assert not [name for name in members if name.startswith(("megatron_longctx/tests", "megatron_longctx/docs"))]
 
@@ -105,7 +105,7 @@ def test_launch_scripts_stay_executable(wheel: Path) -> None:
 
 
 def test_the_installed_command_finds_its_recipes(installed: Path, tmp_path: Path) -> None:
-    for name in ("recipes", "launch"):  # of another project, where this one must not look
+    for name in ("recipes", "launch"):  # of another project; they must not be found
         (installed / name).mkdir(exist_ok=True)
         (tmp_path / name).mkdir()
     (tmp_path / "recipes/config.yaml").write_text("not: ours\n")
@@ -128,7 +128,7 @@ print(compose_config(["experiment=demo"]).optim.lr)
 """
 
 
-def test_every_folder_of_the_installed_package_is_its_own(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_package_uses_its_own_folders(installed: Path, tmp_path: Path) -> None:
     package = installed / "megatron_longctx"
     found = ran([sys.executable, "-c", WHERE], tmp_path, {"PYTHONPATH": str(installed)}).split()
     assert found == [
@@ -138,17 +138,17 @@ def test_every_folder_of_the_installed_package_is_its_own(installed: Path, tmp_p
     ]
 
 
-def test_an_editable_installation_reads_the_checkout_not_copies(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling", reason="the build tool is not installed, and without it there is no such wheel")
+def test_an_editable_installation_reads_the_checkout(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="needs the build tool")
     build = "import hatchling.build, sys; print(hatchling.build.build_editable(sys.argv[1]))"
     name = ran([sys.executable, "-c", build, str(tmp_path)], ROOT).split()[-1]
     site = tmp_path / "site"
     with zipfile.ZipFile(tmp_path / name) as archive:
         archive.extractall(site)
-    # Whatever copies the installation holds are old by now, and so are those inside the package.
+    # Copies in the installation become outdated.
     for copy in site.rglob("*.yaml"):
         copy.write_text("stale")
-    # Another editable installation in this environment must not answer in place of this one.
+    # Another editable installation in this environment must not be found instead.
     editable = f"import site, sys; sys.path.remove({str(ROOT)!r}) if {str(ROOT)!r} in sys.path else None\n"
     editable += f"site.addsitedir({str(site)!r})\n{WHERE}"
     found = ran([sys.executable, "-c", editable], tmp_path).split()
@@ -167,17 +167,19 @@ def test_copies_inside_the_package_of_a_checkout_are_never_read(
     for folder in ("recipes", "megatron_longctx/recipes"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr(files, "__file__", str(tmp_path / "megatron_longctx/files.py"))
-    assert files.bundled("recipes") == tmp_path / "megatron_longctx/recipes", "installed: what stands beside is foreign"
+    assert files.bundled("recipes") == tmp_path / "megatron_longctx/recipes", "installed: others are foreign"
     (tmp_path / "pyproject.toml").write_text("")
     assert files.bundled("recipes") == tmp_path / "recipes"
 
 
-def test_everything_that_is_asked_for_is_pinned() -> None:
-    """`make setup` installs what is tested: every dependency of the project and of its extras, but for gpu."""
+def test_every_requirement_is_pinned() -> None:
+    """`make setup` installs the tested version of every dependency of the project and of its extras except gpu."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = {re.split(r"[<>=;\[ ]", word)[0] for word in (*project["dependencies"], *extras["dev"], *extras["serve"])}
+    required = {
+        re.split(r"[<>=;\[ ]", word)[0] for word in (*project["dependencies"], *extras["dev"], *extras["serve"])
+    }
     pins = [line.partition("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     pinned = [(name, version.partition(";")[2]) for name, _, version in pins if version and not name.startswith("#")]
-    assert asked <= {name for name, _ in pinned} and len(pinned) == len(set(pinned)), "once for every Python"
+    assert required <= {name for name, _ in pinned} and len(pinned) == len(set(pinned)), "one pin per Python"
     assert {word.partition(">")[0] for word in extras["serve"]} <= {word.partition(">")[0] for word in extras["dev"]}

@@ -1,4 +1,4 @@
-"""Plans followed token by token, with arithmetic of their own, apart from `verify`."""
+"""A check of plans token by token, independent of `verify`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,24 @@ from megatron_longctx.schedules import RESULTS, Attend, Block, Heads, Kind, Plan
 from tests.schedules.masks import pairs_of
 
 Pairs = NDArray[np.int_]
-"""How often each pair of a query and a key went into something."""
+"""How often each query-key pair contributed to a result."""
 Token = tuple[Kind, int, int]
-"""Kind, home, slot."""
+"""Kind, home and slot."""
 
 
 def parts_of(plan: Plan) -> int:
-    """Parts of the heads that every block is some of."""
+    """Return a number of parts of the heads of which every block has a multiple."""
     moved = (move.block for step in plan.steps for move in step.moves)
-    return lcm(*(block.heads.parts for block in moved), *(a.heads.parts for _, _, a in calls_of(plan)))
-
-
-def calls_of(plan: Plan) -> Iterator[tuple[int, int, Attend]]:
-    """(step, rank, call)."""
-    for t, step in enumerate(plan.steps):
-        for rank, attends in enumerate(step.attends):
-            yield from ((t, rank, attend) for attend in attends)
+    return lcm(*(block.heads.parts for block in moved), *(a.heads.parts for _, _, a in plan.calls()))
 
 
 def follow(plan: Plan, forward: Plan | None = None) -> None:
-    """What comes home is what the mask shows, each pair once, by what ranks hold when they use it: for the first, the
-    last and a middle part of the heads.
+    """Check that ranks hold what they use, and that results come home with each visible pair once.
+
+    This checks the first, the last and a middle part of the heads.
 
     Args:
-        forward: what has run before a backward plan.
+        forward: the forward plan of a backward plan that keeps blocks.
     """
     parts = parts_of(plan)
     for part in {0, parts // 2, parts - 1}:
@@ -44,7 +38,7 @@ def follow(plan: Plan, forward: Plan | None = None) -> None:
 
 
 class _Followed:
-    """A plan as one part of the heads sees it."""
+    """A plan for one part of the heads."""
 
     def __init__(self, plan: Plan, heads: Heads, forward: Plan | None) -> None:
         self.plan, self.heads = plan, heads
@@ -62,18 +56,18 @@ class _Followed:
             self.held[rank] |= self._kept(rank, blocks, forward)
 
     def _kept(self, rank: int, blocks: Iterable[Block], forward: Plan | None) -> set[Token]:
-        """What backward finds: it was received, and of queries no other call of any rank has computed any."""
+        """Return the kept tokens, which must have been received; no other call may have computed kept queries."""
         assert forward is not None
         came = [move.block for step in forward.steps for move in step.moves if move.destination == rank]
         there = {token for block in came for token in self._tokens(block)}
         kept = {token for block in blocks for token in self._tokens(block)}
         assert kept <= there
-        times = Counter(token for _, _, a in calls_of(forward) for q in a.queries for token in self._tokens(q))
+        times = Counter(token for _, _, a in forward.calls() for q in a.queries for token in self._tokens(q))
         assert all(times[token] == 1 for token in kept if token[0] is Kind.Q)
         return kept
 
     def check(self) -> None:
-        came: list[tuple[int, Block, Pairs]] = []  # partial gradients, in the step before, to ranks that send them on
+        came: list[tuple[int, Block, Pairs]] = []  # gradients that arrived a step ago at ranks that send them on
         for step in self.plan.steps:
             arriving: list[tuple[int, set[Token]]] = []
             results: list[tuple[int, Block, Pairs]] = []
@@ -132,7 +126,7 @@ class _Followed:
             yield self._part(key._replace(kind=Kind.DKV), rank, pairs, 1)
 
     def _part(self, block: Block, rank: int, pairs: Pairs, axis: int) -> tuple[Block, Pairs]:
-        """A result, with the pairs of its rows."""
+        """Return a result with the pairs of its rows."""
         of_rows = np.zeros_like(pairs)
         some = [slice(None)] * 2
         some[axis] = self.numbers[axis][block.home][block.start : block.stop]

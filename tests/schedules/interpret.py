@@ -1,10 +1,9 @@
-"""Programs of all ranks, run with symbols for numbers: rows of inputs hold their names, rows of results how often each
-pair went into them.
+"""A symbolic execution of all ranks' programs, which finds memory that is reused too early.
 
-Messages are as quick and as slow as programs allow. They may start once those before them are done and the mark is
-reached that they wait for: what is sent is looked at then, and once more when its reader waits for it, or its sender
-where that has to send it; what it is received into holds nothing from then on. Ranks run ahead of each other as far as
-they can. So memory that is used again too early shows.
+Rows of inputs hold their names, and rows of results count how often each query-key pair contributed to them. Messages
+are as early and as late as programs allow. They may start once the earlier ones are done and their mark is reached.
+Their content is read then, and again when their reader (or a sending rank) waits for them, and both must agree. Rows
+that a message is received into hold nothing from its start on. Ranks run ahead of each other as far as they can.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from megatron_longctx.schedules.program import (
 from tests.schedules.masks import pairs_of
 
 Values = NDArray[np.int_]
-"""Of rows: `[tokens, heads]` names of inputs, or `[tokens, heads, tokens of the other side]` numbers of pairs."""
+"""Rows as `[tokens, heads]` names of inputs, or as `[tokens, heads, tokens of the other side]` counts of pairs."""
 Kept = list[Values]
 NOTHING = -(10**6)
 _KINDS = list(Kind)
@@ -43,7 +42,7 @@ _KINDS = list(Kind)
 def interpret(
     plan: Plan, target: Target, kept: Sequence[Kept] | None = None, order: random.Random | None = None
 ) -> list[Kept]:
-    """Run a plan, forward or backward, and check what comes of it; gives, by rank, what forward has kept."""
+    """Run a forward or backward plan and check its results; return what each rank keeps in forward."""
     return _Group(plan, target, kept).run(order or random.Random(0))
 
 
@@ -73,13 +72,13 @@ class _Group:
         return [rank.keep() for rank in self.ranks]
 
     def names(self, block: Block) -> Values:
-        """What the rows of a block of inputs are called."""
+        """Return the names of the rows of an input block."""
         heads = np.array(self.work.head_range(block.kind, block.heads))
         slots = np.arange(block.start, block.stop)[:, None]
         return ((_KINDS.index(block.kind) * self.plan.n + block.home) * self.slots + slots) * 1000 + heads
 
     def tokens(self, kind: Kind, values: Values, heads: Heads) -> tuple[list[int], list[int]]:
-        """(tokens, homes) of some rows; -1 where they are none of these heads of the kind."""
+        """Return the tokens and homes that rows are named after; -1 for rows of another kind or of other heads."""
         first = self.work.head_range(kind, heads)[0]
         tokens, homes = [], []
         for row in values:
@@ -101,10 +100,10 @@ class _Rank:
         self.started: set[int] = set()
         self.done: set[int] = set()
         self.memory: dict[tuple[Space, int, Kind], Values] = {}
-        self.sent = np.full(program.sends.num_bytes, -1)  # of every byte which row was written there last
-        self.written: list[tuple[int, int, Values]] = []  # (region, row, its values)
-        self.early: dict[int, list[Values]] = {}  # by step, its messages when they might be read first
-        self.late: dict[int, list[Values]] = {}  # the same, when its sender has waited for them
+        self.sent = np.full(program.sends.num_bytes, -1)  # for each byte, the index in `written` of its last write
+        self.written: list[tuple[int, int, Values]] = []  # (region, row, values)
+        self.early: dict[int, list[Values]] = {}  # the messages of each step when they could be read first
+        self.late: dict[int, list[Values]] = {}  # the same messages when their sender has waited for them
         self.acquired = -1
 
     def run(self) -> Iterator[None]:
@@ -138,7 +137,7 @@ class _Rank:
     # Messages.
 
     def _starts(self) -> dict[int, list[int]]:
-        """By operation, the steps whose messages may start just before it."""
+        """Return the steps whose messages may start just before an operation, keyed by its index."""
         found: dict[int, list[int]] = {}
         marks = {op.number: at for at, op in enumerate(self.program.ops) if isinstance(op, Mark)}
         free = 0
@@ -182,14 +181,11 @@ class _Rank:
         self.waits += 1
 
     def message(self, step: int, receive: Receive) -> Values:
-        """One that this rank gets: the same as when it might be read first, and what it is said to be."""
+        """Return a received message, which must not have changed since it could be read first."""
         peer = self.group.ranks[receive.peer]
         plain, passed = peer.messages(step), peer.messages(step, True)
-        (number,) = [
-            i
-            for i, each in enumerate((*plain, *passed))
-            if each.peer == self.program.rank and each.block == receive.block
-        ]
+        wanted = self.program.rank, receive.block
+        (number,) = [i for i, each in enumerate((*plain, *passed)) if (each.peer, each.block) == wanted]
         found = peer.late[step][number]
         if receive.spans:
             found = peer.at_spans(receive.spans, receive.block.tokens)
@@ -204,13 +200,11 @@ class _Rank:
         return self.at_spans(spans, message.block.tokens)
 
     def at_spans(self, spans: Sequence[tuple[int, int]], tokens: int) -> Values:
-        """What whole rows lie in some bytes of each field."""
+        """Return the rows that are stored in a span of bytes per field."""
         fields = []
         for start, size in spans:
             stamps = self.sent[start : start + size].reshape(tokens, -1)
-            assert (stamps == stamps[:, :1]).all() and (stamps >= 0).all(), (
-                "rows that were written over, or never written"
-            )
+            assert (stamps == stamps[:, :1]).all() and (stamps >= 0).all(), "rows were overwritten or never written"
             fields.append(stamps[:, 0])
         assert all((field == fields[0]).all() for field in fields), "fields of different rows"
         return np.stack([self.written[stamp][2] for stamp in fields[0]])
@@ -228,7 +222,11 @@ class _Rank:
             elif rows.space is Space.KEPT:
                 self.memory[key] = self.kept[rows.number]
             else:
-                of = {Space.BUFFER: program.buffers, Space.TOTAL: program.totals, Space.RESULT: program.results}
+                of = {
+                    Space.BUFFER: program.buffers,
+                    Space.ACCUMULATOR: program.accumulators,
+                    Space.RESULT: program.results,
+                }
                 self.memory[key] = self.empty(rows.kind, of[rows.space][rows.number].tokens, rows.held)
         return self.memory[key]
 
@@ -268,7 +266,7 @@ class _Rank:
                 self.sent[start : start + size] = len(self.written)
             self.written.append((rows.number, row, whole))
 
-    # What is computed.
+    # Compute.
 
     def _merge(self, op: Merge) -> None:
         total = np.zeros_like(self.empty(op.into.kind, op.into.tokens, op.into.heads))
@@ -298,7 +296,7 @@ class _Rank:
             self.memory[Space.CALL, op.number, kind] = each
 
     def check(self) -> None:
-        """Each pair has gone into what it is of, once for every part of the heads that reads it."""
+        """Check that each visible pair contributed once; to dk and dv once per part of the heads that reads them."""
         parts = max((op.queries.heads.parts for rank in self.group.ranks for op in rank.program.calls), default=1)
         shared = max(1, parts // self.work.num_kv_heads)
         for kind, rows in self.program.own.items():
@@ -309,7 +307,7 @@ class _Rank:
                 np.testing.assert_array_equal(self.read(rows), mine[:, None].repeat(self.read(rows).shape[1], axis=1))
 
     def keep(self) -> Kept:
-        """What backward finds; of queries it finds a whole out."""
+        """Return what backward reads; the out of kept queries must be complete."""
         found = []
         for rows, *out in self.program.kept:
             found.append(self.read(rows).copy())

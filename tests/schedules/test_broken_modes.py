@@ -1,9 +1,8 @@
-"""Every mode over random masks, broken in every way at a random place: `verify` finds it, forward and backward."""
+"""`verify` finds every way to break a plan of any mode and mask, at a random place, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from megatron_longctx.schedules import (
     MODES,
     RESULTS,
-    Attend,
     Heads,
     Move,
     Plan,
@@ -21,18 +19,19 @@ from megatron_longctx.schedules import (
     Slice,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
     verify,
 )
 from megatron_longctx.schedules.mask import FAR
-from tests.schedules.follow import calls_of, parts_of
+from tests.schedules.follow import parts_of
 from tests.schedules.masks import masks, pairs_of, tokens_of
+from tests.shared.plans import with_calls, with_moves
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     plan = build_plan(draw(st.sampled_from(list(MODES))), draw(st.sampled_from([2, 3, 4, 6])), draw(masks(24)))
-    plan = keeping(plan) if draw(st.booleans()) else plan
+    plan = keep_received(plan) if draw(st.booleans()) else plan
     return backward_plan(plan) if draw(st.booleans()) else plan
 
 
@@ -40,23 +39,9 @@ def moves_of(plan: Plan) -> list[tuple[int, int, Move]]:
     return [(t, i, move) for t, step in enumerate(plan.steps) for i, move in enumerate(step.moves)]
 
 
-def with_moves(plan: Plan, t: int, moves: tuple[Move, ...]) -> Plan:
-    steps = list(plan.steps)
-    steps[t] = steps[t]._replace(moves=moves)
-    return replace(plan, steps=tuple(steps))
-
-
-def with_calls(plan: Plan, t: int, rank: int, calls: tuple[Attend, ...]) -> Plan:
-    steps = list(plan.steps)
-    attends = list(steps[t].attends)
-    attends[rank] = calls
-    steps[t] = steps[t]._replace(attends=tuple(attends))
-    return replace(plan, steps=tuple(steps))
-
-
-def without(items: tuple, item: object) -> tuple:
+def without(items: Sequence, item: object) -> list:
     place = items.index(item)
-    return items[:place] + items[place + 1 :]
+    return [*items[:place], *items[place + 1 :]]
 
 
 broken = settings(max_examples=80, deadline=None)
@@ -70,7 +55,7 @@ def test_a_dropped_send(plan: Plan, data: st.DataObject) -> None:
     with pytest.raises(
         PlanError, match=r"before it arrives|does not hold it yet|never reaches its home|never receives"
     ):
-        verify(with_moves(plan, t, without(plan.steps[t].moves, move)))
+        verify(with_moves(plan, t, lambda moves: without(moves, move)))
 
 
 @broken
@@ -80,9 +65,8 @@ def test_a_send_to_the_wrong_rank(plan: Plan, data: st.DataObject) -> None:
     t, i, move = data.draw(st.sampled_from(moves_of(plan)))
     others = [rank for rank in range(plan.n) if rank not in (move.source, move.destination)]
     wrong = move._replace(destination=data.draw(st.sampled_from(others)))
-    moves = plan.steps[t].moves
     with pytest.raises(PlanError):
-        verify(with_moves(plan, t, (*moves[:i], wrong, *moves[i + 1 :])))
+        verify(with_moves(plan, t, lambda moves: [*moves[:i], wrong, *moves[i + 1 :]]))
 
 
 @broken
@@ -91,22 +75,22 @@ def test_a_send_done_twice(plan: Plan, data: st.DataObject) -> None:
     assume(moves_of(plan))
     t, _, move = data.draw(st.sampled_from(moves_of(plan)))
     with pytest.raises(PlanError, match=r"reaches rank . twice|more often|nothing of it computed"):
-        verify(with_moves(plan, t, (*plan.steps[t].moves, move)))
+        verify(with_moves(plan, t, lambda moves: [*moves, move]))
 
 
 @broken
 @given(plans(), st.data())
 def test_use_before_arrival(plan: Plan, data: st.DataObject) -> None:
-    """A call that needs another rank's block is made in step 0, when none has arrived."""
+    """A call that needs another rank's block runs in step 0, before any block arrives."""
     remote = [
         (t, rank, a)
-        for t, rank, a in calls_of(plan)
+        for t, rank, a in plan.calls()
         if t > 0 and any(block.home != rank for blocks in plan.inputs(a, rank) for block in blocks)
     ]
     assume(remote)
     t, rank, attend = data.draw(st.sampled_from(remote))
-    early = with_calls(plan, t, rank, without(plan.steps[t].attends[rank], attend))
-    early = with_calls(early, 0, rank, (*early.steps[0].attends[rank], attend))
+    early = with_calls(plan, t, rank, *without(plan.steps[t].attends[rank], attend))
+    early = with_calls(early, 0, rank, *early.steps[0].attends[rank], attend)
     with pytest.raises(PlanError, match="before it arrives"):
         verify(early)
 
@@ -117,8 +101,8 @@ def test_a_result_sent_before_it_is_computed(plan: Plan, data: st.DataObject) ->
     results = [(t, move) for t, _, move in moves_of(plan) if move.block.kind in RESULTS and t > 0]
     assume(results)
     t, move = data.draw(st.sampled_from(results))
-    early = with_moves(plan, t, without(plan.steps[t].moves, move))
-    early = with_moves(early, 0, (*early.steps[0].moves, move))
+    early = with_moves(plan, t, lambda moves: without(moves, move))
+    early = with_moves(early, 0, lambda moves: [*moves, move])
     with pytest.raises(PlanError, match="nothing of it computed"):
         verify(early)
 
@@ -128,14 +112,14 @@ def shifted(draw: Callable, each: Slice) -> list[Slice]:
 
 
 def grown(draw: Callable, each: Slice) -> list[Slice]:
-    """Past where a document, or what a rank has of it, ends."""
+    """Beyond the end of a document or of a rank's part of it."""
     by = draw(st.sampled_from([("q_start", -1), ("q_stop", 1), ("k_start", -1), ("k_stop", 1)]))
     wider = each._replace(**{by[0]: getattr(each, by[0]) + by[1]})
     return [wider._replace(lo=-FAR, hi=FAR) if draw(st.booleans()) else wider]
 
 
 def off_by_one(draw: Callable, each: Slice) -> list[Slice]:
-    """In a bound of its band."""
+    """A bound of the band is off by one."""
     name = draw(st.sampled_from(["lo", "hi"]))
     if abs(getattr(each, name)) == FAR:
         tight = each.k_start - each.q_stop + 1 if name == "lo" else each.k_stop - 1 - each.q_start
@@ -154,7 +138,7 @@ def twice(draw: Callable, each: Slice) -> list[Slice]:
 
 
 def missing(draw: Callable, each: Slice) -> list[Slice]:
-    """A pair, and with it what else of the slice it divides."""
+    """One pair is missing; the rest of the slice is cut around it."""
     pair = a_pair(draw, each)
     q, k = (
         (each.q_start, pair.q_start, pair.q_stop, each.q_stop),
@@ -165,17 +149,17 @@ def missing(draw: Callable, each: Slice) -> list[Slice]:
 
 
 def another_twice(draw: Callable, each: Slice) -> list[Slice]:
-    """As many pairs as before."""
+    """One pair is missing and another computed twice, so the number of pairs is unchanged."""
     left = missing(draw, each)
     assume(left)
     return [*left, a_pair(draw, left[0])]
 
 
 def counts(plan: Plan) -> np.ndarray:
-    """How often each pair is computed, by part of the heads."""
+    """Return how often each pair is computed, indexed by part of the heads."""
     parts = parts_of(plan)
     found = np.zeros((parts, plan.queries.length, plan.keys.length), dtype=int)
-    for _, _, attend in calls_of(plan):
+    for _, _, attend in plan.calls():
         at = np.ix_(tokens_of(plan, attend.queries, False), tokens_of(plan, attend.keys, True))
         for part in range(parts):
             if attend.heads.covers(Heads(part, parts)):
@@ -186,15 +170,15 @@ def counts(plan: Plan) -> np.ndarray:
 @pytest.mark.parametrize("change", [shifted, grown, off_by_one, twice, missing, another_twice])
 @settings(max_examples=80, deadline=None)
 @given(plans(), st.data())
-def test_what_is_seen_is_changed(change: Callable, plan: Plan, data: st.DataObject) -> None:
-    """Found if and only if some pair is no longer computed just once, where the mask shows it."""
-    assume(any(calls_of(plan)))
-    t, rank, attend = data.draw(st.sampled_from(list(calls_of(plan))))
+def test_changed_slices(change: Callable, plan: Plan, data: st.DataObject) -> None:
+    """An error is found if and only if the visible pairs are no longer each computed exactly once."""
+    assume(any(plan.calls()))
+    t, rank, attend = data.draw(st.sampled_from(list(plan.calls())))
     number = data.draw(st.integers(0, len(attend.slices) - 1))
     now = change(data.draw, attend.slices[number])
     slices = (*attend.slices[:number], *now, *attend.slices[number + 1 :])
     changed = attend._replace(slices=slices)
-    wrong = with_calls(plan, t, rank, tuple(changed if a is attend else a for a in plan.steps[t].attends[rank]))
+    wrong = with_calls(plan, t, rank, *(changed if a is attend else a for a in plan.steps[t].attends[rank]))
     seen = pairs_of(plan.mask.slices, plan.queries.length, plan.keys.length)
     outside = sum(each.pairs for each in slices) > pairs_of(slices, attend.num_queries, attend.num_keys).sum()
     if not outside and (counts(wrong) == seen).all():

@@ -1,14 +1,17 @@
-"""Plans in words and pictures."""
+"""Plans in words and pictures, and where the documents of a pack are placed."""
 
 import struct
+from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_longctx.schedules import Takes, Target, Workload, build_plan, keeping, transpose
-from megatron_longctx.schedules.describe import describe
+from megatron_longctx.layout import LAYOUTS
+from megatron_longctx.schedules import Takes, Target, Workload, build_plan, keep_received, transpose
+from megatron_longctx.schedules.describe import describe, document_shards
 from megatron_longctx.schedules.draw import draw
 from megatron_longctx.schedules.mask import documents, full
-from tests.schedules.follow import calls_of
 from tests.schedules.masks import pairs_of, tokens_of
 from tests.shared.plans import helper_plan
 
@@ -83,11 +86,11 @@ def test_stripes_and_sizes():
     assert "kv 3 / 4 (21 GiB)" in text and "4 tokens = 12 GiB at most" in text
 
 
-def test_windows_documents_and_what_is_kept():
+def test_windows_documents_and_kept_blocks():
     target = Target(Workload(2, 2, 128), Takes(packed=True, rectangles=True, windows=True))
-    text = describe(keeping(build_plan("ulysses", 2, documents([3, 2, 3], window=(1, 0)))), target)
+    text = describe(keep_received(build_plan("ulysses", 2, documents([3, 2, 3], window=(1, 0)))), target)
     assert "causal, 3 documents, window 1, 0 mask" in text and "heads 1/2 where [0:3] x [0:3] where -1 <= j - i" in text
-    assert "kept of other ranks', for backward: 6 KiB at most, and the outputs of its queries" in text
+    assert "kept from other ranks, for backward: 6 KiB at most, and the outputs of its queries" in text
     assert "in 5 slices, 5 pairs" in describe(build_plan("ring", 1, documents([1] * 5)), target)
 
 
@@ -118,7 +121,7 @@ def test_a_plan_as_a_picture(plan, tmp_path):
     assert len(data) > 10_000
 
 
-def test_the_pair_map_shows_which_step_computes_each_pair(tmp_path):
+def test_the_pair_map_shows_which_step_computes_each_pair():
     """Every visible pair gets the step that computes it, every other pair stays blank."""
     import numpy
     from matplotlib import pyplot
@@ -136,7 +139,7 @@ def test_the_pair_map_shows_which_step_computes_each_pair(tmp_path):
         grid = numpy.ma.filled(axes.images[0].get_array().astype(float), numpy.nan)
         pyplot.close(figure)
         expected = numpy.full((plan.mask.length,) * 2, numpy.nan)
-        for t, _, attend in calls_of(plan):
+        for t, _, attend in plan.calls():
             at = numpy.ix_(tokens_of(plan, attend.queries, False), tokens_of(plan, attend.keys, True))
             seen = pairs_of(attend.slices, attend.num_queries, attend.num_keys) > 0
             expected[at] = numpy.where(seen, t, expected[at])
@@ -146,3 +149,26 @@ def test_the_pair_map_shows_which_step_computes_each_pair(tmp_path):
 def test_a_picture_that_cannot_be_written(tmp_path):
     with pytest.raises(OSError):
         draw(build_plan("ring", 2, 8), tmp_path / "missing" / "plan.png")
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 5), st.sampled_from([*LAYOUTS]))
+def test_every_token_of_every_document_is_placed(lengths, n, layout):
+    plan = build_plan("all_gather", n, documents(lengths), layout=layout)
+    document = [number for number, length in enumerate(lengths) for _ in range(length)]
+    expected = {
+        (rank, number, tokens, tokens == lengths[number])
+        for rank in range(n)
+        for number, tokens in Counter(document[token] for token in plan.queries.tokens(rank)).items()
+    }
+    assert set(document_shards(plan)) == expected
+
+
+def test_imbalance_of_attention_and_of_all_work():
+    plan = build_plan("ring", 2, documents([100]))
+    assert plan.imbalance_pct() == pytest.approx(100 * (3775 / 2525 - 1))
+    assert plan.imbalance_pct(pairs_per_token=1000.0) == pytest.approx(100 * (53775 / 52525 - 1))
+    assert build_plan("ring", 2, 0).imbalance_pct() == 0.0
+    pack = documents([300, 20, 20, 60, 40, 200])
+    assert build_plan("zigzag", 4, pack, layout="zigzag").imbalance_pct() > 5
+    for pairs_per_token in (0.0, 10.0, 1e6):
+        assert build_plan("zigzag", 4, pack).imbalance_pct(pairs_per_token) < 1.5

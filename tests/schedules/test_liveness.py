@@ -1,4 +1,4 @@
-"""When blocks leave a rank's buffers: after their last use, found without looking at all of a batch's blocks."""
+"""Blocks leave their buffers after their last use, which is found without comparing all blocks of a batch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.schedules import MODES, RESULTS, Block, Kind, Mask, Plan, backward_plan, build_plan, keeping
+from megatron_longctx.schedules import MODES, RESULTS, Block, Kind, Mask, Plan, backward_plan, build_plan, keep_received
+from megatron_longctx.schedules.buffers import assign_buffers, live_ranges
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
-from megatron_longctx.schedules.liveness import assign, live_ranges
 from tests.schedules.masks import Cache, cache_of, caches, masks
 from tests.shared.plans import tangled_plan
 
 
 def last_use(plan: Plan, rank: int, block: Block, arrived: int) -> int:
-    """By the definition: the last step in which the rank attends a piece of it or sends one on."""
+    """Return the last step in which the rank attends to a piece of a block or sends one on, by definition."""
     used = [
         t
         for t, step in enumerate(plan.steps)
@@ -39,7 +39,7 @@ def check(plan: Plan) -> None:
             assert each.kept == any(any(b.contains(k) for k in of) for b, of in zip(blocks, kept, strict=False))
             used = max(last_use(plan, rank, block, each.first) for block in blocks)
             assert each.last == (len(plan.steps) - 1 if each.kept else used)
-        buffers, busy_until = assign(ranges)
+        buffers, busy_until = assign_buffers(ranges)
         for i, each in enumerate(ranges):
             before = [other.last for j, other in enumerate(ranges[:i]) if buffers[j] == buffers[i]]
             assert busy_until[i] == max(before, default=-1) < each.first
@@ -49,9 +49,9 @@ def check(plan: Plan) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(list(MODES)), st.integers(2, 6), masks(24), st.booleans())
-def test_blocks_stay_until_their_last_use(schedule: str, n: int, mask: Mask, keep: bool) -> None:
+def test_blocks_live_until_their_last_use(schedule: str, n: int, mask: Mask, keep: bool) -> None:
     plan = build_plan(schedule, n, mask)
-    plan = keeping(plan) if keep else plan
+    plan = keep_received(plan) if keep else plan
     check(plan)
     check(backward_plan(plan))
 
@@ -59,11 +59,11 @@ def test_blocks_stay_until_their_last_use(schedule: str, n: int, mask: Mask, kee
 @pytest.mark.parametrize("mode", CACHE_MODES)
 @settings(max_examples=30, deadline=None)
 @given(caches())
-def test_over_a_cache_too(mode: str, cache: Cache) -> None:
+def test_blocks_of_a_cache_live_until_their_last_use(mode: str, cache: Cache) -> None:
     check(CACHE_MODES[mode](*cache))
 
 
-def test_a_result_passed_on_stays_until_it_has_been() -> None:
+def test_a_result_lives_until_it_is_passed_on() -> None:
     plan = tangled_plan(12)
     (relayed,) = live_ranges(plan, 0)
     assert (relayed.kind, relayed.first, relayed.last) == (Kind.OUT, 2, 4)
@@ -73,7 +73,7 @@ def test_a_result_passed_on_stays_until_it_has_been() -> None:
 
 @pytest.mark.parametrize("mode", CACHE_MODES)
 def test_batches_of_many_sequences_are_planned_in_linear_time(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mode is chosen by plans of all, for every batch."""
+    """The choice of a mode plans every batch with all modes."""
     contains, compared = Block.contains, []
     monkeypatch.setattr(Block, "contains", lambda block, other: bool(compared.append(1)) or contains(block, other))
 

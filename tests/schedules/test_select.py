@@ -1,4 +1,4 @@
-"""The choice of a mode: it follows the cluster and the memory bound, and says why a mode cannot run."""
+"""The choice of a mode depends on the cluster and the memory bound, and reports why a mode cannot run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_longctx.schedules.calibration import (
     save_calibration,
 )
 from megatron_longctx.schedules.cost import ModeSample
-from megatron_longctx.schedules.draw_timeline import draw_modes, draw_timeline
+from megatron_longctx.schedules.draw import draw_modes, draw_timeline
 from megatron_longctx.schedules.mask import causal, documents, full
 from megatron_longctx.schedules.modes.ulysses import Ulysses
 from megatron_longctx.schedules.select import Candidate, Problem, rank_modes, select, table
@@ -46,7 +46,7 @@ def names(ranking: list[Candidate]) -> list[str]:
     return [candidate.name for candidate in ranking if not candidate.reason]
 
 
-def test_a_slow_mesh_calls_for_all_its_links() -> None:
+def test_a_slow_mesh_favours_modes_that_use_all_links() -> None:
     slow = Cluster("mesh", 1, 8, Mesh(0.5))
     ranking = rank_modes(problem_of(8, 8 * 7 * 64, Workload(32, 32, 128)), slow, FAST)
     assert ranking[0].name.split()[0] in ("all_gather", "tasp", "ulysses", "usp")
@@ -56,7 +56,7 @@ def test_a_slow_mesh_calls_for_all_its_links() -> None:
     assert seconds == sorted(seconds)
 
 
-def test_slow_links_between_nodes_call_for_a_hierarchy() -> None:
+def test_slow_links_between_nodes_favour_a_hierarchy() -> None:
     nodes = Cluster("two", 2, 4, Mesh(100.0), Network(1, 1.0))
     ranking = rank_modes(problem_of(8, full(8 * 2048)), nodes, FAST)
     by_name = {candidate.name: candidate for candidate in ranking}
@@ -64,7 +64,7 @@ def test_slow_links_between_nodes_call_for_a_hierarchy() -> None:
     assert forward["double_ring (inner_size=4)"] < forward["zigzag"] / 1.5
 
 
-def test_what_cannot_run_says_why_and_comes_last() -> None:
+def test_modes_that_cannot_run_come_last_with_a_reason() -> None:
     ranking = rank_modes(problem_of(8, 4096, Workload(4, 4, 128)), load_cluster("h200_x8"))
     assert [bool(candidate.reason) for candidate in ranking] == sorted(bool(c.reason) for c in ranking)
     (ulysses,) = (candidate for candidate in ranking if candidate.name == "ulysses")
@@ -72,7 +72,7 @@ def test_what_cannot_run_says_why_and_comes_last() -> None:
     assert "not possible: 8 context-parallel ranks" in table(ranking)
 
 
-def test_a_memory_bound_is_kept_by_smaller_buffers() -> None:
+def test_a_memory_bound_excludes_modes() -> None:
     cluster = load_cluster("h200_x8")
     free = select(problem_of(8, 2**17, GQA), cluster)
     bound = min(candidate.peak_bytes for candidate in free if not candidate.reason)
@@ -83,7 +83,7 @@ def test_a_memory_bound_is_kept_by_smaller_buffers() -> None:
         select(problem_of(8, 2**17, GQA, max_bytes=2**20), cluster)
 
 
-def test_chunks_of_the_heads_are_considered_between_nodes_or_as_measured() -> None:
+def test_head_chunks_are_candidates_between_nodes_or_if_measured() -> None:
     chunked = "ulysses (head_chunks=2)"
     for kv_heads, cluster, considered in (
         (32, Cluster("two", 2, 4, Mesh(100.0), Network(4, 10.0)), True),
@@ -94,7 +94,7 @@ def test_chunks_of_the_heads_are_considered_between_nodes_or_as_measured() -> No
         by_name = {candidate.name: candidate.seconds for candidate in ranking}
         assert (chunked in by_name) is considered
         assert not considered or by_name[chunked] < by_name["ulysses"]
-    # Within a node they are where they were measured.
+    # Within a node, measured ones are.
     one, problem = Cluster("one", 1, 8, Mesh(10.0)), problem_of(8, 8 * 4096, Workload(32, 32, 128))
     costs = replace(FAST, modes=tuple(ModeSample(chunked, 8 * 4096, backward, 3.0) for backward in (False, True)))
     assert chunked in names(rank_modes(problem, one, costs))
@@ -108,7 +108,7 @@ def test_modes_of_one_rank_and_of_a_prime_number_of_ranks() -> None:
         assert "zigzag" in names(ranking) and ranking[0].seconds > 0
 
 
-def test_pictures_of_a_time_line_and_of_all_modes(tmp_path: Path) -> None:
+def test_pictures_of_a_timeline_and_of_all_modes(tmp_path: Path) -> None:
     problem = problem_of(4, 8192, GQA)
     ranking = rank_modes(problem, load_cluster("h200_x8").resized(4), timeline=True)
     draw_modes(ranking, tmp_path / "modes.png", "four ranks")
@@ -127,7 +127,7 @@ def calibration() -> Calibration:
     return Calibration("NVIDIA H200", "cudnn", "peer", cluster, GQA, costs, {"date": "2026-01-01"})
 
 
-def test_a_calibration_is_read_back_as_written(tmp_path: Path, calibration: Calibration) -> None:
+def test_calibrations_round_trip(tmp_path: Path, calibration: Calibration) -> None:
     path = calibration_path(calibration.device, 8, GQA, "peer", tmp_path / "cache")
     assert path.name == "NVIDIA-H200-8ranks-peer-32x8x128-2bytes.json"
     save_calibration(calibration, path)
@@ -136,7 +136,7 @@ def test_a_calibration_is_read_back_as_written(tmp_path: Path, calibration: Cali
     assert calibration_path("NVIDIA H200", 8, replace(GQA, batch=4), "peer", tmp_path / "cache") == path
 
 
-def test_a_calibration_from_before_modes_were_measured_serves(tmp_path: Path, calibration: Calibration) -> None:
+def test_calibrations_without_measured_modes_are_read(tmp_path: Path, calibration: Calibration) -> None:
     path = tmp_path / "old.json"
     save_calibration(calibration, path)
     data = json.loads(path.read_text())
@@ -145,8 +145,8 @@ def test_a_calibration_from_before_modes_were_measured_serves(tmp_path: Path, ca
     assert load_calibration(path) == replace(calibration, costs=replace(calibration.costs, modes=()))
 
 
-def test_whole_passes_that_were_measured_decide() -> None:
-    """Between their lengths too, and against modes that were not measured."""
+def test_measured_passes_decide_between_modes() -> None:
+    """Also between measured lengths, and against modes that were not measured."""
     problem, cluster = problem_of(4, 4 * 4096, GQA), load_cluster("h200_x8").resized(4)
     first, second, *rest = (candidate for candidate in rank_modes(problem, cluster, FAST) if not candidate.reason)
 
@@ -169,7 +169,7 @@ def test_whole_passes_that_were_measured_decide() -> None:
     assert found.seconds == pytest.approx(2 * first.seconds)
 
 
-def test_what_simulation_leaves_out_fades_beyond_the_longest_measured_length() -> None:
+def test_corrections_fade_beyond_the_longest_measured_length() -> None:
     modes = [("slow", 1000, 0.9), ("slow", 4000, 1.2), ("fast", 4000, 0.8)]
     costs = replace(FAST, modes=tuple(ModeSample(mode, length, False, ratio) for mode, length, ratio in modes))
 
@@ -179,17 +179,17 @@ def test_what_simulation_leaves_out_fades_beyond_the_longest_measured_length() -
     assert corrections("slow", 8, 1000, 2000, 4000) == pytest.approx([0.9, 0.9, 1.05, 1.2])
     assert corrections("slow", 8000, 40000) == pytest.approx([1.1, 1.02])
     assert corrections("fast", 8, 4000, 8000, 40000) == pytest.approx([0.8, 0.8, 0.9, 0.98])
-    assert corrections("another", 1000, 8000) == pytest.approx([0.9, 1.1]), "as the largest of those measured"
+    assert corrections("another", 1000, 8000) == pytest.approx([0.9, 1.1]), "the largest measured one"
     assert costs.correction("slow", 8000, True) == 1.0
 
 
-def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert calibration_path("cpu", 2, GQA, "p2p").parent == tmp_path / "megatron_longctx"
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 99}'])
-def test_what_is_no_calibration_is_refused(tmp_path: Path, content: str, calibration: Calibration) -> None:
+def test_other_files_are_not_calibrations(tmp_path: Path, content: str, calibration: Calibration) -> None:
     path = tmp_path / "c.json"
     with pytest.raises(ValueError, match=r"expected a calibration\. Run `megatron-longctx calibrate`"):
         load_calibration(path)
@@ -204,7 +204,7 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, content: str, calibra
         load_calibration(path)
 
 
-def test_between_measured_calls_the_time_is_interpolated() -> None:
+def test_times_between_measured_calls_are_interpolated() -> None:
     square = tuple(KernelSample(q, k, False, False, 1, q * k * 1e-9) for q in (64, 256) for k in (64, 256))
     costs = Costs(1e-6, 1e-6, kernels=square)
 
@@ -213,10 +213,10 @@ def test_between_measured_calls_the_time_is_interpolated() -> None:
 
     for q, k in ((64, 64), (128, 64), (100, 200), (256, 256), (1024, 1024)):
         assert seconds(q, k) == pytest.approx(q * k * 1e-9)
-    assert seconds(8, 64) == pytest.approx(64 * 64 * 1e-9)  # no faster than the smallest
+    assert seconds(8, 64) == pytest.approx(64 * 64 * 1e-9)  # not less than the shortest call
 
 
-def test_memory_that_peers_read_counts_against_the_bound() -> None:
+def test_send_memory_of_peers_counts_against_the_bound() -> None:
     cluster = load_cluster("h200_x8")
     problem, zigzag = problem_of(8, 2**17), [MODES["zigzag"]()]
     over_peers = replace(problem, target=replace(problem.target, hosts=(tuple(range(8)),) * 8))
@@ -227,8 +227,8 @@ def test_memory_that_peers_read_counts_against_the_bound() -> None:
     assert "GiB" in refused.reason
 
 
-def test_packs_are_chosen_for_by_what_they_show() -> None:
-    """Documents that lie on one rank are attended there: rings of their ranks beat sharing the heads."""
+def test_the_choice_depends_on_the_documents() -> None:
+    """Documents on one rank need no communication in a ring, but do if ranks share the heads."""
     cluster, n = Cluster("mesh", 1, 8, Mesh(1.0)), 8
     modes, work = [MODES["ring"](), MODES["ulysses"]()], Workload(32, 32, 128)
     pack, whole = (

@@ -1,4 +1,4 @@
-"""Simulated times against times worked out by hand, and what has to hold for every mode."""
+"""Simulated times against times calculated by hand, and properties of every mode."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from megatron_longctx.schedules.cost import GIB
 from megatron_longctx.schedules.footprint import footprint
 from megatron_longctx.schedules.lower import Lowering
 from megatron_longctx.schedules.mask import Mask, causal, documents, full
-from megatron_longctx.schedules.program import Program
+from megatron_longctx.schedules.program import Compute, Merge, Program
 from megatron_longctx.schedules.repeats import LEAST_RANKS
-from megatron_longctx.schedules.simulate import simulate
+from megatron_longctx.schedules.simulate import Simulation, simulate
 from megatron_longctx.schedules.visibility import Visibility
 from megatron_longctx.topology import Cluster, Device, Mesh, Network, Switch, load_cluster
 
@@ -45,19 +45,19 @@ BLOCK_FLOPS = 4 * TOKENS**2 * 4 * 64  # one rank's queries with one rank's keys
 
 
 def costs(block_s: float) -> Costs:
-    """A full block takes `block_s` forward; nothing else takes time."""
+    """Return costs by which a full block takes `block_s` in forward, and nothing else takes time."""
     rate = BLOCK_FLOPS / block_s / 1e12
     return Costs(rate, rate, call_s=0.0, merge_gibps=1e12, step_s=0.0, message_s=0.0)
 
 
 def mesh(n: int, block_s: float, latency_s: float = 0.0) -> Cluster:
-    """A block takes `block_s` on every link."""
+    """Return a cluster on whose links a block takes `block_s`."""
     return Cluster("mesh", 1, n, Mesh(BLOCK_BYTES / GIB / block_s, latency_s))
 
 
 @pytest.mark.parametrize(("compute", "transfer"), [(3.0, 2.0), (2.0, 3.0)])
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_a_ring_takes_the_longer_of_computing_and_sending_each_step(n: int, compute: float, transfer: float) -> None:
+def test_a_step_of_a_ring_takes_the_longer_of_compute_and_transfer(n: int, compute: float, transfer: float) -> None:
     plan = build_plan("ring", n, full(n * TOKENS))
     found = simulate(plan, mesh(n, transfer), WORK, costs(compute))
     assert found.seconds == pytest.approx((n - 1) * max(compute, transfer) + compute, rel=1e-6)
@@ -65,11 +65,11 @@ def test_a_ring_takes_the_longer_of_computing_and_sending_each_step(n: int, comp
     assert found.exposed_s == pytest.approx([(n - 1) * max(0.0, transfer - compute)] * n, abs=1e-6)
 
 
-def test_latency_and_the_start_of_messages_are_waited_for() -> None:
+def test_latency_and_overhead_of_messages_count() -> None:
     plan = build_plan("ring", 2, full(2 * TOKENS))
     slow = replace(costs(1.0), step_s=0.25, message_s=0.125)
     found = simulate(plan, mesh(2, 2.0, latency_s=0.5), WORK, slow)
-    assert found.seconds == pytest.approx(2.0 + 0.5 + 0.25 + 2 * 0.125 + 1.0)  # a message out and one in
+    assert found.seconds == pytest.approx(2.0 + 0.5 + 0.25 + 2 * 0.125 + 1.0)  # one message out and one in
 
 
 def test_causal_ring_leaves_the_first_rank_idle() -> None:
@@ -77,11 +77,12 @@ def test_causal_ring_leaves_the_first_rank_idle() -> None:
     found = simulate(plan, mesh(2, 1e-3), WORK, costs(2.0))
     half = 2.0 * (TOKENS + 1) / (2 * TOKENS)  # the diagonal block
     assert found.compute_s == pytest.approx([half, half + 2.0], rel=1e-6)
-    assert found.idle_s == pytest.approx([2.0, 0.0], abs=1e-6)
+    busy = [compute + exposed for compute, exposed in zip(found.compute_s, found.exposed_s, strict=True)]
+    assert busy == pytest.approx([found.seconds - 2.0, found.seconds], abs=1e-6)
     assert found.idle_share == pytest.approx(2.0 / (2 * (half + 2.0)), rel=1e-6)
 
 
-def test_messages_of_a_step_share_the_link_they_pass() -> None:
+def test_messages_of_a_step_share_links() -> None:
     plan = build_plan("ring", 4, full(4 * TOKENS))
     rate = BLOCK_BYTES / GIB  # a block a second
     wired = {
@@ -101,14 +102,14 @@ def test_messages_of_a_step_share_the_link_they_pass() -> None:
 
 
 @pytest.mark.parametrize("n", [3, 5, 8])
-def test_on_a_full_mesh_tasp_is_as_many_times_faster_as_it_has_rings(n: int) -> None:
+def test_tasp_on_a_full_mesh_is_faster_by_its_number_of_rings(n: int) -> None:
     length = 2 * n * (n - 1) * 64
     slow, fast = (build_plan(mode, n, full(length)) for mode in ("zigzag", "tasp"))
     times = [simulate(plan, mesh(n, 1.0), WORK, costs(1e-9)).seconds for plan in (slow, fast)]
     assert times[0] / times[1] == pytest.approx(n - 1, rel=1e-3)
 
 
-def test_links_are_busy_for_the_share_of_time_that_they_carry() -> None:
+def test_links_report_the_share_of_time_in_which_they_are_busy() -> None:
     plan = build_plan("ring", 3, full(3 * TOKENS))
     found = simulate(plan, mesh(3, 1.0), WORK, costs(3.0))
     assert {str(link) for link in found.links} == {"link 0.1", "link 1.2", "link 2.0"}
@@ -118,7 +119,7 @@ def test_links_are_busy_for_the_share_of_time_that_they_carry() -> None:
 
 @pytest.mark.parametrize("schedule", MODES)
 @pytest.mark.parametrize("backward", [False, True])
-def test_time_lines_add_up(schedule: str, backward: bool) -> None:
+def test_timelines_add_up(schedule: str, backward: bool) -> None:
     n = 4
     plan = build_plan(schedule, n, n * TOKENS + 3)
     plan = backward_plan(plan) if backward else plan
@@ -129,8 +130,7 @@ def test_time_lines_add_up(schedule: str, backward: bool) -> None:
         computing = [span for span in found.spans if span.rank == rank and span.lane == "compute"]
         assert sum(span.stop - span.start for span in computing) == pytest.approx(found.compute_s[rank])
         assert all(a.stop <= b.start + 1e-12 for a, b in itertools.pairwise(computing))
-        total = found.compute_s[rank] + found.exposed_s[rank] + found.idle_s[rank]
-        assert total == pytest.approx(found.seconds)
+        assert found.compute_s[rank] + found.exposed_s[rank] <= found.seconds * (1 + 1e-12)
     quiet = simulate(plan, cluster, WORK)
     assert quiet.seconds == pytest.approx(found.seconds, rel=1e-12) and not quiet.spans
     target = Target(WORK)
@@ -139,18 +139,17 @@ def test_time_lines_add_up(schedule: str, backward: bool) -> None:
 
 
 def host_operations(plan: Plan, rank: int, target: Target) -> int:
-    """Kernel calls, merges, and steps with messages from or to a rank."""
-    program = lower(plan, rank, target)
+    """Count a rank's kernel calls, merges, and steps with messages."""
     messages = sum(any(rank in move[1:] for move in step.moves) for step in plan.steps)
-    return len(program.calls) + len(program.merges) + messages
+    return messages + sum(isinstance(op, Compute | Merge) for op in lower(plan, rank, target).ops)
 
 
 def test_operations_of_a_ring() -> None:
-    """4 ranks, tokens in a row: the last rank calls its kernel 4 times, merges once, and has messages in 3 steps."""
+    """The last of 4 ranks calls its kernel 4 times, merges once, and has messages in 3 steps."""
     instant = costs(1.0)
     assert simulate(build_plan("ring", 4, 64), mesh(4, 1.0), WORK, instant).operations == 4 + 1 + 3
     assert simulate(build_plan("ring", 1, 64), mesh(1, 1.0), WORK, instant).operations == 1
-    # Of more than four results some are merged before the end.
+    # Of more than four results, some are merged before the end.
     assert simulate(build_plan("ring", 8, 64), mesh(8, 1.0), WORK, instant).operations == 8 + 3 + 7
 
 
@@ -160,14 +159,14 @@ def test_bounded_buffers_bound_memory() -> None:
     assert found[0] < found[1]
 
 
-def test_messages_may_hold_processors_that_kernels_want() -> None:
-    """Half of the 2 s that a message lasts beside a call of 3 s, the call is slowed down."""
+def test_messages_slow_down_kernel_calls_beside_them() -> None:
+    """A call of 3 s takes half of the 2 s longer that a message beside it takes."""
     plan = build_plan("ring", 2, full(2 * TOKENS))
     slowed = simulate(plan, mesh(2, 2.0), WORK, replace(costs(3.0), blocking=0.5))
     assert slowed.seconds == pytest.approx(3.0 + 0.5 * 2.0 + 3.0)
 
 
-def test_measured_kernels_and_messages_count_where_there_are_any() -> None:
+def test_measured_kernels_and_messages_replace_rates() -> None:
     plan = build_plan("ring", 2, full(2 * TOKENS))
     measured = replace(
         costs(1.0),
@@ -177,7 +176,7 @@ def test_measured_kernels_and_messages_count_where_there_are_any() -> None:
     assert simulate(plan, mesh(2, 1.0), WORK, measured).seconds == pytest.approx(11.0 + 7.0)
 
 
-def test_a_cluster_that_is_too_small_or_says_nothing_is_refused() -> None:
+def test_too_small_clusters_and_missing_figures_are_refused() -> None:
     plan = build_plan("ring", 4, 64)
     with pytest.raises(ValueError, match=r"mesh of 2 ranks: expected 4 or more"):
         simulate(plan, mesh(2, 1.0), WORK, costs(1.0))
@@ -189,8 +188,8 @@ def test_a_cluster_that_is_too_small_or_says_nothing_is_refused() -> None:
         Workload(0, 1, 64)
 
 
-def test_kernel_calls_are_priced_by_the_tiles_that_they_touch() -> None:
-    """Several segments, and windows, at the rate of a long call; ends that are aligned are a rectangle and a square."""
+def test_kernel_calls_take_the_time_of_the_tiles_that_they_touch() -> None:
+    """Several segments and windows have the rate of a long call; a causal rectangle is a rectangle and a square."""
     priced = Costs(1.0, 0.5, call_s=0.0)
     tile, one = 128, Workload(1, 1, 64)
 
@@ -204,13 +203,13 @@ def test_kernel_calls_are_priced_by_the_tiles_that_they_touch() -> None:
         for mask in (causal(4096), documents([1024, 3072]), documents([4096], window=(256, 0)))
     )
     assert pairs(whole) == pytest.approx(causal(4096).pairs) == pairs(whole, True)
-    edges = 3 * 4096  # of queries, of keys and of a bound, each by half a tile
+    edges = 3 * 4096  # of queries, keys and a bound, each of which adds half a tile
     assert pairs(pack) == pytest.approx(pack.pairs + tile / 2 * edges)
     assert pairs(window) == pytest.approx(window.pairs + tile / 2 * (edges + 4096))
     assert pairs(window) < pairs(pack) < pairs(whole)
     rectangle = KernelCall((Segment(0, 1024, 0, 4096),), right=0)
     assert pairs(rectangle) == pytest.approx(rectangle.pairs)
-    # By measured calls where there are any.
+    # Measured calls replace the rates.
     samples = (KernelSample(64, 64, True, False, 1, 1e-3), KernelSample(4096, 4096, True, False, 1, 2.0))
     measured = replace(priced, kernels=samples)
     share = measured.call_seconds(window, ALL_HEADS, one, False) / 2.0
@@ -220,6 +219,7 @@ def test_kernel_calls_are_priced_by_the_tiles_that_they_touch() -> None:
 def test_costs_of_a_device_are_its_data_sheet() -> None:
     found = Costs.of_device(Device("x", peak_tflops=1000.0, efficiency=0.5))
     assert (found.forward_tflops, found.backward_tflops) == (500.0, 435.0)
+    assert found.host_operation_s > 0 == Costs(600, 520).host_operation_s, "only descriptions assume a host"
 
 
 def test_between_nodes_a_hierarchy_of_rings_is_no_slower() -> None:
@@ -232,7 +232,7 @@ def test_between_nodes_a_hierarchy_of_rings_is_no_slower() -> None:
 
 
 def test_a_thousand_ranks_are_planned_and_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a window shows is sought near it, not on all ranks."""
+    """What a window shows is looked up near it, not on all ranks."""
     n, looked, holding = 1024, [0], Visibility._holding
 
     def counted(*of: Any) -> Any:
@@ -250,14 +250,21 @@ def test_a_thousand_ranks_are_planned_and_simulated(monkeypatch: pytest.MonkeyPa
         assert found.seconds > 0 and min(found.compute_s) > 0
 
 
+def simulate_whole(plan: Plan, cluster: Cluster, target: Target, monkeypatch: pytest.MonkeyPatch) -> Simulation:
+    """Simulate a plan without short plans."""
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_longctx.schedules.simulate.LEAST_RANKS", plan.n + 1)
+        return simulate(plan, cluster, target, costs(2e-3))
+
+
 @pytest.mark.parametrize(
     ("schedule", "n", "shares"),
     [("ring", 160, (3, 1.5)), ("zigzag", 160, (2.5, 1.2)), ("all_gather", 96, (8, 1.2)), ("usp", 128, (1, 1))],
 )
-def test_what_repeats_is_lowered_once(
+def test_repeated_steps_are_lowered_once(
     schedule: str, n: int, shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same to the bit as of all steps and blocks, with a fraction of the operations and messages."""
+    """The result equals that of all steps and blocks to the bit, with a fraction of the operations and messages."""
     lowered = [0]
     program = Lowering.program
 
@@ -273,9 +280,7 @@ def test_what_repeats_is_lowered_once(
         lowered[0] = 0
         short = simulate(plan, cluster, target, costs(2e-3))
         of_short, lowered[0] = lowered[0], 0
-        with monkeypatch.context() as patch:
-            patch.setattr("megatron_longctx.schedules.simulate.LEAST_RANKS", n + 1)
-            assert simulate(plan, cluster, target, costs(2e-3)) == short
+        assert simulate_whole(plan, cluster, target, monkeypatch) == short
         assert lowered[0] > share * of_short
 
 
@@ -283,12 +288,12 @@ def test_what_repeats_is_lowered_once(
     ("schedule", "n", "layout", "mask", "heads"),
     [
         ("all_gather", 16, "striped", documents([256], window=(4, 0)), (4, 1, 8, 4)),  # several results for one rank
-        ("ulysses", 16, "auto", documents([24] * 5 + [8]), (4, 1, 8, 4)),  # more send memory than one of all tokens
-        ("all_gather", 16, "striped", documents([24] * 4), (2, 2, 5, 2)),  # some of a block's rows are attended
-        ("helper", 72, "auto", full(7203), (6, 3, 5, 2)),  # send memory has blocks of two sizes
+        ("ulysses", 16, "auto", documents([24] * 5 + [8]), (4, 1, 8, 4)),  # more send memory than one block
+        ("all_gather", 16, "striped", documents([24] * 4), (2, 2, 5, 2)),  # calls attend to some of a block's rows
+        ("helper", 72, "auto", full(7203), (6, 3, 5, 2)),  # blocks of two sizes in send memory
     ],
 )
-def test_steps_and_blocks_stand_for_several_only_where_that_changes_nothing(
+def test_short_plans_are_used_only_where_they_change_nothing(
     schedule: str, n: int, layout: str, mask: Mask, heads: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert n >= LEAST_RANKS
@@ -297,18 +302,16 @@ def test_steps_and_blocks_stand_for_several_only_where_that_changes_nothing(
     forward = build_plan(schedule, n, mask, options, layout=layout)
     for plan in (forward, backward_plan(forward)):
         short = simulate(plan, mesh(n, 1e-3), target, costs(2e-3))
-        with monkeypatch.context() as patch:
-            patch.setattr("megatron_longctx.schedules.simulate.LEAST_RANKS", n + 1)
-            assert simulate(plan, mesh(n, 1e-3), target, costs(2e-3)) == short
+        assert simulate_whole(plan, mesh(n, 1e-3), target, monkeypatch) == short
 
 
-def test_bytes_of_a_token_are_those_that_travel() -> None:
+def test_bytes_of_a_token() -> None:
     gqa = Workload(8, 2, 16, batch=3, element_bytes=2)
     assert gqa.token_bytes(Kind.KV) == 3 * 2 * 2 * 16 * 2
     assert gqa.token_bytes(Kind.Q) == 3 * 8 * 16 * 2
     assert gqa.token_bytes(Kind.OUT) == 3 * 8 * (16 * 2 + 4)  # with an fp32 LSE
     assert gqa.field_bytes(Kind.Q_GRAD) == (*[3 * 8 * 16 * 2] * 3, 3 * 8 * 4)
-    # Of values of another head dim, and of keys and values packed into bytes.
+    # Values with another head dim, and keys and values packed into bytes.
     mixed = Workload(8, 2, 24, v_head_dim=16, kv_row_bytes=44)
     assert [mixed.token_bytes(kind) for kind in (Kind.Q, Kind.KV, Kind.DKV, Kind.GRAD)] == [
         8 * 24 * 2, 2 * 44, 2 * (24 + 16) * 2, 8 * 16 * 2,
@@ -316,15 +319,7 @@ def test_bytes_of_a_token_are_those_that_travel() -> None:
 
 
 def test_parts_of_the_heads() -> None:
-    """Where parts outnumber heads, neighbours share one."""
+    """If there are more parts than heads, neighbouring parts share one."""
     gqa = Workload(8, 2, 16)
     assert gqa.head_range(Kind.Q, Heads(1, 4)) == range(2, 4) and gqa.head_range(Kind.KV, Heads(1, 2)) == range(1, 2)
     assert [gqa.head_range(Kind.KV, Heads(part, 8))[0] for part in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-
-
-FAST = Costs(600, 520)
-
-
-def test_only_descriptions_suppose_a_pace_of_the_host() -> None:
-    device = Device("some", peak_tflops=1000, efficiency=0.5)
-    assert Costs.of_device(device).host_operation_s > 0 == FAST.host_operation_s

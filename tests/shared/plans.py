@@ -1,10 +1,27 @@
-"""Plans written by hand, with what no mode does yet: queries and partial results that travel."""
+"""Plans written by hand, in which queries and partial results travel as in no mode, and edits of plans."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from megatron_longctx.layout import contiguous
 from megatron_longctx.schedules import Attend, Block, Kind, Move, Plan, Slice, Step
 from megatron_longctx.schedules.mask import FAR, causal, full
+
+
+def with_moves(plan: Plan, t: int, edit: Callable[[list[Move]], Iterable[Move]]) -> Plan:
+    """Return the plan with the moves of step `t` edited."""
+    steps = list(plan.steps)
+    steps[t] = steps[t]._replace(moves=tuple(edit(list(steps[t].moves))))
+    return replace(plan, steps=tuple(steps))
+
+
+def with_calls(plan: Plan, t: int, rank: int, *calls: Attend) -> Plan:
+    """Return the plan with other calls of a rank in step `t`."""
+    steps = list(plan.steps)
+    steps[t] = steps[t]._replace(attends=tuple(calls if r == rank else a for r, a in enumerate(steps[t].attends)))
+    return replace(plan, steps=tuple(steps))
 
 
 def kv(home: int, start: int, stop: int) -> Block:
@@ -20,7 +37,7 @@ def out(home: int, start: int, stop: int, by: int) -> Block:
 
 
 def attend(queries: tuple[Block, ...], keys: tuple[Block, ...], is_causal: bool) -> Attend:
-    """All of these queries over all of these keys, or causally, the last query facing the last key."""
+    """Return the call of these queries on these keys: full, or causal with the last query aligned to the last key."""
     sizes = sum(block.tokens for block in queries), sum(block.tokens for block in keys)
     whole = Slice(0, sizes[0], 0, sizes[1], -FAR, sizes[1] - sizes[0] if is_causal else FAR).tight()
     assert whole is not None
@@ -28,10 +45,10 @@ def attend(queries: tuple[Block, ...], keys: tuple[Block, ...], is_causal: bool)
 
 
 def helper_plan(n: int, length: int) -> Plan:
-    """The causal plan in which rank 0 computes for the last rank's queries, of 2 or 3 ranks.
+    """Return the causal plan of 2 or 3 ranks in which rank 0 computes with the last rank's queries.
 
     With 3 ranks it is the balanced schedule of DistFlashAttention; with 2, rank 0 takes the second half of the
-    queries. Every rank has to hold two tokens at least.
+    queries. Every rank must hold at least two tokens.
 
     Raises:
         ValueError: another number of ranks, or too few tokens.
@@ -57,11 +74,11 @@ def helper_plan(n: int, length: int) -> Plan:
 
 
 def tangled_plan(length: int) -> Plan:
-    """A causal plan for 3 ranks that is legal and awkward.
+    """Return a causal plan for 3 ranks that is legal and awkward.
 
     Rank 1 splits its queries and the keys of rank 0 unevenly, so that in backward several results of the same name and
-    of different sizes travel in turn; it helps rank 2 over keys that lie in two places (a buffer and its own); and the
-    helped result goes by rank 0, which keeps it for a while.
+    of different sizes travel one after the other. It helps rank 2 over keys in two places (a buffer and its own). The
+    result of this help travels by way of rank 0, which holds it for a while.
 
     Raises:
         ValueError: ranks with fewer than 4 tokens, or with different numbers of them.
@@ -95,8 +112,8 @@ def tangled_plan(length: int) -> Plan:
 
 
 def one_sided_plan(length: int) -> Plan:
-    """A full plan of 2 ranks in which rank 0 sends in step 1 and receives nothing, and nothing is computed in step 2,
-    which exchanges results.
+    """Return a full plan of 2 ranks in which rank 0 sends in step 1 and receives nothing, and step 2 computes nothing
+    but exchanges results.
 
     Raises:
         ValueError: ranks with fewer than 2 tokens, or with different numbers of them.

@@ -98,7 +98,7 @@ def ours(
     config: Config = load_config(Path(run, RESOLVED))
     settings = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()} | (others or {})
     config = for_inference(changed(config, settings))
-    collection = groups.of_config(config.parallelism)
+    collection = groups.from_config(config.parallelism)
     engine, tokenizer = build_engine(config, collection, Path(run, "checkpoints"))
     session = engine.open()
     session.append(prompt)

@@ -131,10 +131,10 @@ class ThreadTransport:
         self.ranks, self.rank, self.hosts = ranks, rank, ranks.hosts
         self.passes = 0
 
-    def now(self) -> None:
+    def record_event(self) -> None:
         return None
 
-    def break_off(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         pass
 
     def channel(self, program: Program, num_bytes: int, memory: Any) -> ThreadChannel:

@@ -236,7 +236,7 @@ class RecordingTrainer(RecordedTrainer):
             parameter.data.copy_(gradients[name])
         # Of bare models: DDP would take what it gathers for this for the parameters of the next step.
         bare = dataclasses.replace(self._weights(), models=[chunk.module for chunk in self.models])
-        checkpoint.save(self._export_folder, self.step, bare, {})
+        checkpoint.begin(self._export_folder, self.step, bare, {}).finish()
         for name, parameter in parameters.items():
             parameter.data.copy_(weights[name])
         self._exports.append(self.step)

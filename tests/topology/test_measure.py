@@ -1,4 +1,4 @@
-"""Measured links: exchanges over gloo have the right structure, and figures turn into the cluster that has them."""
+"""Measured links: exchanges over gloo have the right structure, and measurements turn into the right cluster."""
 
 import time
 from dataclasses import replace
@@ -8,16 +8,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.topology import Cluster, Device, Mesh, Network, Switch, load_cluster, save_cluster, to_cluster
-from megatron_longctx.topology.measure import measure_links
-from megatron_longctx.topology.measured import Measured, Ping, Sample, probe_pairs
+from megatron_longctx.topology import Cluster, Device, Mesh, Network, Switch, load_cluster, save_cluster
+from megatron_longctx.topology.measure import LinkMeasurements, Ping, Sample, measure_links, probe_pairs, to_cluster
 
 SIZES = (8, 2**20)
 
 
 def measure(rank, folder, hosts):
     measured = measure_links(dist.group.WORLD, torch.device("cpu"), sizes=SIZES, repeats=3, host=hosts and hosts[rank])
-    # A group of its own, whose ranks are numbered otherwise than the world's.
+    # A separate group whose ranks are numbered in another order than the world's.
     some = dist.new_group([1, 0] if dist.get_world_size() == 2 else [3, 1])
     path = folder / "links" / "found.yaml"
     cluster = None
@@ -85,11 +84,11 @@ def test_what_cannot_be_measured():
         ]
 
 
-def ideal(cluster, hosts=None):
-    """What `measure_links` would find on a cluster that is exactly as described."""
+def ideal(cluster):
+    """Return the result of `measure_links` on a cluster that is exactly as described."""
     n, m = cluster.n, cluster.ranks_per_node
-    hosts = hosts or tuple(f"node{rank // m}" for rank in range(n))
-    probe = Measured(hosts, (8, 2**26), (), (), (), ())
+    hosts = tuple(f"node{rank // m}" for rank in range(n))
+    probe = LinkMeasurements(hosts)
     pairs = [pair for a, b in probe_pairs(probe.nodes()) for pair in ((a, b), (b, a))]
     intra, network = cluster.intra, cluster.network
     rounds = [(a, b) for a in range(n) for b in range(n) if a != b and (a // m == b // m or a % m == b % m)]
@@ -136,7 +135,7 @@ def test_slow_outliers_do_not_count():
 @pytest.mark.parametrize("hosts", [("a", "a", "b"), ("a", "b", "a", "b")])
 def test_ranks_must_be_numbered_node_by_node(hosts):
     with pytest.raises(ValueError, match=f"hosts {', '.join(hosts)}: expected equally many ranks on each"):
-        Measured(hosts, (8, 64), (), (), (), ()).nodes()
+        LinkMeasurements(hosts).nodes()
 
 
 def test_probes_stay_few():

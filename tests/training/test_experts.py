@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_longctx.config import Config, ModelConfig, data_parallel_size, layer_list
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.experts import SummedLossRouter, numbered
+from megatron_longctx.mcore.experts import SummedLossRouter, expert_name
 from megatron_longctx.mcore.model import transformer_config
 from megatron_longctx.metrics.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
@@ -140,11 +140,11 @@ def test_on_one_rank_the_routers_losses_equal_megatrons(tmp_path: Path) -> None:
 
 
 def test_experts_are_numbered_over_all_ranks() -> None:
-    assert numbered("decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight", 4) == (
+    assert expert_name("decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight", 4) == (
         "decoder.layers.1.mlp.experts.5.linear_fc1.weight"
     )
-    assert numbered("mlp.experts.linear_fc2.weight3", 8) == "mlp.experts.11.linear_fc2.weight"
-    assert numbered("mlp.shared_experts.linear_fc2.weight", 8) == "mlp.shared_experts.linear_fc2.weight"
+    assert expert_name("mlp.experts.linear_fc2.weight3", 8) == "mlp.experts.11.linear_fc2.weight"
+    assert expert_name("mlp.shared_experts.linear_fc2.weight", 8) == "mlp.shared_experts.linear_fc2.weight"
 
 
 def test_a_list_of_layers_is_equivalent_to_an_interval() -> None:

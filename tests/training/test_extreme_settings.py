@@ -15,7 +15,7 @@ from megatron_longctx.config.bounds import Number
 from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.training import Job, RecordingTrainer, tiny_config, tiny_corpus
 
-BOUNDS = {key.name: key.bounds for keys in keys_of(Config).values() for key in keys}
+BOUNDS = {name: key.bounds for name, key in keys_of(Config).items()}
 # Keys tested at both ends: floats, and others that keep the model small. Only one step: its weights may be extreme.
 BOTH_ENDS = (
     *("model.norm_epsilon", "model.rope_base", "model.init_std", "optim.weight_decay", "optim.clip_grad", "optim.eps"),
@@ -52,8 +52,8 @@ def samples() -> list[Mapping[str, Any]]:
     for name in BOTH_ENDS:
         bounds = BOUNDS[name]
         assert isinstance(bounds, Number)
-        least = math.nextafter(bounds.least, bounds.most) if bounds.above else bounds.least
-        found += [{name: least}, {name: bounds.most}]
+        minimum = math.nextafter(bounds.minimum, bounds.maximum) if bounds.above else bounds.minimum
+        found += [{name: minimum}, {name: bounds.maximum}]
     return found
 
 

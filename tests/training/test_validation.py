@@ -100,7 +100,7 @@ def test_validation_text_is_the_second_part_and_not_trained_on(root: Path, runs:
         training, held_out = (TrainingData(config, tokenizer, 384, part) for part in (0, 1))
         lengths = torch.tensor(held_out._sources[0].tokens.sequence_lengths)
         documents = [
-            {int(d) for sample in range(data._sources[0].order.size) for d in data._sources[0].pieces(sample).documents}
+            {int(d) for sample in range(data._sources[0].order.size) for d in data._sources[0].spans(sample).documents}
             for data in (training, held_out)
         ]
         assert documents == [set(range(24)), set(range(24, 40))]

@@ -19,7 +19,7 @@ from megatron_longctx.compose import RESOLVED, load_config
 from megatron_longctx.mcore import checkpoint_reader
 from megatron_longctx.mcore.checkpoint_weights import JOURNAL
 from megatron_longctx.models.huggingface import HuggingFaceFolder
-from megatron_longctx.serving.inference_job import job_of
+from megatron_longctx.serving.inference_job import build_job
 from megatron_longctx.testing.distributed import run_distributed, start_context
 from megatron_longctx.verbs import cli
 from megatron_longctx.verbs.conversion import export_model, import_model, new_folder
@@ -84,10 +84,10 @@ def test_settings_may_scale_rope(published: Published, runs: dict[str, Path]) ->
 
     (folder, _), run = published["llama"], str(runs["llama"])
     words = {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": 4.0}
-    job = job_of({"checkpoint": run}, [f"{key}={value}" for key, value in words.items()])
+    job = build_job({"checkpoint": run}, [f"{key}={value}" for key, value in words.items()])
     assert job.config.model.rope_scaling.factor == 4.0
     with pytest.raises(ValueError, match=r"of another model.*hidden_size"):
-        job_of({"checkpoint": run}, ["model.hidden_size=128"])
+        build_job({"checkpoint": run}, ["model.hidden_size=128"])
     (logits, tokens), *_ = run_distributed(ours, 1, run, PROMPT, 5, {}, words)
     config = AutoConfig.from_pretrained(folder)
     config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 4.0}
@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], list[str], str]] = {
     "no config": ("llama", _without("config.json"), [], r"SOURCE=.*: expected a folder with config\.json"),
     "no JSON": ("llama", _cut("config.json"), [], r"config\.json: expected a JSON file"),
     "no weights": ("llama", _without("model.safetensors"), [], r"expected model\.safetensors, or .*pickles"),
-    "truncated": ("llama", _cut("model.safetensors"), [], r"model\.safetensors: damaged, or no safetensors file"),
+    "truncated": ("llama", _cut("model.safetensors"), [], r"model\.safetensors: damaged, or not a safetensors file"),
     "missing shard": (
         "qwen2, in shards", _without_second_shard, [],
         r"model-00002-of-0000\d\.safetensors: expected this file of the model; it is missing",
@@ -300,10 +300,10 @@ def test_a_killed_import_is_resumed(
     contents = [{f.relative_to(each): f.read_bytes() for f in each.rglob("*") if f.is_file()} for each in (out, whole)]
     assert contents[0] == contents[1]
     if taken is None:
-        assert f"{left} is of another source or other settings, or under way: beginning afresh" in caplog.text
+        assert f"{left} has another source or other settings, or is still being written: not used" in caplog.text
         assert left.is_dir()
     else:
-        assert f"going on where another import was killed: {taken} of {tensors - 1} parameters are there" in caplog.text
+        assert f"continuing a killed import: {taken} of {tensors - 1} parameters are written" in caplog.text
         assert not left.exists()
 
 
@@ -341,7 +341,7 @@ def test_only_a_few_tensors_are_in_memory_at_the_same_time(tmp_path: Path, monke
     reads = _alive(monkeypatch, HuggingFaceFolder, "read")
     import_model(str(tmp_path / "source"), [f"out={tmp_path / 'run'}"])
     assert sum(reads) > 0 and max(reads) <= 2 * largest < whole / 8
-    reads = _alive(monkeypatch, checkpoint_reader, "tensor_of")
+    reads = _alive(monkeypatch, checkpoint_reader, "read_tensor")
     export_model([f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}"])
     assert sum(reads) > 0 and max(reads) <= 2 * largest
     assert same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "source"))

@@ -1,6 +1,6 @@
-"""Kernel providers, one file each or a few that share one: every class with a `name` is found by it.
+"""Kernel providers. Importing this package registers every class with a `name` in its modules.
 
-Adding one is adding a file here.
+To add a provider, add a file here.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """ATen's fused attention for CPU: about 8 times faster than matrix products, in a fraction of the memory.
 
-Seen with torch 2.11 and 2.13: fp64, fp32, bf16 and fp16; fewer KV heads natively both ways; natural-log lse
-`(b, h, s)` stored as `[b, s, h]`, fp64 for fp64 inputs and fp32 otherwise; repeated runs agree bit for bit.
+As of torch 2.11 and 2.13, it supports fp64, fp32, bf16 and fp16, and fewer KV heads natively both ways. Its natural-log
+lse `(b, h, s)` is stored as `[b, s, h]`, in fp64 for fp64 inputs and else fp32. Repeated runs agree bit for bit.
 """
 
 from typing import ClassVar
@@ -9,15 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, token_first
-from megatron_longctx.kernels.limits import wrong_device, wrong_dtype, wrong_value_dim
-from megatron_longctx.kernels.providers.reference import ReferenceKernel, hidden_keys
-from megatron_longctx.schedules.kernel_calls import Takes
+from ...schedules.kernel_calls import Takes
+from ..interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, token_first
+from ..selection import wrong_device, wrong_dtype, wrong_value_dim
+from .reference import ReferenceKernel, hidden_keys
 
 
 class CpuKernel(AttentionKernel):
-    """`aten._scaled_dot_product_flash_attention_for_cpu` and its backward; other bands than full and causal squares
-    with a mask of queries times keys."""
+    """`aten._scaled_dot_product_flash_attention_for_cpu` and its backward, with a mask for bands other than full and
+    causal squares."""
 
     name: ClassVar[str] = "cpu"
     speed: ClassVar[dict[str, int]] = {"cpu": 20}
@@ -31,15 +31,14 @@ class CpuKernel(AttentionKernel):
         )
 
     def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
-        # The op masks unequal lengths from the top left and gives rows without keys an lse of 0, not -inf. Neither can
-        # be met here: causal blocks are square, others get a mask, and every query of a call sees some key.
+        # The op aligns unequal lengths at the top left and gives rows without keys an lse of 0, not -inf. Neither
+        # happens here: causal blocks are square, others get a mask, and every query of a call sees some key.
         causal, mask = _mask(inputs)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            heads_first(inputs.q), heads_first(inputs.k), heads_first(inputs.v), 0.0, causal,
-            attn_mask=mask, scale=inputs.scale,
-        )  # fmt: skip
+            *map(heads_first, inputs[:3]), 0.0, causal, attn_mask=mask, scale=inputs.scale
+        )
         out, lse = token_first(out), lse.permute(2, 0, 1)
-        # Rows that the op finds nothing in have an lse of 0, too, among them those whose few scores are all NaN.
+        # The op also gives an lse of 0 to rows in which it finds no score, e.g. those whose few scores are all NaN.
         if (lse == 0).any():
             broken = ReferenceKernel()._forward(inputs)[1].isnan()
             out, lse = out.masked_fill(broken.unsqueeze(-1), torch.nan), lse.masked_fill(broken, torch.nan)
@@ -47,24 +46,17 @@ class CpuKernel(AttentionKernel):
 
     def _backward(self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         causal, mask = _mask(inputs)
+        tensors = (grad_out, inputs.q, inputs.k, inputs.v, out)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            heads_first(grad_out),
-            heads_first(inputs.q),
-            heads_first(inputs.k),
-            heads_first(inputs.v),
-            heads_first(out),
-            # The layout in which the forward op stores it.
-            lse.permute(1, 0, 2).contiguous().permute(0, 2, 1),
-            0.0,
-            causal,
-            attn_mask=mask,
-            scale=inputs.scale,
-        )
+            *map(heads_first, tensors),
+            lse.permute(1, 0, 2).contiguous().permute(0, 2, 1),  # the layout in which the forward op stores it
+            0.0, causal, attn_mask=mask, scale=inputs.scale,
+        )  # fmt: skip
         return token_first(dq), token_first(dk), token_first(dv)
 
 
 def _mask(inputs: BlockInputs) -> tuple[bool, Tensor | None]:
-    """Whether the call is a causal square; else what its band adds to the scores, in q's dtype, if it hides any."""
+    """Return whether the call is a causal square; if not, the mask to add to the scores, in q's dtype, if any."""
     queries, keys = inputs.q.shape[0], inputs.k.shape[0]
     if inputs.call.causal and queries == keys:
         return True, None

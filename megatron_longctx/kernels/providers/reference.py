@@ -1,6 +1,6 @@
-"""Attention by plain matrix products: the yardstick, and the provider that always works.
+"""Attention by plain matrix products: the reference for tests, and the provider that always works.
 
-Any float dtype. bf16 and fp16 are computed in fp32 and rounded once at the end; fp64 stays fp64, lse included.
+It takes any float dtype. bf16 and fp16 are computed in fp32 and rounded once at the end; fp64 stays fp64, lse included.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest, sum_dtype
-from megatron_longctx.kernels.limits import wrong_device, wrong_dtype
-from megatron_longctx.schedules.kernel_calls import Takes
-from megatron_longctx.schedules.mask import FAR
+from ...schedules.kernel_calls import Takes
+from ...schedules.mask import FAR
+from ..interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, sum_dtype, token_first
+from ..selection import wrong_device, wrong_dtype
 
 # Elements of one chunk's score matrix: 64 MiB in fp32, so long blocks stream instead of allocating s*t scores.
 _CHUNK_ELEMENTS = 1 << 24
@@ -55,32 +55,28 @@ class ReferenceKernel(AttentionKernel):
             dq[..., rows, :] = _matmul(dscores, k[..., cols, :])
             dk[..., cols, :] += _sum_over_queries(dscores, q[..., rows, :])
             dv[..., cols, :] += _sum_over_queries(probs, do[..., rows, :])
+        dk, dv = token_first(dk).contiguous(), token_first(dv).contiguous()
         dtype = inputs.q.dtype
-        return _ungrouped(dq).to(dtype), _token_first(dk).to(dtype), _token_first(dv).to(dtype)
+        return _ungrouped(dq).to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """`[s, b, h, d]` to `[b, g, h/g, s, d]` in the computing dtype: query heads beside the KV head they read."""
+    """Convert `[s, b, h, d]` to `[b, g, h/g, s, d]` in the computing dtype: query heads beside their KV head."""
     return x.reshape(*x.shape[:2], groups, -1, x.shape[-1]).permute(1, 2, 3, 0, 4).to(sum_dtype(x.dtype)).contiguous()
 
 
 def _ungrouped(x: Tensor) -> Tensor:
-    """The inverse of `_grouped`, dtype aside."""
+    """Convert back to `[s, b, h, d]`, in the computing dtype."""
     return x.permute(3, 0, 1, 2, 4).flatten(2, 3)
 
 
 def _keys(x: Tensor) -> Tensor:
-    """`[t, b, g, d]` to `[b, g, t, d]` in the computing dtype."""
-    return x.permute(1, 2, 0, 3).to(sum_dtype(x.dtype)).contiguous()
-
-
-def _token_first(x: Tensor) -> Tensor:
-    """`[b, g, t, d]` back to `[t, b, g, d]`."""
-    return x.permute(2, 0, 1, 3).contiguous()
+    """Convert `[t, b, g, d]` to `[b, g, t, d]` in the computing dtype."""
+    return heads_first(x).to(sum_dtype(x.dtype)).contiguous()
 
 
 def _chunks(inputs: BlockInputs, q: Tensor) -> Iterator[tuple[slice, slice]]:
-    """(query rows, key columns) of each chunk; columns that none of its queries sees are left out."""
+    """Yield (query rows, key columns) of each chunk, without columns that none of its queries sees."""
     queries, keys, call = q.shape[3], inputs.k.shape[0], inputs.call
     step = max(1, _CHUNK_ELEMENTS // (q.shape[0] * q.shape[1] * q.shape[2] * keys))
     for start in range(0, queries, step):
@@ -91,24 +87,24 @@ def _chunks(inputs: BlockInputs, q: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _matmul(rows: Tensor, matrix: Tensor) -> Tensor:
-    """`[b, g, r, c, x] @ [b, g, x, y]`, with the r query heads of a group folded into rows (no copy of `matrix`)."""
+    """Multiply `[b, g, r, c, x] @ [b, g, x, y]`, with the r query heads folded into rows to avoid copying `matrix`."""
     return torch.matmul(rows.flatten(2, 3), matrix).view(*rows.shape[:4], matrix.shape[-1])
 
 
 def _sum_over_queries(weights: Tensor, rows: Tensor) -> Tensor:
-    """`[b, g, r, c, t]` and `[b, g, r, c, d]` to `[b, g, t, d]`: summed over queries and the heads of a group."""
+    """Combine `[b, g, r, c, t]` and `[b, g, r, c, d]` to `[b, g, t, d]`: a sum over queries and a group's heads."""
     return torch.matmul(weights.flatten(2, 3).mT, rows.flatten(2, 3))
 
 
 def _scores(q: Tensor, k: Tensor, inputs: BlockInputs, rows: slice, cols: slice) -> Tensor:
-    """Scaled scores `[b, g, r, c, t]` of some queries and keys, -inf where the call hides a key."""
+    """Return scaled scores `[b, g, r, c, t]` of some queries and keys, -inf where the call hides a key."""
     scores = _matmul(q, k.mT) * inputs.scale
     hidden = hidden_keys(inputs, rows, cols)
     return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
 
 
 def hidden_keys(inputs: BlockInputs, rows: slice, cols: slice) -> Tensor | None:
-    """Which keys some queries do not see, bool `[c, t]`; None where they see all."""
+    """Return which keys some queries do not see, bool `[c, t]`; None if they see all."""
     call = inputs.call
     if call.full:
         return None

@@ -1,4 +1,4 @@
-"""The text models of Gemma 3: four norms a layer, windows with a RoPE of their own, scaled embeddings."""
+"""The text models of Gemma 3: four norms per layer, windows with their own RoPE, scaled embeddings."""
 
 from __future__ import annotations
 
@@ -6,74 +6,57 @@ from dataclasses import replace
 from typing import Any
 
 from ...config import ModelConfig
-from ..experts import MLP
-from ..family import Family, Weight
-from ..fields import Fields, refused
-from ..rope import read_scaling, write_scaling
-from ..windows import FULL, SLIDING, layer_types, read_windows, sliding_window
-from .llama import common_weights, read_common, write_common
-from .qwen3 import qk_norms
+from .. import common
+from ..common import FULL, MLP, SLIDING
+from ..family import Family
+from ..fields import RESTORE, Fields, refuse_field
+from ..rope import read_scaling
+from ..weights import Weight
 
-_BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
-_BASE_FIELDS = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
-_NORMS = "model.layers.{layer}.%s_layernorm.weight"
-_FUNCTION = {
-    "activation": "geglu",
-    "zero_centered_norms": True,
-    "qk_norm": True,
-    "post_norms": True,
-    "scale_embedding": True,
-}
+_BASES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
+_NORM = "model.layers.{layer}.%s_layernorm.weight"
 
 
-def _read(given: Fields) -> dict[str, Any]:
-    given.only("hidden_activation", "gelu_pytorch_tanh")
-    given.only("attention_bias", False)
-    given.only("partial_rotary_factor", 1.0)
-    given.only("use_bidirectional_attention", False)
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.expect("partial_rotary_factor", 1.0)
+    fields.expect("use_bidirectional_attention", False)
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        given.only(name, None, remedy="Soft-capping is not served.")
-    for name in ("head_dim", "num_key_value_heads"):  # defaults of `transformers` are those of one size
-        given.need(name)
-    tied = given.take("tie_word_embeddings", True)
-    common = read_common(given)
-    scalar = given.take("query_pre_attn_scalar", 256, float)
+        fields.expect(name, None, remedy="Soft-capping is not supported.")
+    common.require_head_sizes(fields)
+    tied = fields.get("tie_word_embeddings", True)
+    keys = common.read_shape(fields)
+    scalar = fields.get("query_pre_attn_scalar", 256, float)
     if scalar <= 0:
-        raise refused("query_pre_attn_scalar", scalar, "a number above 0", "Restore the model's config.json.")
-    usual = scalar == (common["head_dim"] or common["hidden_size"] // common["num_attention_heads"])
-    return {
-        **common,
-        **_FUNCTION,
-        "tie_embeddings": tied,
-        "attention_scale": None if usual else scalar**-0.5,
-        **_read_layers(given, common["num_layers"]),
-    }
+        raise refuse_field("query_pre_attn_scalar", scalar, "a number above 0", RESTORE)
+    usual = scalar == (keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"])
+    scale = None if usual else scalar**-0.5
+    return keys | {"tie_embeddings": tied, "attention_scale": scale, **_read_layers(fields, keys["num_layers"])}
 
 
-def _read_layers(given: Fields, num_layers: int) -> dict[str, Any]:
-    """Windows and RoPE."""
+def _read_layers(fields: Fields, num_layers: int) -> dict[str, Any]:
+    """Read windows and RoPE."""
     names = ("sliding_window_pattern", "_sliding_window_pattern")
-    pattern = next((found for name in names if (found := given.take(name, None, int))), 6)
-    types = given.take("layer_types", [SLIDING if number % pattern else FULL for number in range(1, num_layers + 1)])
-    if len(types) != num_layers:
-        raise refused("layer_types", types, f"{num_layers}, as num_hidden_layers", "Restore the model's config.json.")
-    width = given.take("sliding_window", None if given.has("sliding_window") else 4096, int)
-    windows = read_windows(width, types)
-    bases, scalings = {}, {}
-    said = given.take("rope_parameters", {})
-    for name in said:
+    pattern = next((value for name in names if (value := fields.get(name, None, int))), 6)
+    types = fields.get("layer_types", [SLIDING if number % pattern else FULL for number in range(1, num_layers + 1)])
+    width = fields.get("sliding_window", None if "sliding_window" in fields else 4096, int)
+    windows = common.read_windows(width, types, num_layers)
+    parameters = fields.get("rope_parameters", {})
+    for name in parameters:
         if name not in (FULL, SLIDING):
-            raise refused(f"rope_parameters.{name}", said[name], f"{FULL} and {SLIDING}", "Say it for each of these.")
-    for kind, field in _BASE_FIELDS.items():
-        inner = dict(said.get(kind) or {})
+            remedy = "Give parameters for each of these."
+            raise refuse_field(f"rope_parameters.{name}", parameters[name], f"{FULL} and {SLIDING}", remedy)
+    bases, scalings = {}, {}
+    for kind, (field, default) in _BASES.items():
+        inner = dict(parameters.get(kind) or {})
         if kind == FULL:
-            inner |= given.take("rope_scaling", {})  # of the models' first files
-        base = given.take(field, _BASES[kind], float)
+            inner |= fields.get("rope_scaling", {})  # in the first files of these models
+        base = fields.get(field, default, float)
         bases[kind] = inner.pop("rope_theta", base)
-        lengths = None, given.need("max_position_embeddings")
+        lengths = None, fields.require("max_position_embeddings")
         scalings[kind] = read_scaling(inner, lengths, f"rope_parameters.{kind}")
     if scalings[SLIDING].kind != "none":
-        raise refused(f"rope_parameters.{SLIDING}", said[SLIDING], "rope_type default", "Only full layers are scaled.")
+        expected, remedy = "rope_type default", "Only full layers are scaled."
+        raise refuse_field(f"rope_parameters.{SLIDING}", parameters[SLIDING], expected, remedy)
     return {
         **windows,
         "position_embedding": "rope",
@@ -84,19 +67,15 @@ def _read_layers(given: Fields, num_layers: int) -> dict[str, Any]:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    common = write_common(model)
-    del common["hidden_act"]
+    fields = common.write(model)
+    del fields["hidden_act"]
     scalar = model.kv_channels if model.attention_scale is None else round(model.attention_scale**-2)
     return {
-        **common,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
+        **fields,
         "query_pre_attn_scalar": scalar,
-        "sliding_window": sliding_window(model),
-        "layer_types": layer_types(model),
-        "rope_theta": model.rope_base,
+        "sliding_window": common.sliding_window(model),
+        "layer_types": common.layer_types(model),
         "rope_local_base_freq": model.window_rope_base or model.rope_base,
-        "rope_scaling": write_scaling(model.rope_scaling),
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
     }
@@ -104,15 +83,20 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 def _weights(model: ModelConfig) -> list[Weight]:
     before_mlp = f"{MLP}linear_fc1.layer_norm_weight"
-    common = [
-        replace(weight, theirs=(_NORMS % "pre_feedforward",)) if weight.ours == before_mlp else weight
-        for weight in common_weights(model)
+    weights = [
+        replace(weight, published=(_NORM % "pre_feedforward",)) if weight.name == before_mlp else weight
+        for weight in common.decoder_weights(model)
     ]
-    behind = [
-        Weight(f"decoder.layers.{{layer}}.{ours}.norm.weight", (_NORMS % theirs,), ("hidden",))
-        for ours, theirs in (("self_attn_bda", "post_attention"), ("mlp_bda", "post_feedforward"))
+    post_norms = [
+        Weight(f"decoder.layers.{{layer}}.{name}.norm.weight", (_NORM % published,), ("hidden",))
+        for name, published in (("self_attn_bda", "post_attention"), ("mlp_bda", "post_feedforward"))
     ]
-    return [*common, *behind, *qk_norms()]
+    return [*weights, *post_norms, *common.qk_norms()]
 
 
-FAMILY = Family("gemma3_text", ("Gemma3ForCausalLM",), _read, _write, _weights)
+FAMILY = Family(
+    "gemma3_text", ("Gemma3ForCausalLM",), _read, _write, _weights,
+    constants={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+    keys={"activation": "geglu", "zero_centered_norms": True, "scale_embedding": True,
+          "qk_norm": True, "post_norms": True},
+)  # fmt: skip

@@ -1,29 +1,26 @@
-"""Mistral 7B and what has its form: Llama's, where all layers may have a window."""
+"""Mistral 7B and models of the same form: Llama's, with an optional window in all layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...config import ModelConfig
+from .. import common
 from ..family import Family
 from ..fields import Fields
-from ..rope import read_rope, write_rope
-from ..windows import SLIDING, read_windows, sliding_window
-from .llama import common_weights, read_common, write_common
 
-_WINDOW = 4096  # where the file does not say; null is none
+_WINDOW = 4096  # if the file has no field for it; null: no window
 
 
-def _read(given: Fields) -> dict[str, Any]:
-    common = read_common(given)
-    width = given.take("sliding_window", None if given.has("sliding_window") else _WINDOW, int)
-    windows = read_windows(width, [] if width is None else [SLIDING] * common["num_layers"])
-    given.need("num_key_value_heads")
-    return {**common, **read_rope(given), **windows}
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.require("num_key_value_heads")
+    keys = common.read(fields)
+    width = fields.get("sliding_window", None if "sliding_window" in fields else _WINDOW, int)
+    return keys | common.read_one_window(width, keys["num_layers"])
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return {**write_common(model), **write_rope(model), "sliding_window": sliding_window(model)}
+    return common.write(model) | {"sliding_window": common.sliding_window(model)}
 
 
-FAMILY = Family("mistral", ("MistralForCausalLM",), _read, _write, common_weights)
+FAMILY = Family("mistral", ("MistralForCausalLM",), _read, _write, common.decoder_weights)

@@ -1,65 +1,51 @@
-"""Qwen3 with experts: Qwen3's form, where all or some MLPs are mixtures of them."""
+"""Qwen3 with experts: Qwen3's form, with mixtures of experts in all or some layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...config import ModelConfig, layer_list
-from ..experts import of_each, read_experts, with_experts, write_experts
-from ..family import Family, Weight
-from ..fields import Fields, refused
-from ..forms import EXPERTS, EXPERTS_GATE_UP
-from ..rope import read_rope, write_rope
-from .llama import THEIR_MLP, common_weights, read_common, write_common
-from .qwen2 import full_attention_only
-from .qwen3 import qk_norms
-
-_EXPERT = f"{THEIR_MLP}experts.{{expert}}."
+from .. import common
+from ..common import PUBLISHED_MLP
+from ..family import Family
+from ..fields import RESTORE, Fields, refuse_field
+from ..weights import Weight
 
 
-def _read(given: Fields) -> dict[str, Any]:
-    full_attention_only(given)
-    given.only("attention_bias", False)
-    given.need("num_key_value_heads")
-    # Later versions of `transformers` write the other name.
-    experts = given.take("num_local_experts", None, int) or given.need("num_experts")
-    given.harmless("num_experts")
-    common = read_common(given)
-    return {
-        **common,
-        **read_rope(given),
-        **read_experts(given, experts),
-        "moe_layer_freq": _read_layers(given, common["num_layers"]),
-        "qk_norm": True,
-        "moe_ffn_hidden_size": given.need("moe_intermediate_size"),
-        "moe_router_pre_softmax": not given.take("norm_topk_prob", False),
+def _read(fields: Fields) -> dict[str, Any]:
+    common.full_attention_only(fields)
+    fields.require("num_key_value_heads")
+    # Later versions of `transformers` write num_local_experts.
+    experts = fields.get("num_local_experts", None, int) or fields.require("num_experts")
+    fields.ignore("num_experts")
+    keys = common.read(fields) | common.read_experts(fields, experts)
+    return keys | {
+        "moe_layer_freq": _read_layers(fields, keys["num_layers"]),
+        "moe_ffn_hidden_size": fields.require("moe_intermediate_size"),
+        "moe_router_pre_softmax": not fields.get("norm_topk_prob", False),
     }
 
 
-def _read_layers(given: Fields, num_layers: int) -> str:
-    """`moe_layer_freq`, by the rule of `transformers`."""
-    step, dense = given.take("decoder_sparse_step", 1), given.take("mlp_only_layers", [])
-    remedy = "Restore the model's config.json."
+def _read_layers(fields: Fields, num_layers: int) -> str:
+    """Return `moe_layer_freq` by the rule of `transformers`."""
+    step, dense = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
     if step < 1:
-        raise refused("decoder_sparse_step", step, "at least 1", remedy)
+        raise refuse_field("decoder_sparse_step", step, "at least 1", RESTORE)
     if not all(type(layer) is int for layer in dense):
-        raise refused("mlp_only_layers", dense, "numbers of layers", remedy)
+        raise refuse_field("mlp_only_layers", dense, "numbers of layers", RESTORE)
     layers = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
     if all(layers):
         return "1"
     if not any(layers):
         name, value = ("decoder_sparse_step", step) if step > num_layers else ("mlp_only_layers", dense)
-        raise refused(name, value, "one that leaves a layer of experts", remedy)
+        raise refuse_field(name, value, "one that leaves a layer of experts", RESTORE)
     return layer_list(layers)
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     return {
-        **write_common(model),
-        **write_rope(model),
-        **write_experts(model),
-        "attention_bias": False,
-        "use_sliding_window": False,
+        **common.write(model),
+        **common.write_experts(model),
         "num_experts": model.num_moe_experts,
         "moe_intermediate_size": model.expert_width,
         "norm_topk_prob": not model.moe_router_pre_softmax,
@@ -69,10 +55,11 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 
 def _weights(model: ModelConfig) -> list[Weight]:
-    first = of_each(model, f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight")
-    second = of_each(model, f"{_EXPERT}down_proj.weight")
-    experts = with_experts(common_weights(model), f"{THEIR_MLP}gate.", (first, EXPERTS_GATE_UP), (second, EXPERTS))
-    return [*experts, *qk_norms()]
+    experts = (f"{PUBLISHED_MLP}experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    return [*common.with_separate_experts(model, f"{PUBLISHED_MLP}gate.", *experts), *common.qk_norms()]
 
 
-FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _read, _write, _weights)
+FAMILY = Family(
+    "qwen3_moe", ("Qwen3MoeForCausalLM",), _read, _write, _weights,
+    constants={"attention_bias": False, "use_sliding_window": False}, keys={"qk_norm": True},
+)  # fmt: skip

@@ -1,7 +1,7 @@
-"""Modes of new queries over cached and new keys, one file each: a function of the file's name gives the plan.
+"""Modes for new queries over cached and new keys, one file each: the function with the file's name returns the plan.
 
-They differ from modes of training in that queries and keys have layouts of their own, and in what travels. Adding one
-is adding a file here.
+They differ from training modes in that queries and keys have separate layouts, and in what travels. To add a mode, add
+a file here.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ from ..plan import Block, Plan
 from ..visibility import Visibility
 
 CacheMode = Callable[[Visibility, Sequence[Sequence[Block]]], Plan]
-"""From what is seen, and every rank's keys as blocks in the order of their positions, to a plan."""
+"""A function from a visibility and every rank's keys, as blocks in the order of their positions, to a plan."""
 
 CACHE_MODES: dict[str, CacheMode] = {
-    found.name: getattr(import_module(f"{__name__}.{found.name}"), found.name)
-    for found in iter_modules(__path__)
-    if not found.name.startswith("_")
+    module.name: getattr(import_module(f"{__name__}.{module.name}"), module.name)
+    for module in iter_modules(__path__)
+    if not module.name.startswith("_")
 }

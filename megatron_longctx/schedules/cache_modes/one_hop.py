@@ -1,25 +1,25 @@
-"""Queries go straight to every rank, partial results back: two exchanges whatever the number of ranks."""
+"""Queries go directly to every rank and partial results back: two exchanges for any number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plan import Block, Kind, Move, Plan, Step
-from ..trim import trim
+from ..plan import Block, Kind, Move, Plan, Step, trim
 from ..visibility import Visibility
-from .pass_q import calls, homeward
+from .pass_q import return_outputs
 
 
-def one_hop(seen: Visibility, keys: Sequence[Sequence[Block]]) -> Plan:
-    """Queries go to all ranks while each attends its own; then each attends for the others; then results go home."""
-    n = seen.queries.n
-    own = tuple(calls(seen, r, keys[r]) for r in range(n))
-    others = tuple(tuple(c for t in range(1, n) for c in calls(seen, (r - t) % n, keys[r])) for r in range(n))
+def one_hop(visible: Visibility, keys: Sequence[Sequence[Block]]) -> Plan:
+    """Queries travel to all ranks while each attends with its own; each attends for the others; then results return."""
+    n = visible.queries.n
+    own = tuple(visible.attend(r, keys[r]) for r in range(n))
+    others = tuple(tuple(c for t in range(1, n) for c in visible.attend((r - t) % n, keys[r])) for r in range(n))
     moves = [
-        Move(Block(Kind.Q, home, 0, seen.queries.num_tokens(home)), home, (home + t) % n)
+        Move(Block(Kind.Q, home, 0, visible.queries.num_tokens(home)), home, (home + t) % n)
         for t in range(1, n)
         for home in range(n)
-        if seen.queries.num_tokens(home)
+        if visible.queries.num_tokens(home)
     ]
     steps = [Step(tuple(moves), own)] + ([Step((), others)] if n > 1 else [])
-    return trim(Plan("one_hop", seen.mask, seen.queries, seen.keys, (*steps, *homeward(steps, n))))
+    steps += return_outputs(steps, n)
+    return trim(Plan("one_hop", visible.mask, visible.queries, visible.keys, tuple(steps)))

@@ -9,6 +9,6 @@ from ..plan import Block, Plan
 from ..visibility import Visibility
 
 
-def pass_kv(seen: Visibility, keys: Sequence[Sequence[Block]]) -> Plan:
-    """Step t: rank r attends to what rank r-t has, and passes on to r+1 what somebody there still needs of it."""
-    return ring(seen, "pass_kv", keys)
+def pass_kv(visible: Visibility, keys: Sequence[Sequence[Block]]) -> Plan:
+    """In step t, rank r attends to the keys of rank r-t and passes on to r+1 those that a later rank still needs."""
+    return ring(visible, "pass_kv", keys)

@@ -1,7 +1,7 @@
-"""Double ring (LoongTrain): blocks circle inside a node over fast links, and from node to node over slow ones.
+"""Double ring (LoongTrain): blocks circulate inside a node over fast links, and from node to node over slow ones.
 
-While the ranks of a node pass their node's blocks around, each block for the next round crosses from the neighbouring
-node, one piece a step: the slow links are busy all the time and never block the fast ones.
+While the ranks of a node pass their node's blocks around, the blocks for the next round arrive from the neighbouring
+node, one piece per step. The slow links are busy all the time and never block the fast ones.
 """
 
 from __future__ import annotations
@@ -9,43 +9,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...errors import refuse
-from ..plan import Attend, Block, Kind, Move, Plan, Step
-from ..trim import trim
+from ..plan import Attend, Block, Kind, Move, Plan, Step, trim
 from ..visibility import Visibility
-from .mode import Choices, Mode, ModeOptions
+from .mode import Mode, ModeOptions, SearchContext, check_divides
 
 
 @dataclass(frozen=True)
 class DoubleRing(Mode):
-    """inner_size: ranks of a node, neighbours in rank order."""
+    """inner_size: the number of (neighbouring) ranks of a node."""
 
     inner_size: int = 1
 
     name = "double_ring"
-    about = "a ring inside each node, a ring of nodes around it"
     layout = "zigzag"
 
     @classmethod
-    def of(cls, options: ModeOptions, n: int) -> Mode:
-        return cls(options.inner(n))
+    def from_options(cls, options: ModeOptions, n: int) -> Mode:
+        return cls(options.resolve_inner_size(n))
 
     @classmethod
-    def candidates(cls, choices: Choices) -> Iterator[Mode]:
-        n = choices.n
-        sizes = {choices.cluster.ranks_per_node, choices.options.inner(n)} - {n}
+    def candidates(cls, context: SearchContext) -> Iterator[Mode]:
+        n = context.n
+        sizes = {context.cluster.ranks_per_node, context.options.resolve_inner_size(n)} - {n}
         yield from (cls(k) for k in sorted(sizes) if n % k == 0)
 
     def num_messages(self, n: int, length: int) -> int:
         return n * n * self.inner_size
 
-    def plan(self, seen: Visibility) -> Plan:
-        """Round a, step c: rank (o, i) holds the block of rank (o-a, i-c).
+    def plan(self, visible: Visibility) -> Plan:
+        """In step c of round a, rank (o, i) holds the block of rank (o-a, i-c).
 
         Raises:
             ValueError: `inner_size` does not divide the ranks.
         """
-        n, inner = seen.queries.n, self.inner_size
+        n, inner = visible.queries.n, self.inner_size
         check_divides(inner, n)
         outer = n // inner
         steps = []
@@ -54,37 +51,22 @@ class DoubleRing(Mode):
             moves: list[Move] = []
             attends: list[tuple[Attend, ...]] = []
             for r in range(n):
-                home = _home(r, a, c, inner, outer)
-                pieces = _pieces(seen, home, inner)
-                found = seen.attend(r, pieces if home != r else _pieces(seen, r, 1))  # own keys lie as one
-                attends.append(() if found is None else (found,))
+                node = (r // inner - a) % outer * inner  # the first rank of the node whose blocks circulate here
+                home = node + (r - c) % inner
+                pieces = [piece for piece in _pieces(visible, home, inner) if piece.tokens]
+                attends.append(visible.attend(r, pieces) if home != r else visible.attend(r, visible.all_keys[r]))
                 if c + 1 < inner:
                     to = r // inner * inner + (r + 1) % inner
                     moves += [Move(piece, r, to) for piece in pieces]
                 if a + 1 < outer:  # piece c of the block that this rank had when the round began
-                    first = _pieces(seen, _home(r, a, 0, inner, outer), inner, keep_empty=True)[c]
+                    first = _pieces(visible, node + r % inner, inner)[c]
                     if first.tokens:
                         moves.append(Move(first, r, (r + inner) % n))
             steps.append(Step(tuple(moves), tuple(attends)))
-        return trim(Plan(self.name, seen.mask, seen.queries, seen.keys, tuple(steps)))
+        return trim(Plan(self.name, visible.mask, visible.queries, visible.keys, tuple(steps)))
 
 
-def check_divides(inner: int, n: int) -> None:
-    """Refuse groups of ranks that are not all alike.
-
-    Raises:
-        ValueError: names the divisors.
-    """
-    if inner < 1 or n % inner:
-        legal = ", ".join(str(k) for k in range(1, n + 1) if n % k == 0)
-        raise refuse("parallelism.inner_size", inner, f"a divisor of the {n} ranks", f"Choose one of {legal}.")
-
-
-def _home(rank: int, a: int, c: int, inner: int, outer: int) -> int:
-    return (rank // inner - a) % outer * inner + (rank - c) % inner
-
-
-def _pieces(seen: Visibility, home: int, count: int, keep_empty: bool = False) -> list[Block]:
-    slots = seen.keys.num_tokens(home)
-    blocks = [Block(Kind.KV, home, slots * i // count, slots * (i + 1) // count) for i in range(count)]
-    return [block for block in blocks if block.tokens or keep_empty]
+def _pieces(visible: Visibility, home: int, count: int) -> list[Block]:
+    """Cut the keys of a rank into `count` pieces, which may be empty."""
+    slots = visible.keys.num_tokens(home)
+    return [Block(Kind.KV, home, slots * i // count, slots * (i + 1) // count) for i in range(count)]

@@ -1,9 +1,9 @@
-"""What a mode is: a small frozen dataclass whose fields are its options, and whose `plan` is a pure function."""
+"""The base class of modes: a small frozen dataclass whose fields are options and whose `plan` is a pure function."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
@@ -15,18 +15,18 @@ from ..plan import Plan
 from ..visibility import Visibility
 
 _MOST_MESSAGES = 1_200_000
-_OF_NEIGHBOURS = ("contiguous", "zigzag")
 
 MODES: dict[str, type[Mode]] = {}
-"""By name."""
+"""All modes, keyed by name."""
 
 
 @dataclass(frozen=True)
 class ModeOptions:
-    """What may be said of modes in a configuration; each takes what it has use for.
+    """The options of all modes, as a configuration gives them. Each mode uses those that it knows.
 
-    max_buffer_tokens: see `AllGather`. inner_size: see `DoubleRing` and `Usp`; None for a node of `cluster` if it is
-        described and smaller than all ranks, else for the largest proper divisor of their number up to 8.
+    max_buffer_tokens: see `AllGather`.
+    inner_size: see `DoubleRing` and `Usp`; None for a node of `cluster` if it is described and smaller than all ranks,
+        otherwise for the largest proper divisor of their number up to 8.
     head_chunks: see `Ulysses`. outer_schedule: see `Usp`.
     cluster: the ranks' links, by which TASP chooses its rings; None for a full mesh.
     """
@@ -37,8 +37,8 @@ class ModeOptions:
     outer_schedule: str = "zigzag"
     cluster: Cluster | None = None
 
-    def inner(self, n: int) -> int:
-        """`inner_size`, decided."""
+    def resolve_inner_size(self, n: int) -> int:
+        """Return `inner_size`, or the default for `n` ranks."""
         if self.inner_size is not None:
             return self.inner_size
         if self.cluster is not None and self.cluster.ranks_per_node < n:
@@ -47,10 +47,11 @@ class ModeOptions:
 
 
 @dataclass(frozen=True)
-class Choices:
-    """What candidates are for: so many ranks of a cluster, heads of one rank, and what was said or measured of modes.
+class SearchContext:
+    """The problem for which modes propose candidates: `n` ranks of a cluster, tokens, and the KV heads of one rank.
 
-    bounded: whether memory is. measured: names of modes that a calibration has whole passes of.
+    options: the configured options. bounded_memory: whether memory is bounded. measured_modes: names of modes whose
+    whole passes a calibration has measured.
     """
 
     n: int
@@ -58,102 +59,99 @@ class Choices:
     num_kv_heads: int
     cluster: Cluster
     options: ModeOptions = field(default_factory=ModeOptions)
-    bounded: bool = False
-    measured: frozenset[str] = frozenset()
+    bounded_memory: bool = False
+    measured_modes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Mode(ABC):
-    """A mode with its options. Subclasses are frozen dataclasses; those that have a name are found by it.
+    """A mode with its options. Subclasses are frozen dataclasses; those with a `name` are registered in `MODES`.
 
-    layout: the layout that its balance rests on, over one document. packed_layout: over several. takes_any_layout:
-    False where the plan rests on its own. splits_heads: ranks share the attention heads, so their number has to fit
-    them.
+    layout: the layout that balances one document. packed_layout: the layout for several documents.
+    takes_any_layout: False if the plan requires the mode's own layout.
+    splits_heads: whether ranks share the attention heads, so that the number of heads must fit the ranks.
     """
 
     name: ClassVar[str]
-    about: ClassVar[str]
-    splits_heads: ClassVar[bool] = False
     layout: ClassVar[str]
     packed_layout: ClassVar[str] = "balanced"
     takes_any_layout: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
             MODES[cls.name] = cls
 
     @classmethod
-    def of(cls, options: ModeOptions, n: int) -> Mode:
-        """The mode as a configuration says."""
-        del options, n
+    def from_options(cls, options: ModeOptions, n: int) -> Mode:
+        """Return the mode for `n` ranks with the configured options."""
         return cls()
 
     @classmethod
-    def candidates(cls, choices: Choices) -> Iterator[Mode]:
-        """What `auto` considers."""
-        yield cls.of(choices.options, choices.n)
+    def candidates(cls, context: SearchContext) -> Iterator[Mode]:
+        """Yield the variants that `auto` compares."""
+        yield cls.from_options(context.options, context.n)
 
     @abstractmethod
-    def plan(self, seen: Visibility) -> Plan:
-        """The forward plan of what is to be seen.
+    def plan(self, visible: Visibility) -> Plan:
+        """Return the forward plan that attends to all visible pairs.
 
         Raises:
-            ValueError: numbers of ranks or tokens that it cannot do.
+            ValueError: numbers of ranks or tokens that the mode does not support.
         """
 
-    def layout_of(self, mask: Mask, said: str = "auto") -> str:
-        """The name of the layout for a mask. It goes by the number of documents, whatever the windows.
+    def layout_of(self, mask: Mask, layout: str = "auto") -> str:
+        """Return the name of the layout for a mask, which depends on the number of documents but not on windows.
 
         Args:
-            said: a layout, or auto.
+            layout: the configured layout; auto for the mode's own.
 
         Raises:
-            ValueError: an unknown layout, or one that the mode cannot take.
+            ValueError: an unknown layout, or one that the mode does not support.
         """
-        if said not in (expected := ("auto", *LAYOUTS) if self.takes_any_layout else ("auto", self.layout)):
+        if layout not in (expected := ("auto", *LAYOUTS) if self.takes_any_layout else ("auto", self.layout)):
             remedy = f"Leave it at auto, or choose another schedule than {self.name}."
-            raise refuse("parallelism.layout", said, "one of " + ", ".join(expected), remedy)
-        if said != "auto":
-            return said
+            raise refuse("parallelism.layout", layout, "one of " + ", ".join(expected), remedy)
+        if layout != "auto":
+            return layout
         return self.packed_layout if self.takes_any_layout and len(mask.documents) > 1 else self.layout
 
     def num_messages(self, n: int, length: int) -> int:
-        """Roughly the messages of a plan, by which the time and memory that it takes to make it grow."""
-        del length
+        """Return about how many messages a plan has; the time and memory of planning are proportional to it."""
         return n * n
 
     def check_heads(self, n: int, num_heads: int, num_kv_heads: int) -> None:  # noqa: B027 (most modes refuse none)
-        """Refuse heads (of one tensor-parallel rank) that so many ranks cannot share.
+        """Refuse heads (of one tensor-parallel rank) that `n` ranks cannot share.
 
         Raises:
-            ValueError: names what would fit.
+            ValueError: the heads do not fit; the message names numbers that do.
         """
 
     def __str__(self) -> str:
-        """The name, and what sets it apart from others of its name."""
-        said = [
-            f"{each.name}={getattr(self, each.name)}"
-            for each in fields(self)
-            if each.repr and getattr(self, each.name) != each.default
-        ]
-        return f"{self.name} ({', '.join(said)})" if said else self.name
+        """Return the name with the options that differ from their defaults."""
+        values = [(each, getattr(self, each.name)) for each in fields(self) if each.repr]
+        options = [f"{each.name}={value}" for each, value in values if value != each.default]
+        return f"{self.name} ({', '.join(options)})" if options else self.name
 
 
 def find_mode(schedule: str, n: int, options: ModeOptions) -> Mode:
-    """The mode of that name.
+    """Return the mode named `schedule` for `n` ranks.
 
     Raises:
-        ValueError: there is none, or it refuses its options.
+        ValueError: there is no such mode, or it refuses its options.
     """
     if schedule not in MODES:
         raise refuse("parallelism.schedule", schedule, "one of " + ", ".join(MODES), "Choose one of these.")
-    return MODES[schedule].of(options, n)
+    return MODES[schedule].from_options(options, n)
 
 
 def outer_modes() -> list[str]:
-    """Modes that can run between groups of ranks: they share no heads, and their layout gives a group neighbouring
-    tokens."""
-    return [name for name, mode in MODES.items() if not mode.splits_heads and mode.layout in _OF_NEIGHBOURS]
+    """Return the modes that can run between groups of ranks.
+
+    They do not share heads, and their layout gives a group adjacent tokens.
+    """
+    adjacent = ("contiguous", "zigzag")
+    return [name for name, mode in MODES.items() if not mode.splits_heads and mode.layout in adjacent]
 
 
 def check_messages(what: str, n: int, messages: int) -> None:
@@ -168,16 +166,25 @@ def check_messages(what: str, n: int, messages: int) -> None:
         raise refuse("parallelism.context_parallel_size", n, expected, remedy)
 
 
-def check_shared_heads(
-    sharing: int, num_heads: int, num_kv_heads: int, what: str, possible: Iterator[int] | range
-) -> None:
+def check_divides(inner: int, n: int) -> None:
+    """Refuse groups of `inner` ranks that do not divide `n` ranks.
+
+    Raises:
+        ValueError: `inner` is not a divisor; the message names the divisors.
+    """
+    if inner < 1 or n % inner:
+        legal = ", ".join(str(k) for k in range(1, n + 1) if n % k == 0)
+        raise refuse("parallelism.inner_size", inner, f"a divisor of the {n} ranks", f"Choose one of {legal}.")
+
+
+def check_shared_heads(sharing: int, num_heads: int, num_kv_heads: int, what: str, possible: Iterable[int]) -> None:
     """Refuse heads that `sharing` ranks cannot share.
 
     Args:
         what: the mode and what to change. possible: the numbers of ranks to offer instead.
 
     Raises:
-        ValueError: names the nearest numbers that fit.
+        ValueError: the heads do not fit; the message names the nearest numbers that do.
     """
 
     def fits(ranks: int) -> bool:

@@ -1,7 +1,7 @@
 """Ring attention: key/value blocks travel around the ranks, queries stay.
 
-On the contiguous layout this is Ring Attention (half the causal work idles), on zigzag the balanced zigzag ring, on
-striped Striped Attention.
+On the contiguous layout this is Ring Attention, where half of the causal work is idle time. On zigzag it is the
+balanced zigzag ring, on striped it is Striped Attention.
 """
 
 from __future__ import annotations
@@ -9,52 +9,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..plan import Attend, Block, Move, Plan, Step
-from ..visibility import Visibility, needed_on
+from ..plan import Block, Move, Plan, Step
+from ..visibility import Visibility
 from .mode import Mode
 
 
-def ring(seen: Visibility, name: str, keys: Sequence[Sequence[Block]] | None = None) -> Plan:
-    """Step t: rank r attends to the keys of rank r-t and passes on to r+1 what somebody there still needs of them.
+def ring(visible: Visibility, name: str, keys: Sequence[Sequence[Block]] | None = None) -> Plan:
+    """Return the plan in which, in step t, rank r attends to the keys of rank r-t and passes them on to rank r+1.
 
-    keys: by rank, its keys in the order in which they are attended; None for the order of its slots.
+    Only keys that r+1 or a later rank needs are passed on.
+
+    Args:
+        keys: indexed by rank, its keys in the order in which they are attended to; None for the order of its slots.
     """
-    n = seen.queries.n
-    held = seen.all_keys() if keys is None else keys
-    travelling = [needed_on(seen, home, [(home + t) % n for t in range(1, n)], held[home]) for home in range(n)]
+    n = visible.queries.n
+    held = visible.all_keys if keys is None else keys
+    hops = [visible.needed_per_hop(home, [(home + t) % n for t in range(1, n)], held[home]) for home in range(n)]
     steps = []
     for t in range(n):
-        moves: list[Move] = []
-        attends: list[tuple[Attend, ...]] = []
-        for r in range(n):
-            home = (r - t) % n
-            found = seen.attend(r, held[home])
-            attends.append(() if found is None else (found,))
-            if t + 1 < n:
-                moves += [Move(block, r, (r + 1) % n) for block in travelling[home][t]]
-        steps.append(Step(tuple(moves), tuple(attends)))
-    return Plan(name, seen.mask, seen.queries, seen.keys, tuple(steps))
+        homes = [(r - t) % n for r in range(n)]
+        attends = tuple(visible.attend(r, held[home]) for r, home in enumerate(homes))
+        passed_on = ((block, r) for r, home in enumerate(homes) for block in hops[home][t]) if t + 1 < n else ()
+        steps.append(Step(tuple(Move(block, r, (r + 1) % n) for block, r in passed_on), attends))
+    return Plan(name, visible.mask, visible.queries, visible.keys, tuple(steps))
 
 
 @dataclass(frozen=True)
 class Ring(Mode):
     name = "ring"
-    about = "Ring Attention, contiguous tokens"
     layout = "contiguous"
 
-    def plan(self, seen: Visibility) -> Plan:
-        return ring(seen, self.name)
+    def plan(self, visible: Visibility) -> Plan:
+        return ring(visible, self.name)
 
 
 @dataclass(frozen=True)
 class Zigzag(Ring):
     name = "zigzag"
-    about = "balanced ring"
     layout = "zigzag"
 
 
 @dataclass(frozen=True)
 class Striped(Ring):
     name = "striped"
-    about = "Striped Attention"
     layout = packed_layout = "striped"

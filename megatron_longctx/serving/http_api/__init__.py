@@ -1,5 +1,6 @@
 """The OpenAI-compatible HTTP interface.
 
-`parsing` checks what is asked, `access` who asks, `inbox` hands it to the ranks, `responses` puts events into the
-interface's words (none of them knows HTTP's library), `app` has the routes (Starlette), `server` what uvicorn is told.
+`access` decides who may send requests, `parsing` checks their bodies, `inbox` passes them to the ranks, and `responses`
+formats events as answers; none of these depends on an HTTP library. `app` has the routes (Starlette), and `server`
+configures uvicorn.
 """

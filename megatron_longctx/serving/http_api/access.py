@@ -1,4 +1,4 @@
-"""Who may ask: clients that show a key, and pages whose browsers name this server."""
+"""Who may send requests: clients with an API key, and web pages that call this server by its own name."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ...config import ServeConfig
 from ...errors import refuse
 
 API_KEY = "MEGATRON_LONGCTX_API_KEY"
-"""Environment variable: keys, one a line."""
+"""The environment variable with API keys, one per line."""
 
 ANY_HOST = "*"
 
 
 @dataclass(frozen=True)
 class Access:
-    """What a request has to show.
+    """The conditions for a request.
 
     Attributes:
-        keys: one of them, if there are any.
-        hosts: names by which the server may be called, in lower case; `*` for any. A page of another site that has its
-            name resolve to this host cannot send another one than its own.
-        loopback: names and addresses of this host itself may be called, too.
+        keys: the API keys; if there are none, no key is needed.
+        hosts: the names in lower case by which clients may call the server; `*` for any. They stop a page of another
+            site whose name resolves to this host, because its browser sends that name.
+        loopback: whether the names and addresses of this host itself are allowed, too.
     """
 
     keys: tuple[str, ...] = ()
@@ -33,17 +34,17 @@ class Access:
     loopback: bool = True
 
     def client(self, authorization: bytes) -> int | None:
-        """The number of the client that shows this header, from 1 on; 0 where no key is needed; None without one."""
+        """Return the number of the client with this header, from 1 on; 0 if no key is needed; None for no valid key."""
         if not self.keys:
             return 0
-        if authorization[:7].lower() == b"bearer ":  # a scheme's name has no case
+        if authorization[:7].lower() == b"bearer ":  # the scheme's name is case-insensitive
             authorization = authorization[7:]
-        # All are compared, so that the time says nothing of which.
+        # Compare all keys, so that the time does not tell which one matches.
         same = [hmac.compare_digest(authorization, key.encode()) for key in self.keys]
         return same.index(True) + 1 if any(same) else None
 
-    def called(self, host: str) -> bool:
-        """Whether the server may be called by this `Host`, which browsers always send."""
+    def allows_host(self, host: str) -> bool:
+        """Whether the server may be called by this `Host` header, which browsers always send."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -51,23 +52,20 @@ class Access:
         return not host or ANY_HOST in self.hosts or name in self.hosts or (self.loopback and is_loopback(name))
 
 
-def access_of(host: str, allowed_hosts: str | None, keys_file: str | None, environment: Mapping[str, str]) -> Access:
-    """The rules of a server that listens at `host`.
-
-    Args:
-        allowed_hosts, keys_file: as `serve.allowed_hosts` and `serve.api_keys`.
+def build_access(settings: ServeConfig, environment: Mapping[str, str]) -> Access:
+    """Return the conditions of a server with these settings.
 
     Raises:
-        ValueError: a file without keys, or an address that is not this host's own without any.
+        ValueError: a key file has no keys, or the address is not a loopback address and there are no keys.
     """
-    keys = _keys(keys_file, environment)
-    local = is_loopback(host)
+    keys = _keys(settings.api_keys, environment)
+    local = is_loopback(settings.host)
     if not local and not keys:
         expected = f"a loopback address, or {API_KEY} in the environment or serve.api_keys"
-        raise refuse("serve.host", host, expected, "Set a key.")
-    if allowed_hosts is None:
+        raise refuse("serve.host", settings.host, expected, "Set a key.")
+    if settings.allowed_hosts is None:
         return Access(keys, frozenset() if local else frozenset({ANY_HOST}))
-    names = (name.strip().lower() for name in allowed_hosts.split(","))
+    names = (name.strip().lower() for name in settings.allowed_hosts.split(","))
     return Access(keys, frozenset(name.strip("[]") for name in names if name), loopback=local)
 
 
@@ -82,11 +80,11 @@ def _keys(path: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
     lines = environment.get(API_KEY, "").splitlines()
     if path is not None:
         try:
-            found = Path(path).read_text(encoding="utf-8").splitlines()
+            in_file = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8"
             raise refuse("serve.api_keys", path, f"a file with a key a line ({reason})", "Write one.") from None
-        if not any(map(str.strip, found)):
+        if not any(map(str.strip, in_file)):
             raise refuse("serve.api_keys", path, "a file with a key a line (it has none)", "Write one.")
-        lines += found
+        lines += in_file
     return tuple(dict.fromkeys(key for line in lines if (key := line.strip())))

@@ -1,4 +1,4 @@
-"""The routes, on Starlette. An inbox takes requests and brings back events."""
+"""The routes, on Starlette. Requests go to an inbox, which brings back their events."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -24,19 +25,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...inference.scheduler import Event
 from .access import Access
 from .inbox import Inbox
-from .parsing import ApiError, Asked, Model, checked
+from .parsing import ApiError, Model, ParsedRequest, parse_request
 from .responses import Answer
 
 _RETRY_AFTER_S = 1
-_LOOK_S = 1.0  # between two looks whether the ranks are still there
-_LONG = 2**16  # bytes of a body; longer ones are read one at a time
+_CHECK_S = 1.0  # between checks that the ranks still respond
+_LONG = 2**16  # bytes of a body; longer ones are parsed one at a time
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Api:
-    """What the interface serves. timeout_s: to send a body in."""
+    """The interface's routes and what they need. timeout_s: the time limit for sending a body."""
 
     model: Model
     inbox: Inbox
@@ -44,33 +45,156 @@ class Api:
     timeout_s: float
     access: Access = field(default_factory=Access)
 
+    def __post_init__(self) -> None:
+        self._parsing_long = asyncio.Lock()
+        self._about = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "megatron-longctx"}
 
-def application(api: Api) -> Starlette:
-    """The interface: `/v1`, behind keys if there are any, and `/health`."""
-    routes = _Routes(api)
-    v1 = [
-        Route("/models", routes.models),
-        Route("/models/{name:path}", routes.one_model),
-        Route("/completions", routes.completions, methods=["POST"]),
-        Route("/chat/completions", routes.chat_completions, methods=["POST"]),
-    ]
-    return Starlette(
-        routes=[
-            Route("/health", routes.health),
-            Mount("/v1", routes=v1, middleware=[Middleware(_KeyRequired, access=api.access)]),
-        ],
-        middleware=[Middleware(_CalledByItsName, access=api.access)],
-        exception_handlers={
-            ApiError: _refused,
-            HTTPException: _not_served,
-            ClientDisconnect: _nobody_there,
-            Exception: _failed,
-        },
-    )
+    def application(self) -> Starlette:
+        """Build the interface: `/v1`, which requires a key if there are any, and `/health`."""
+        v1 = [
+            Route("/models", self._models),
+            Route("/models/{name:path}", self._one_model),
+            Route("/completions", partial(self._complete, chat=False), methods=["POST"]),
+            Route("/chat/completions", partial(self._complete, chat=True), methods=["POST"]),
+        ]
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Mount("/v1", routes=v1, middleware=[Middleware(_RequireKey, access=self.access)]),
+            ],
+            middleware=[Middleware(_RequireHost, access=self.access)],
+            exception_handlers={
+                ApiError: _api_error,
+                HTTPException: _not_found,
+                ClientDisconnect: _disconnected,
+                Exception: _internal_error,
+            },
+        )
+
+    async def _health(self, request: Request) -> Response:
+        status = "stopping" if self.inbox.stopping else "stalled" if self.inbox.stalled else "ok"
+        return _json({"status": status, "requests": self.inbox.num_requests}, 200 if status == "ok" else 503)
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._about]})
+
+    async def _one_model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.model.name:
+            raise ApiError(404, f"the model is {self.model.name!r}", "not_found_error")
+        return _json(self._about)
+
+    async def _complete(self, request: Request, chat: bool) -> Response:
+        _require_json(request)
+        parsed = await self._parse(await self._read_body(request), chat)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def listen(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        self._require_ranks()
+        number = self.inbox.submit(parsed.prompt, parsed.sampling, request.state.client, listen)
+        if number is None:
+            if self.inbox.stopping:
+                raise ApiError(503, "the server is stopping", "server_error")
+            raise ApiError(429, "too many requests wait already: try again later", "rate_limit_error")
+        answer = Answer(self.model, parsed, number)
+        streams = False
+        try:
+            if not parsed.stream:
+                return _json(answer.whole(await _while_connected(request, self._text(answer, events))))
+            # Wait for the first event before the status is sent, because the ranks may refuse the request.
+            first = answer.add(await _while_connected(request, self._next(events)))
+            streams = True
+            return StreamingResponse(
+                self._stream(answer, first, events),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache"},
+                background=BackgroundTask(self._cancel, answer),  # it also runs if the client disconnects
+            )
+        finally:
+            if not streams:
+                await self._cancel(answer)
+
+    async def _parse(self, body: bytes, chat: bool) -> ParsedRequest:
+        """Parse a body, long ones one by one and at most half of the time: parsing holds Python's lock, which the
+        ranks' rounds and other requests' tokens need, too."""
+        if len(body) <= _LONG:
+            return await run_in_threadpool(parse_request, self.model, body, chat)
+        async with self._parsing_long:
+            began = time.monotonic()
+            try:
+                return await run_in_threadpool(parse_request, self.model, body, chat)
+            finally:
+                await asyncio.sleep(time.monotonic() - began)
+
+    async def _cancel(self, answer: Answer) -> None:
+        if answer.running:
+            self.inbox.cancel(answer.number)
+
+    def _require_ranks(self) -> None:
+        if self.inbox.stalled and not self.inbox.stopping:
+            raise ApiError(503, "the ranks do not answer: one of them hangs, or computes for long", "server_error")
+
+    async def _next(self, events: asyncio.Queue[Event]) -> Event:
+        """Return the next event, or raise an ApiError if the ranks are stalled."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CHECK_S):
+                    return await events.get()
+            self._require_ranks()
+
+    async def _text(self, answer: Answer, events: asyncio.Queue[Event]) -> str:
+        text = ""
+        while answer.finish_reason is None:
+            text += answer.add(await self._next(events))
+        return text
+
+    async def _stream(self, answer: Answer, text: str, events: asyncio.Queue[Event]) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of an answer. text: that of the first event."""
+        try:
+            while True:
+                if text:
+                    yield _sent_event(answer.chunk(text))
+                if answer.finish_reason is not None:
+                    break
+                text = answer.add(await self._next(events))
+        except ApiError as error:  # the status has been sent already
+            yield _sent_event(error.body)
+            return
+        for chunk in answer.last_chunks():
+            yield _sent_event(chunk)
+        yield b"data: [DONE]\n\n"
+
+    async def _read_body(self, request: Request) -> bytes:
+        """Read the body.
+
+        Raises:
+            ApiError: it is too large, or does not arrive in time.
+        """
+        most, data, size = self.max_body_bytes, bytearray(), 0
+        length = request.headers.get("content-length", "0")
+        if int(length) > most:
+            raise ApiError(413, f"the body has {length} bytes: expected at most {most}")
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > most:
+                        raise ApiError(413, f"the body has more than {most} bytes: expected at most these")
+                    if size <= self.model.max_bytes:  # the rest is read for the client to get the reason, not kept
+                        data += chunk
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {self.timeout_s:g} s") from None
+        if size > self.model.max_bytes:
+            tokens = f"more than any prompt of {self.model.limits.prompt} tokens takes"
+            raise ApiError(400, f"the body has {size} bytes, {tokens}: shorten the prompt")
+        return bytes(data)
 
 
-class _KeyRequired:
-    """Lets nothing through without a key, and notes whose it is."""
+class _RequireKey:
+    """Rejects requests without a valid key, and notes the client's number."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
@@ -83,183 +207,39 @@ class _KeyRequired:
         await self._app(scope, receive, send)
 
 
-class _CalledByItsName:
-    """Lets nothing through that calls the server by a name of somebody else's."""
+class _RequireHost:
+    """Rejects requests that call the server by a name that is not its own."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host", "")
-        if self._access.called(host):
+        if self._access.allows_host(host):
             return await self._app(scope, receive, send)
         error = ApiError(421, f"Host: {host[:100]!r} is not served here; serve.allowed_hosts may name it")
         await _error(error)(scope, receive, send)
 
 
-class _Routes:
-    def __init__(self, api: Api) -> None:
-        self._api = api
-        self._long = asyncio.Lock()
-        name = api.model.name
-        self._model = {"id": name, "object": "model", "created": 0, "owned_by": "megatron-longctx"}
-
-    async def health(self, request: Request) -> Response:
-        inbox = self._api.inbox
-        status = "stopping" if inbox.stopping else "stalled" if inbox.stalled else "ok"
-        return _json({"status": status, "requests": inbox.num_requests}, 200 if status == "ok" else 503)
-
-    async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model]})
-
-    async def one_model(self, request: Request) -> Response:
-        if request.path_params["name"] != self._api.model.name:
-            raise ApiError(404, f"the model is {self._api.model.name!r}", "not_found_error")
-        return _json(self._model)
-
-    async def completions(self, request: Request) -> Response:
-        return await self._complete(request, chat=False)
-
-    async def chat_completions(self, request: Request) -> Response:
-        return await self._complete(request, chat=True)
-
-    async def _complete(self, request: Request, chat: bool) -> Response:
-        api = self._api
-        _require_json(request)
-        body = await _body(request, api)
-        asked = await self._checked(body, chat)
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def listen(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        _require_ranks(api.inbox)
-        number = api.inbox.submit(asked.prompt, asked.sampling, request.state.client, listen)
-        if number is None:
-            if api.inbox.stopping:
-                raise ApiError(503, "the server is stopping", "server_error")
-            raise ApiError(429, "too many requests wait already: try again later", "rate_limit_error")
-        answer = Answer(api.model, asked, number)
-        streams = False
-        try:
-            if not asked.stream:
-                return _json(answer.whole(await _while_connected(request, _text(answer, events, api.inbox))))
-            # Before the status goes out, it has to be known that the ranks do not refuse.
-            first = answer.take(await _while_connected(request, _next(events, api.inbox)))
-            streams = True
-            return StreamingResponse(
-                _parts(answer, first, events, api.inbox),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache"},
-                background=BackgroundTask(self._leave, answer),  # also where the client has gone
-            )
-        finally:
-            if not streams:
-                await self._leave(answer)
-
-    async def _checked(self, body: bytes, chat: bool) -> Asked:
-        """What it asks for. Long ones are read one by one, and half of the time at most: reading them holds Python's
-        lock, which the ranks' rounds and everybody's tokens need, too."""
-        if len(body) <= _LONG:
-            return await run_in_threadpool(checked, self._api.model, body, chat)
-        async with self._long:
-            began = time.monotonic()
-            try:
-                return await run_in_threadpool(checked, self._api.model, body, chat)
-            finally:
-                await asyncio.sleep(time.monotonic() - began)
-
-    async def _leave(self, answer: Answer) -> None:
-        """Nobody waits for the rest of it."""
-        if answer.running:
-            self._api.inbox.cancel(answer.number)
-
-
 def _require_json(request: Request) -> None:
-    """Refuse what a page of another site can have a browser send without asking this server first: text and forms."""
+    """Refuse content types that a page of another site can have a browser send without asking this server first."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Content-Type: {kind[:100]!r}: expected application/json")
 
 
-def _require_ranks(inbox: Inbox) -> None:
-    if inbox.stalled and not inbox.stopping:
-        raise ApiError(503, "the ranks do not answer: one of them hangs, or computes for long", "server_error")
-
-
-async def _next(events: asyncio.Queue[Event], inbox: Inbox) -> Event:
-    """The next event; an ApiError where the ranks hang."""
-    while True:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_S):
-                return await events.get()
-        _require_ranks(inbox)
-
-
-async def _text(answer: Answer, events: asyncio.Queue[Event], inbox: Inbox) -> str:
-    text = ""
-    while answer.finish_reason is None:
-        text += answer.take(await _next(events, inbox))
-    return text
-
-
-async def _parts(answer: Answer, text: str, events: asyncio.Queue[Event], inbox: Inbox) -> AsyncIterator[bytes]:
-    """The stream, of which `text` is the first event's."""
-    try:
-        while True:
-            if text:
-                yield _event(answer.piece(text))
-            if answer.finish_reason is not None:
-                break
-            text = answer.take(await _next(events, inbox))
-    except ApiError as error:  # the status is out already
-        yield _event(error.body)
-        return
-    for part in answer.end():
-        yield _event(part)
-    yield b"data: [DONE]\n\n"
-
-
-async def _body(request: Request, api: Api) -> bytes:
-    """The body, if it is small enough and comes in time.
-
-    Raises:
-        ApiError: it is or does not.
-    """
-    most, data, found = api.max_body_bytes, bytearray(), 0
-    length = request.headers.get("content-length", "0")
-    if int(length) > most:
-        raise ApiError(413, f"the body has {length} bytes: expected at most {most}")
-    try:
-        async with asyncio.timeout(api.timeout_s):
-            async for chunk in request.stream():
-                found += len(chunk)
-                if found > most:
-                    raise ApiError(413, f"the body has more than {most} bytes: expected at most these")
-                if found <= api.model.most_bytes:  # else it is read, so that the client hears why, and not kept
-                    data += chunk
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {api.timeout_s:g} s") from None
-    if found > api.model.most_bytes:
-        tokens = f"more than any prompt of {api.model.bounds.prompt} tokens takes"
-        raise ApiError(400, f"the body has {found} bytes, {tokens}: shorten the prompt")
-    return bytes(data)
-
-
 async def _while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Do the work, unless the client goes away before it is done.
+    """Do the work unless the client disconnects before it is done.
 
     Raises:
         ClientDisconnect: it did.
     """
 
-    async def gone() -> None:
+    async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -270,7 +250,7 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _
         leaving.cancel()
 
 
-def _event(body: Mapping[str, Any]) -> bytes:
+def _sent_event(body: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
@@ -284,22 +264,22 @@ def _error(error: ApiError) -> Response:
     return _json(error.body, error.status, Connection="close")  # the body may not have been read
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return _error(error)
 
 
-async def _not_served(request: Request, error: Exception) -> Response:
-    """No such route, or not with this method."""
+async def _not_found(request: Request, error: Exception) -> Response:
+    """Answer a path, or a method of a path, that is not served."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path} is not served here"
-    return _error(ApiError(error.status_code, what, "not_found_error"))
+    message = f"{request.method} {request.url.path} is not served here"
+    return _error(ApiError(error.status_code, message, "not_found_error"))
 
 
-async def _nobody_there(request: Request, error: Exception) -> Response:
+async def _disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # never sent
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    """A mistake of ours; uvicorn logs it."""
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """Answer a bug of the server, which uvicorn logs."""
     return _error(ApiError(500, "the server failed on this request", "server_error"))

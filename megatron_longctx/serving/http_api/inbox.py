@@ -1,4 +1,4 @@
-"""Between the server's thread and the ranks: requests and cancellations one way, events the other."""
+"""The queue between the server's thread and the ranks: requests and cancellations one way, events the other."""
 
 from __future__ import annotations
 
@@ -7,58 +7,57 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...inference.sampling import Sampling
 from ...inference.scheduler import Event, Request
 
-_HEARTBEAT_S = 2.0  # other ranks wait for news no longer than this
+_HEARTBEAT_S = 2.0  # the longest that other ranks wait for rank 0
 
 
 @dataclass
 class Inbox:
-    """Requests and cancellations on their way from the server's thread to the ranks, and events on their way back.
+    """The open requests of the server.
 
     Attributes:
-        stalled_s: ranks that take longer for a round are taken to hang.
-        round_began: when the round under way did, by `time.monotonic`; None between two.
+        max_waiting: the most open requests.
+        stalled_s: the seconds after which a round counts as stalled.
+        round_began: the start of the round in progress, by `time.monotonic`; None between rounds.
+        stopping: whether the server is shutting down.
     """
 
     max_waiting: int
     stalled_s: float = math.inf
     round_began: float | None = None
-    # Of the kind that a signal handler may put into, too.
-    arrived: queue.SimpleQueue[Request | int] = field(default_factory=queue.SimpleQueue)
-    stopped: threading.Event = field(default_factory=threading.Event)
+    stopping: bool = False
 
     def __post_init__(self) -> None:
+        # Requests, and the numbers of cancelled ones. A signal handler may put into a `SimpleQueue`.
+        self._arrived: queue.SimpleQueue[Request | int] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._number = 0
         self._listeners: dict[int, Callable[[Event], None]] = {}
 
     @property
-    def stopping(self) -> bool:
-        return self.stopped.is_set()
-
-    @property
     def stalled(self) -> bool:
-        """Whether the ranks hang, or one of them does, which the others wait for."""
+        """Whether a round takes too long: a rank hangs, and the others wait for it."""
         began = self.round_began
         return began is not None and time.monotonic() - began > self.stalled_s
 
     @property
     def num_requests(self) -> int:
-        """Under way, those that wait included."""
+        """The number of open requests, including waiting ones."""
         return len(self._listeners)
 
     def submit(
         self, prompt: Sequence[int], sampling: Sampling, salt: int, listen: Callable[[Event], None]
     ) -> int | None:
-        """The request's number, its events going to `listen`; None where too many wait already.
+        """Add a request and return its number, or None if there are too many already.
 
         Args:
-            salt: whose request it is.
+            salt: identifies the client.
+            listen: receives the request's events.
         """
         with self._lock:
             if len(self._listeners) >= self.max_waiting or self.stopping:
@@ -66,13 +65,14 @@ class Inbox:
             number = self._number
             self._number += 1
             self._listeners[number] = listen
-        self.arrived.put(Request(number, tuple(prompt), sampling, salt))
+        self._arrived.put(Request(number, tuple(prompt), sampling, salt))
         return number
 
     def cancel(self, number: int) -> None:
-        self.arrived.put(number)
+        self._arrived.put(number)
 
     def deliver(self, events: Sequence[Event]) -> None:
+        """Pass events to the listeners of their requests."""
         for event in events:
             listen = self._listeners.get(event.number)
             if event.finish_reason is not None:
@@ -82,24 +82,24 @@ class Inbox:
                 listen(event)
 
     def ask_to_stop(self, *_: Any) -> None:
-        """Wake whoever takes; a signal handler."""
-        self.stopped.set()
-        self.arrived.put(-1)
+        """Set `stopping` and wake `take`; usable as a signal handler."""
+        self.stopping = True
+        self._arrived.put(-1)
 
     def stop(self) -> None:
-        """Refuse what comes from now on, and end what is under way."""
+        """Refuse new requests and end the open ones."""
         with self._lock:
-            self.stopped.set()
+            self.stopping = True
             listeners, self._listeners = self._listeners, {}
         for number, listen in listeners.items():
             listen(Event(number, finish_reason="cancelled", error="the server is stopping"))
 
     def take(self, wait: bool) -> list[Request | int]:
-        """What has arrived; if nothing has, and `wait`, after a while at most."""
-        found: list[Request | int] = []
+        """Return what has arrived; with `wait`, block for the first item, but not longer than the heartbeat."""
+        arrived: list[Request | int] = []
         try:
-            found.append(self.arrived.get(timeout=_HEARTBEAT_S if wait else None, block=wait))
+            arrived.append(self._arrived.get(timeout=_HEARTBEAT_S if wait else None, block=wait))
             while True:
-                found.append(self.arrived.get_nowait())
+                arrived.append(self._arrived.get_nowait())
         except queue.Empty:
-            return found
+            return arrived

@@ -1,4 +1,4 @@
-"""What a request asks for, checked. Pure: bytes in, tokens and settings out."""
+"""Parsing of request bodies: bytes to checked tokens and sampling settings, without side effects."""
 
 from __future__ import annotations
 
@@ -10,37 +10,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...inference.sampling import Sampling
-from ...inference.scheduler import Bounds
+from ...inference.scheduler import RequestLimits
 from ...models.chat import Chat
 
-_MOST_STOPS = 16
+_MAX_STOPS = 16
 _OTHER_BYTES = 2**16  # of a body, besides its prompt
-_MOST_SHOWN = 100  # characters of a wrong value that its error repeats
-# What would change the answer, and the values that change nothing.
+_MAX_SHOWN = 100  # characters of a wrong value that an error repeats
+# Parameters of this interface, also as other servers extend it, that would change the answer, with values that do not.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
+    **dict.fromkeys(("n", "best_of", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("echo", "ignore_eos"), (False,)),
+    **dict.fromkeys(("top_logprobs", "frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids"), ([],)),
     "suffix": ("",),
     "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "logit_bias": ({},),
-    "tools": ([],),
-    "functions": ([],),
     "response_format": ({"type": "text"},),
-    # Of other servers that speak this interface.
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "repetition_penalty": (1,),
-    "ignore_eos": (False,),
-    "stop_token_ids": ([],),
 }
 
 
 class ApiError(Exception):
-    """An answer other than 200."""
+    """An answer with a status other than 200."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -48,19 +38,20 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """In the form that clients of the interface know."""
+        """The error as OpenAI's clients expect it."""
         return {"error": {"message": str(self), "type": self.kind, "param": None, "code": self.status}}
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is served.
+    """The model that is served.
 
     Attributes:
-        stop_token: of the end of a text, None without one.
-        default_tokens: where a request says none.
-        token_chars: that a token may stand for at most, None where that is not known.
-        begin: tokens that come before a text; chats have theirs from the template, and lists of tokens say their own.
+        stop_token: the token that ends a text; None if there is none.
+        default_tokens: the most tokens of an answer if the request does not say.
+        limits: of a single request.
+        token_chars: the most characters that a token can stand for; None if unknown.
+        begin: tokens in front of a text. Chats have theirs from the template; lists of tokens contain their own.
     """
 
     name: str
@@ -69,46 +60,52 @@ class Model:
     stop_token: int | None
     chat: Chat
     default_tokens: int
-    bounds: Bounds
+    limits: RequestLimits
     token_chars: int | None = None
     begin: tuple[int, ...] = ()
 
     @property
-    def most_bytes(self) -> float:
-        """Of a body that could be served: a character, or a token's number, takes 16 at most however it is written."""
-        return math.inf if self.token_chars is None else _OTHER_BYTES + 16 * self.token_chars * self.bounds.tokens
+    def max_bytes(self) -> float:
+        """The size of a body beyond which it cannot be served: a character, or a token's number, takes at most 16
+        bytes, however it is written."""
+        return math.inf if self.token_chars is None else _OTHER_BYTES + 16 * self.token_chars * self.limits.tokens
 
     def check_chars(self, chars: int) -> None:
-        """Refuse a text that is too long however it is cut into tokens: before the time that this takes, for all.
+        """Refuse a text that is too long for any tokenization, before tokenizing costs time that all requests share.
 
         Raises:
-            ApiError: so many characters are.
+            ApiError: it is too long.
         """
-        most = None if self.token_chars is None else self.token_chars * self.bounds.prompt
+        most = None if self.token_chars is None else self.token_chars * self.limits.prompt
         if most is not None and chars > most:
-            expected = f"expected at most {most}, since a prompt may have {self.bounds.prompt} tokens"
+            expected = f"expected at most {most}, since a prompt may have {self.limits.prompt} tokens"
             raise ApiError(400, f"the prompt has {chars} characters: {expected}")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A checked request."""
+class ParsedRequest:
+    """A checked request.
+
+    Attributes:
+        stops: texts that end the answer.
+        usage: whether a stream ends with the usage.
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling
     stops: tuple[str, ...]
     stream: bool
-    usage: bool  # at the end of a stream
+    usage: bool
     chat: bool
 
 
-def checked(model: Model, data: bytes, chat: bool) -> Asked:
-    """What the body of a request asks for.
+def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
+    """Parse the body of a request.
 
     Raises:
         ApiError: it cannot be served.
     """
-    body = _parsed(data)
+    body = _object(data)
     if body.get("model") not in (None, model.name):
         name = _shown(body["model"])
         raise ApiError(404, f"model={name} is not served here; the model is {model.name!r}", "not_found_error")
@@ -119,12 +116,12 @@ def checked(model: Model, data: bytes, chat: bool) -> Asked:
     if not isinstance(options, dict):
         raise ApiError(400, f"stream_options={_shown(options)}: expected an object")
     sampling = _sampling(model, body, chat)
-    prompt = tuple(_laid_out(model, body) if chat else _prompt(model, body))
-    try:  # here, where it costs the others nothing
-        model.bounds.check(prompt, sampling.max_new_tokens)
+    prompt = tuple(_chat_prompt(model, body) if chat else _prompt(model, body))
+    try:  # here, where it costs other requests nothing
+        model.limits.check(prompt, sampling.max_new_tokens)
     except ValueError as error:
         raise ApiError(400, str(error)) from None
-    return Asked(
+    return ParsedRequest(
         prompt=prompt,
         sampling=sampling,
         stops=_stops(body) + (model.chat.stop_texts if chat else ()),
@@ -134,7 +131,7 @@ def checked(model: Model, data: bytes, chat: bool) -> Asked:
     )
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
+def _object(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -182,8 +179,8 @@ def _flag(body: Mapping[str, Any], key: str) -> bool:
 def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
-    if not (isinstance(stops, list) and len(stops) <= _MOST_STOPS and all(isinstance(s, str) and s for s in stops)):
-        raise ApiError(400, f"stop={_shown(stops)}: expected a text or up to {_MOST_STOPS} texts")
+    if not (isinstance(stops, list) and len(stops) <= _MAX_STOPS and all(isinstance(s, str) and s for s in stops)):
+        raise ApiError(400, f"stop={_shown(stops)}: expected a text or up to {_MAX_STOPS} texts")
     return tuple(stops)
 
 
@@ -192,28 +189,28 @@ def _prompt(model: Model, body: Mapping[str, Any]) -> Sequence[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a list of one prompt
     if isinstance(prompt, str):
-        encoded = _encoded(model, str, prompt)
+        encoded = _encode(model, str, prompt)
         prompt = [*(model.begin if encoded else ()), *encoded]
-    if isinstance(prompt, list) and len(prompt) > model.bounds.tokens:  # before each of them is looked at
-        raise ApiError(400, f"prompt has {len(prompt)} tokens: expected at most {model.bounds.prompt}")
+    if isinstance(prompt, list) and len(prompt) > model.limits.tokens:  # before looking at each of them
+        raise ApiError(400, f"prompt has {len(prompt)} tokens: expected at most {model.limits.prompt}")
     if isinstance(prompt, list) and prompt and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
         return prompt
-    what = "one text that is not empty, or a list of token ids"
-    raise ApiError(400, f"prompt={_shown(body.get('prompt'))}: expected {what}")
+    expected = "one text that is not empty, or a list of token ids"
+    raise ApiError(400, f"prompt={_shown(body.get('prompt'))}: expected {expected}")
 
 
-def _laid_out(model: Model, body: Mapping[str, Any]) -> Sequence[int]:
+def _chat_prompt(model: Model, body: Mapping[str, Any]) -> Sequence[int]:
     messages = _messages(body)
     model.check_chars(sum(len(message["content"]) for message in messages))
-    return _encoded(model, model.chat.text, messages)
+    return _encode(model, model.chat.text, messages)
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Roles and texts."""
+    """Return the role and the text of every message."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages: expected a list of messages with role and content")
-    found = []
+    checked = []
     for message in messages:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if isinstance(content, list):
@@ -222,15 +219,15 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
             raise ApiError(400, "messages: expected the role and the content of every message to be text")
-        found.append({"role": role, "content": content})
-    return found
+        checked.append({"role": role, "content": content})
+    return checked
 
 
-def _encoded(model: Model, text_of: Callable[[Any], str], what: Any) -> Sequence[int]:
+def _encode(model: Model, to_text: Callable[[Any], str], source: Any) -> Sequence[int]:
     try:
-        text = text_of(what)
+        text = to_text(source)
         model.check_chars(len(text))
-        text.encode()  # JSON may hold half a surrogate pair
+        text.encode()  # JSON may contain half a surrogate pair
         return model.encode(text)
     except UnicodeEncodeError:
         raise ApiError(400, "the text is not valid Unicode") from None
@@ -239,4 +236,4 @@ def _encoded(model: Model, text_of: Callable[[Any], str], what: Any) -> Sequence
 
 
 def _shown(value: Any) -> str:
-    return f"{value!r:.{_MOST_SHOWN}}"
+    return f"{value!r:.{_MAX_SHOWN}}"

@@ -1,4 +1,4 @@
-"""Events of a request put into the interface's words."""
+"""Formatting of a request's events as answers of the interface."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from ...inference.scheduler import Event
 from ..text_stream import TextStream
-from .parsing import ApiError, Asked, Model
+from .parsing import ApiError, Model, ParsedRequest
 
 
 @dataclass
 class Answer:
-    """A request under way.
+    """The answer to a request in progress.
 
     Attributes:
-        running: the ranks still work on it.
-        finish_reason: how it ended, None while it goes on.
+        running: whether the ranks still work on it.
+        finish_reason: None while it runs.
     """
 
     model: Model
-    asked: Asked
+    request: ParsedRequest
     number: int
     running: bool = True
     finish_reason: str | None = None
@@ -30,14 +30,14 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self._text = TextStream(self.model.decode, self.asked.stops)
+        self._text = TextStream(self.model.decode, self.request.stops)
         self._begun = False
 
-    def take(self, event: Event) -> str:
-        """The text that this event adds, empty for none.
+    def add(self, event: Event) -> str:
+        """Add an event and return the text that it completes.
 
         Raises:
-            ApiError: the request was refused, or failed, or was ended by the server.
+            ApiError: the request was refused, has failed, or was ended by the server.
         """
         self.running = event.finish_reason is None
         if event.finish_reason == "cancelled":
@@ -45,18 +45,18 @@ class Answer:
         if event.finish_reason == "error":
             raise ApiError(400, event.error) if event.refused else ApiError(500, event.error, "server_error")
         self.cached_tokens = event.cached_tokens
-        said = ""
+        text = ""
         if event.token is not None:
             self.num_tokens += 1
-            said = self._text.feed(event.token)
+            text = self._text.feed(event.token)
         if event.finish_reason is not None:
-            said += self._text.finish()
+            text += self._text.finish()
         self.finish_reason = "stop" if self._text.stopped else event.finish_reason
-        return said
+        return text
 
     @property
     def usage(self) -> dict[str, Any]:
-        prompt = len(self.asked.prompt)
+        prompt = len(self.request.prompt)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.num_tokens,
@@ -65,36 +65,36 @@ class Answer:
         }
 
     def whole(self, text: str) -> dict[str, Any]:
-        """The answer in one piece."""
-        said = {"message": {"role": "assistant", "content": text}} if self.asked.chat else {"text": text}
-        return self._body(said, self.finish_reason, ended=True) | {"usage": self.usage}
+        """Return the body of an answer that is not streamed."""
+        choice = {"message": {"role": "assistant", "content": text}} if self.request.chat else {"text": text}
+        return self._body(choice, self.finish_reason, whole=True) | {"usage": self.usage}
 
-    def piece(self, text: str) -> dict[str, Any]:
-        """A part of a stream."""
-        if not self.asked.chat:
+    def chunk(self, text: str) -> dict[str, Any]:
+        """Return a chunk of a stream."""
+        if not self.request.chat:
             return self._body({"text": text}, None)
         return self._body({"delta": self._role() | {"content": text}}, None)
 
-    def end(self) -> list[dict[str, Any]]:
-        """The last parts of a stream."""
-        parts = [self._body({"delta": self._role()} if self.asked.chat else {"text": ""}, self.finish_reason)]
-        if self.asked.usage:
-            parts.append(parts[0] | {"choices": [], "usage": self.usage})
-        return parts
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """Return the chunks that end a stream."""
+        chunks = [self._body({"delta": self._role()} if self.request.chat else {"text": ""}, self.finish_reason)]
+        if self.request.usage:
+            chunks.append(chunks[0] | {"choices": [], "usage": self.usage})
+        return chunks
 
     def _role(self) -> dict[str, str]:
-        """Who speaks, the first time."""
+        """Return the role for the first chunk only."""
         role = {} if self._begun else {"role": "assistant"}
         self._begun = True
         return role
 
-    def _body(self, said: dict[str, Any], reason: str | None, ended: bool = False) -> dict[str, Any]:
-        chat = self.asked.chat
+    def _body(self, choice: dict[str, Any], reason: str | None, whole: bool = False) -> dict[str, Any]:
+        chat = self.request.chat
         name = "chat.completion" if chat else "text_completion"
         return {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{self.number}",
-            "object": name + (".chunk" if chat and not ended else ""),
+            "object": name + (".chunk" if chat and not whole else ""),
             "created": self.created,
             "model": self.model.name,
-            "choices": [{"index": 0, **said, "finish_reason": reason, "logprobs": None}],
+            "choices": [{"index": 0, **choice, "finish_reason": reason, "logprobs": None}],
         }

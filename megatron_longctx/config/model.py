@@ -1,0 +1,186 @@
+"""The keys `model.*`: the shape of a GPT, with its mixtures of experts, latent attention and RoPE scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .bounds import choice, number, text
+
+MAX_TOKENS = 10**9  # of a sequence
+# The keys of multi-latent attention. A model has it if the first is not null.
+LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """linear: positions are divided by `factor`. ntk: the base grows so that the slowest pair turns `factor` times
+    slower. llama3: slow pairs do, fast ones stay, with a ramp between wavelengths. yarn: the same with a ramp between
+    pairs, and queries and keys are stretched. Defaults are those of the `transformers` package."""
+
+    # how RoPE is extended beyond original_length
+    kind: str = choice("none", ("none", "linear", "ntk", "llama3", "yarn"))
+    factor: float = number(1.0, 1, 1e6)  # factor of the extension
+    original_length: int | None = number(None, 1, 10**9)  # tokens before scaling; required by llama3 and yarn
+    # llama3: pairs that rotate fewer times than this in `original_length` are scaled fully.
+    low_freq_factor: float = number(1.0, 0, 1e6, above=True)
+    # llama3: pairs that rotate more often than this are not scaled
+    high_freq_factor: float = number(4.0, 0, 1e6, above=True)
+    beta_fast: float = number(32.0, 0, 1e6, above=True)  # yarn: pairs that rotate more often than this are not scaled.
+    beta_slow: float = number(1.0, 0, 1e6, above=True)  # yarn: pairs that rotate fewer times than this are scaled fully
+    # yarn: factor for cosines and sines; null: 0.1 ln(factor) + 1, the paper's rule.
+    attention_factor: float | None = number(None, 0, 1e6, above=True)
+    truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a GPT. `vocab_size: null` is the tokenizer's, rounded up to a multiple of `vocab_multiple`."""
+
+    name: str = text("tiny")  # name shown in tables and W&B
+    num_layers: int = number(4, 1, 10_000)  # transformer layers
+    hidden_size: int = number(128, 1, 10**6)  # width of the residual stream
+    num_attention_heads: int = number(4, 1, 10**5)  # query heads
+    num_kv_heads: int = number(2, 1, 10**5)  # key/value heads; fewer than query heads: grouped-query attention
+    head_dim: int | None = number(None, 1, 10**5)  # null: hidden_size / num_attention_heads
+    ffn_hidden_size: int = number(384, 1, 10**7)  # width inside the MLP
+    # entries of the embedding; null: those of the tokenizer, rounded up to vocab_multiple
+    vocab_size: int | None = number(None, 1, 10**7)
+    vocab_multiple: int = number(128, 1, 10**6)  # a tokenizer's vocabulary is rounded up to a multiple of this
+    normalization: str = choice("rmsnorm", ("rmsnorm", "layernorm"))  # type of all norms
+    norm_epsilon: float = number(1e-5, 1e-20, 1)  # smaller values are 0 in fp32, or close to it
+    zero_centered_norms: bool = False  # weights of norms are stored minus 1
+    qk_norm: bool = False  # norms of queries and keys, per head; with latents, norms of the latents
+    post_norms: bool = False  # norms after attention and after the MLP, before the residual is added
+    # geglu: gated by the tanh form of gelu; swiglu_oai: as in gpt-oss
+    activation: str = choice("swiglu", ("swiglu", "gelu", "geglu", "swiglu_oai"))
+    attention_scale: float | None = number(None, 0, 1e6, above=True)  # Factor for the scores; null: 1 / sqrt(head_dim).
+    scale_embedding: bool = False  # multiply embeddings by sqrt(hidden_size), rounded to the model's precision
+    # rotary, or a learned table of data.seq_length entries
+    position_embedding: str = choice("rope", ("rope", "learned"))
+    rope_base: float = number(500_000.0, 1, 1e15)  # RoPE's base (theta)
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    # Number of previous tokens that a token sees; null: all. Every window_pattern-th layer sees all of them.
+    window: int | None = number(None, 1, MAX_TOKENS)
+    window_pattern: int | None = number(None, 2, 10_000)  # every k-th layer sees all tokens; null: none does
+    # RoPE's base in layers with a window, where RoPE is not scaled; null: as in other layers.
+    window_rope_base: float | None = number(None, 1, 1e15)
+    # A logit per head that is part of every softmax but has no value: none, 0 (off_by_one), or learnable.
+    sinks: str = choice("none", ("none", "off_by_one", "learnable"))
+    bias: bool = False  # bias in all linear layers except the output layer
+    qkv_bias: bool = False  # bias of queries, keys and values if the other layers have none
+    tie_embeddings: bool = False  # the LM head shares the embedding's weights
+    init_std: float = number(0.02, 1e-6, 10)  # standard deviation of initial weights
+    # Layers around attention: auto (TransformerEngine's on GPUs if installed, else Megatron's local layers)
+    implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
+
+    # Multi-latent attention and mixtures of experts have Megatron's fields, under its names.
+
+    # Elements of the latent from which a token's keys and values are computed (MLA, as in DeepSeek). null: no
+    # MLA.
+    kv_lora_rank: int | None = number(None, 1, 10**6)
+    q_lora_rank: int | None = number(None, 1, 10**6)  # with kv_lora_rank: elements of the queries' latent; null: none
+    # with kv_lora_rank: elements of a query or key that RoPE does not rotate
+    qk_head_dim: int | None = number(None, 1, 10**5)
+    # With kv_lora_rank: elements of a query or key that RoPE rotates, after the others; all heads share those of
+    # the keys.
+    qk_pos_emb_head_dim: int | None = number(None, 2, 10**5)
+    v_head_dim: int | None = number(None, 1, 10**5)  # with kv_lora_rank: elements of a value
+
+    num_moe_experts: int | None = number(None, 2, 10_000)  # experts per layer; null: all MLPs are dense
+    moe_ffn_hidden_size: int | None = number(None, 1, 10**7)  # width inside one expert; null: ffn_hidden_size
+    moe_router_topk: int = number(2, 1, 10_000)  # experts per token
+    # One layer of experts in each moe_layer_freq, the first one; or a list of all layers, 1 with experts and 0 dense.
+    moe_layer_freq: str = text(
+        "1",
+        "at least 1 and at most 10,000, or a list such as [0,1,1]",
+        r"[1-9][0-9]{0,3}|10000|\[[01](, ?[01])*\]",
+        max_bytes=10_000,
+    )
+    # number of first layers without experts; moe_layer_freq counts from the layer after them
+    moe_first_dense_layers: int = number(0, 0, 10_000)
+    # Width of the MLP that every token uses in addition to its experts, of all shared experts together. null:
+    # none.
+    moe_shared_expert_intermediate_size: int | None = number(None, 1, 10**7)
+    moe_router_pre_softmax: bool = False  # weights are the softmax over all experts instead of over the chosen ones
+    # Factor for the weights of experts; null: 1.
+    moe_router_topk_scaling_factor: float | None = number(None, 0, 1e6, above=True)
+    # How experts are kept equally busy: by a loss over each micro-batch (aux_loss) or over each sequence
+    # (seq_aux_loss).
+    moe_router_load_balancing_type: str = choice("aux_loss", ("none", "aux_loss", "seq_aux_loss"))
+    moe_aux_loss_coeff: float = number(0.01, 0, 1e6)  # weight of the load-balancing loss
+    # weight of a loss that keeps router logits small; null: no such loss
+    moe_z_loss_coeff: float | None = number(None, 0, 1e6, above=True)
+    moe_router_dtype: str | None = choice(None, ("fp32", "fp64"))  # precision of the router; null: the model's
+
+    @property
+    def fc1_columns(self) -> int:
+        """Columns of an MLP's first matrix per unit of its width: 2 if the MLP is gated."""
+        return 1 if self.activation == "gelu" else 2
+
+    @property
+    def widest_window(self) -> tuple[int | None, int | None]:
+        """The window of the layers that see most."""
+        return (None, None) if self.window is None or self.window_pattern is not None else (self.window, 0)
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is MLA."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def kv_channels(self) -> int:
+        """Elements of a head's query or key."""
+        if self.latent:
+            return (self.qk_head_dim or 0) + (self.qk_pos_emb_head_dim or 0)
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_channels(self) -> int:
+        """Elements of a head's value."""
+        return self.v_head_dim or self.kv_channels
+
+    @property
+    def rope_channels(self) -> int:
+        """Elements of a head's query or key that RoPE rotates."""
+        return self.qk_pos_emb_head_dim or self.kv_channels
+
+    @property
+    def kv_latent_channels(self) -> int:
+        """Elements that MLA computes per token for all keys and values: their latent, and what RoPE rotates of keys."""
+        return self.kv_lora_rank + (self.qk_pos_emb_head_dim or 0) if self.kv_lora_rank is not None else 0
+
+    @property
+    def down_weights(self) -> int:
+        """Weights of a layer's projections from hidden states to latents."""
+        return self.hidden_size * (self.kv_latent_channels + (self.q_lora_rank or 0))
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of a layer's projections of queries, keys, values and the output."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        out = heads * self.value_channels * hidden
+        if self.kv_lora_rank is None:
+            return hidden * self.kv_channels * (heads + 2 * self.num_kv_heads) + out
+        up = self.kv_lora_rank * heads * ((self.qk_head_dim or 0) + self.value_channels)
+        return self.down_weights + (self.q_lora_rank or hidden) * heads * self.kv_channels + up + out
+
+    @property
+    def expert_width(self) -> int:
+        """The width of one expert's MLP."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """For every layer, whether its MLP is a mixture of experts."""
+        if self.num_moe_experts is None:
+            return (False,) * self.num_layers
+        if self.moe_layer_freq.startswith("["):
+            return tuple(each == "1" for each in self.moe_layer_freq if each in "01")
+        first, interval = self.moe_first_dense_layers, int(self.moe_layer_freq)
+        return tuple(layer >= first and (layer - first) % interval == 0 for layer in range(self.num_layers))
+
+
+def layer_list(expert_layers: Iterable[bool]) -> str:
+    """Return `ModelConfig.expert_layers` as a value of `moe_layer_freq`."""
+    return f"[{','.join(str(int(experts)) for experts in expert_layers)}]"

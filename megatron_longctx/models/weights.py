@@ -1,0 +1,177 @@
+"""Parameters of Megatron, the published tensors they consist of, and lossless conversion both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+
+_LAYER = "{layer}"
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Sizes of a model.
+
+    Attributes:
+        model: `vocab_size` is the number of rows of Megatron's embedding.
+        vocab: the number of rows of the published embedding, which has no padding.
+    """
+
+    model: ModelConfig
+    vocab: int
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Sizes, keyed by the names that `Weight.shape` uses."""
+        model = self.model
+        assert model.vocab_size is not None
+        query, key_value = model.num_attention_heads * model.kv_channels, model.num_kv_heads * model.kv_channels
+        return {
+            "padded_vocab": model.vocab_size,
+            "hidden": model.hidden_size,
+            "heads": model.num_attention_heads,
+            "head": model.kv_channels,
+            "query": query,
+            "key_value": key_value,
+            "qkv": query + 2 * key_value,
+            "ffn": model.ffn_hidden_size,
+            "gate_up": 2 * model.ffn_hidden_size,
+            "experts": model.num_moe_experts or 0,
+            "expert_ffn": model.expert_width,
+            "expert_gate_up": 2 * model.expert_width,
+        }
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a parameter consists of published tensors.
+
+    `join` returns the parameter that parts, in the order of `Weight.published`, make up; `split` returns its parts.
+    They are each other's inverse, bit for bit. Both accept tensors on the meta device, by which shapes are computed.
+    Rows are the first dimension of weights and biases.
+    """
+
+    join: Callable[[Sequence[Tensor], Dims], Tensor]
+    split: Callable[[Tensor, Dims], Sequence[Tensor]]
+
+
+def _qkv() -> Form:
+    """Queries, keys and values. Megatron groups rows by KV head: its queries, its key, its value."""
+
+    def by_kv_head(rows: Tensor, dims: Dims) -> Tensor:
+        return rows.view(dims.model.num_kv_heads, -1, *rows.shape[1:])
+
+    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        return torch.cat([by_kv_head(part, dims) for part in parts], dim=1).flatten(0, 1)
+
+    def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        sizes = [dims.sizes[rows] // dims.model.num_kv_heads for rows in ("query", "key_value", "key_value")]
+        return [part.flatten(0, 1) for part in torch.split(by_kv_head(whole, dims), sizes, dim=1)]
+
+    return Form(join, split)
+
+
+def _join_vocabulary(parts: Sequence[Tensor], dims: Dims) -> Tensor:
+    missing = dims.sizes["padded_vocab"] - dims.vocab
+    return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]) if missing else parts[0]
+
+
+def _experts(form: Form, count: int) -> Form:
+    """A parameter of all experts, `[E, ...]`, of which each has `count` published tensors in the form `form`."""
+
+    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        return torch.stack([form.join(parts[i : i + count], dims) for i in range(0, len(parts), count)])
+
+    return Form(join, lambda whole, dims: [part for expert in whole for part in form.split(expert, dims)])
+
+
+def _transposed_experts(interleaved: bool) -> Form:
+    """A published tensor with the transposed weights of all experts, `[E, in, out]`, or their biases, `[E, out]`.
+
+    If `interleaved`, columns of the gate and of the up projection alternate along `out`.
+    """
+
+    def transposed(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2).contiguous() if tensor.ndim == 3 else tensor
+
+    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        (whole,) = parts
+        return transposed(torch.cat([whole[..., ::2], whole[..., 1::2]], dim=-1) if interleaved else whole)
+
+    def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        part = transposed(whole)
+        return (torch.stack(part.chunk(2, dim=-1), dim=-1).flatten(-2) if interleaved else part,)
+
+    return Form(join, split)
+
+
+UNCHANGED = Form(lambda parts, dims: parts[0], lambda whole, dims: (whole,))
+# The rows of a gated MLP's gate, then those of its up projection.
+GATE_UP = Form(lambda parts, dims: torch.cat(list(parts)), lambda whole, dims: whole.chunk(2))
+QKV = _qkv()
+# A row for every token, padded with zeros to the rows of Megatron's embedding.
+VOCAB = Form(_join_vocabulary, lambda whole, dims: (whole[: dims.vocab],))
+EXPERTS, EXPERTS_GATE_UP = _experts(UNCHANGED, 1), _experts(GATE_UP, 2)
+TRANSPOSED_EXPERTS, TRANSPOSED_EXPERTS_GATE_UP = _transposed_experts(False), _transposed_experts(True)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, or with `{layer}` in its name one of every layer, and the published tensors that it consists of.
+
+    Attributes:
+        name: in Megatron's distributed checkpoints, the same for local and TransformerEngine layers: a layer's input
+            norm is `…self_attention.linear_qkv.layer_norm_weight`, the norm before its MLP
+            `…mlp.linear_fc1.layer_norm_weight`.
+        published: names in safetensors files. A tensor belongs to one weight.
+        shape: of the parameter, over all tensor-parallel ranks, as names in `Dims.sizes`.
+        form: how the parameter consists of the published tensors.
+        in_expert_layers: True: only layers of experts have it; False: only dense layers; None: all layers.
+    """
+
+    name: str
+    published: tuple[str, ...]
+    shape: tuple[str, ...]
+    form: Form = UNCHANGED
+    in_expert_layers: bool | None = None
+
+    @property
+    def per_layer(self) -> bool:
+        return _LAYER in self.name
+
+    def place(self, layer: int, dims: Dims) -> tuple[str, int | None]:
+        """Return the name in a checkpoint, and the layer if the layers are slices of one tensor.
+
+        With experts they are not: layers may differ, and Megatron saves each under its number.
+        """
+        if dims.model.num_moe_experts is not None:
+            return self.name.replace(_LAYER, str(layer)), None
+        return self.name, layer if self.per_layer else None
+
+    def published_names(self, layer: int) -> tuple[str, ...]:
+        """Return the published names for a layer, counted from 0."""
+        return tuple(name.replace(_LAYER, str(layer)) for name in self.published)
+
+    def full_shape(self, dims: Dims) -> tuple[int, ...]:
+        return tuple(dims.sizes[name] for name in self.shape)
+
+    def published_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+        parts = self.form.split(torch.empty(self.full_shape(dims), device="meta"), dims)
+        return tuple(tuple(part.shape) for part in parts)
+
+
+def in_file_order(weights: Sequence[Weight], model: ModelConfig) -> list[tuple[Weight, int]]:
+    """Return all weights of a model with their layers, in the usual order of files: first those outside of layers,
+    with layer 0, then layer by layer."""
+    return [(weight, 0) for weight in weights if not weight.per_layer] + [
+        (weight, layer)
+        for layer, experts in enumerate(model.expert_layers)
+        for weight in weights
+        if weight.per_layer and weight.in_expert_layers in (None, experts)
+    ]
