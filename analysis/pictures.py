@@ -154,7 +154,7 @@ def _draw_placement(axes: Any) -> None:
                 axes.barh(rank, len(span), left=start + span.start, height=0.7, color=colour, edgecolor="white")
         start += new
     for rank in range(RANKS):
-        axes.text(start * 1.005, rank, f"{manager.num_tokens(session, rank):,} tokens", va="center", fontsize=9)
+        axes.text(start * 1.005, rank, f"{manager.shards(session)[rank].tokens:,} tokens", va="center", fontsize=9)
     axes.set_title("Which rank holds which tokens of a conversation of three turns", fontsize=11)
     axes.set_xlabel("position")
     _format_ranks(axes, start * 1.08)
