@@ -19,21 +19,20 @@ from torch import Tensor
 
 from .. import files
 from ..comm.collectives import gather_objects
+from ..comm.device import synchronize
 from ..schedules.calibration import cache_folder
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 3
+_VERSION = 4
 _SIZES = [4**k * 1024 for k in range(2, 9)]  # bytes: 16 KiB to 64 MiB
 _MARGIN = 0.95
 """Quantized counts as faster below this fraction of the exact sum's time, because noise does not justify an error."""
 _ROUNDS = 6
 _MAX_S = 0.2
 """If a call takes longer, no more rounds or larger sizes are measured."""
-_CALLS = 8
-"""The calls between two events on a GPU."""
-_SLEEP_CYCLES = 10_000_000
-"""A few milliseconds of a GPU, during which the host issues these calls, so that launch times do not count."""
+_CALLS = 16
+"""The calls of a row on a GPU, so that waiting for the device once does not count."""
 
 
 @dataclass(frozen=True)
@@ -146,21 +145,14 @@ def _seconds(ways: Sequence[Reduction], x: Tensor, group: dist.ProcessGroup) -> 
 
 
 def _row(way: Reduction, x: Tensor) -> float:
-    """Return the seconds per call: device time of a row of calls on GPUs, wall time of one call on CPUs."""
-    if not x.is_cuda:
-        begin = time.perf_counter()
+    """Return the wall-clock seconds per call of a row of calls: prompts wait for the host as well as for the device."""
+    calls = _CALLS if x.is_cuda else 1
+    synchronize(x.device)
+    begin = time.perf_counter()
+    for _ in range(calls):
         way(x)
-        return time.perf_counter() - begin
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    with torch.cuda.device(x.device):
-        torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-        way(x)  # synchronizes the ranks
-        start.record()
-        for _ in range(_CALLS):
-            way(x)
-        stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) / 1e3 / _CALLS
+    synchronize(x.device)
+    return (time.perf_counter() - begin) / calls
 
 
 def _load(path: Path) -> Crossover | None:
