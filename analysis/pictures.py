@@ -55,7 +55,7 @@ CHUNK = "recompute.head_chunk_tokens=4096"
 TILE = "recompute.mlp_tile_tokens=16384"
 
 ROWS = {"CP 2, steps in finer sizes": ("2 H200s", "#22667a"), "CP 1": ("1 H200", "#c0703a")}
-MOST_ROWS = 512
+MAX_ROWS = 512
 
 
 def attention(result: Path, out: Path | None) -> None:
@@ -248,7 +248,7 @@ def rows_of_prompts(out: Path) -> None:
         times = []  # new tokens, ms of the fastest plan, ms replicated
         for case in parts[way]["first_token"]:
             ms = {mode: 1e3 * seconds["p50"] for mode, seconds in case["seconds"].items()}
-            if "replicated" in ms and case["new"] <= MOST_ROWS:
+            if "replicated" in ms and case["new"] <= MAX_ROWS:
                 replicated = ms.pop("replicated")
                 times.append((case["new"], min(ms.values()), replicated))
         new, plans, replicated = zip(*sorted(times), strict=True)

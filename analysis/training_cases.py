@@ -34,7 +34,7 @@ from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config, data_parallel_size
 from megatron_longctx.errors import refuse
-from megatron_longctx.gpus import gpu_ranks
+from megatron_longctx.gpus import max_gpu_ranks
 from megatron_longctx.mcore.model import padded_vocab_size
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training.preflight import check
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         cases = read_cases(arguments.cases)
-        gpus = gpu_ranks()
+        gpus = max_gpu_ranks()
         ranks = arguments.ranks or gpus or max(c.parallelism.model_parallel_size for c in cases.configs)
         for prefix, kind in cases.documents.items():
             if not Path(f"{prefix}.bin").exists():

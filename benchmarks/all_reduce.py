@@ -28,7 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GROUP_SIZE = 128
 _ISSUED = {"cuda": "replayed from CUDA graphs", "cpu": "issued one by one"}
 _LARGEST_CHECKED = 16 * 2**20
-_ROW_S, _FEWEST_CALLS, _MOST_CALLS = 0.04, 5, 200
+_ROW_S, _FEWEST_CALLS, _MAX_CALLS = 0.04, 5, 200
 """Calls in a row last this long, but there are at least and at most these numbers of them."""
 _IN_GRAPH, _ROUNDS = 20, 5
 
@@ -229,7 +229,7 @@ def _seconds(call: Call, group: dist.ProcessGroup, device: torch.device) -> floa
     """Return the seconds of one call in a row; on GPUs, the row is replayed from a CUDA graph."""
     mean_seconds(call, device, 3)
     estimate = max(gather_objects(group, mean_seconds(call, device, 3)))
-    count = max(_FEWEST_CALLS, min(_MOST_CALLS, int(_ROW_S / estimate)))
+    count = max(_FEWEST_CALLS, min(_MAX_CALLS, int(_ROW_S / estimate)))
     if device.type != "cuda":
         return sorted(step_seconds(call, group, device, count, _ROUNDS))[_ROUNDS // 2]
     graph = torch.cuda.CUDAGraph()

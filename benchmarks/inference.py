@@ -21,7 +21,7 @@ from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
 from megatron_longctx.errors import refuse
 from megatron_longctx.inference.choice import calibration_file, find_rule_inputs
-from megatron_longctx.mcore.inference import for_inference
+from megatron_longctx.mcore.inference import inference_config
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
 
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise refuse("RANK", os.environ["RANK"], "to be started once", "Run it without torchrun: it starts its ranks.")
-    sweep, config = sweep_of(arguments), for_inference(compose_config(arguments.settings))
+    sweep, config = sweep_of(arguments), inference_config(compose_config(arguments.settings))
     sizes: Sequence[int] = [config.parallelism.context_parallel_size]
     if arguments.context is not None:
         sizes = numbers("--context", arguments.context, 1)

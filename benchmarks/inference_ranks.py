@@ -140,7 +140,7 @@ def measure(rank: int, config: Config, sweep: Sweep, save: Save) -> tuple[list[F
     """Measure `sweep` with random weights on the configured number of context-parallel ranks.
 
     Args:
-        config: from `mcore.inference.for_inference`, with a cache of `sweep.pages`.
+        config: from `mcore.inference.inference_config`, with a cache of `sweep.pages`.
         save: called by rank 0 after every measurement, so that an aborted sweep loses nothing.
     """
     par = config.parallelism

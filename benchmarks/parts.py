@@ -18,7 +18,7 @@ from megatron_longctx.config import Config
 from megatron_longctx.errors import refuse
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import load_model
-from megatron_longctx.mcore.losses import for_losses
+from megatron_longctx.mcore.losses import losses_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, write JSON and a Markdown table after every length."""
     check_least("--iterations", arguments.iterations)
     lengths = sorted(numbers("--lengths", arguments.lengths, 2))
-    config = for_losses(compose_config([*arguments.settings, f"data.seq_length={lengths[-1]}"]))
+    config = losses_config(compose_config([*arguments.settings, f"data.seq_length={lengths[-1]}"]))
     count = config.parallelism.context_parallel_size * config.parallelism.tensor_parallel_size
     if count != 1:
         raise refuse("parallelism", f"{count} ranks", "1: a layer's parts on one device", "Take parallelism=single.")

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from megatron_longctx.attention.bind import Engine, bind
+from megatron_longctx.attention.bind import Runtime, bind
 from megatron_longctx.attention.function import shapes_of
 from megatron_longctx.comm import BufferPool
 from megatron_longctx.comm.peer import SymmetricExchange
 from megatron_longctx.errors import refuse
 from megatron_longctx.kernels import PROVIDERS
-from megatron_longctx.schedules import Lowering, Takes, Target, backward_plan, build_plan
+from megatron_longctx.schedules import KernelSupport, Lowering, Target, backward_plan, build_plan
 from megatron_longctx.schedules.mask import documents
 
 from .cases import packs
@@ -70,10 +70,10 @@ def milliseconds(schedule: str, n: int, lengths: tuple[int, ...], batches: int) 
     """
     q, kv = (torch.empty(0, 1, heads, _HEAD_DIM, dtype=torch.bfloat16) for heads in (_HEADS, _KV_HEADS))
     shapes, hosts = shapes_of(q, kv, kv), (tuple(range(n)),) * n
-    target = Target(shapes.workload, Takes(packed=True, rectangles=True, windows=True), hosts)
+    target = Target(shapes.workload, KernelSupport(packed=True, rectangles=True, windows=True), hosts)
     peers: Any = SimpleNamespace(hosts=hosts, peers=range(n))
     peers.channel = lambda program, num_bytes, _: SymmetricExchange(peers, program, num_bytes)
-    engine = Engine(PROVIDERS["cpu"](deterministic=False), peers, BufferPool(torch.device("cpu")))
+    engine = Runtime(PROVIDERS["cpu"](deterministic=False), peers, BufferPool(torch.device("cpu")))
     draw = random.Random(0)
     for _ in range(batches):
         times = [time.thread_time()]

@@ -15,7 +15,7 @@ from megatron_longctx.config import REDUCTIONS, Config
 from megatron_longctx.errors import refuse
 from megatron_longctx.lowbit.reduction import ReductionPolicy
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import CachedGPT, build_engine, for_inference
+from megatron_longctx.mcore.inference import CachedGPT, build_engine, inference_config
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
 from .inference_ranks import seconds_to_first
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise refuse("--reductions", arguments.reductions, "of " + ", ".join(REDUCTIONS), "Separate them by commas.")
     check_least("--iterations", arguments.iterations)
     lengths = sorted(numbers("--lengths", arguments.lengths, 2))
-    config = for_inference(compose_config(arguments.settings))
+    config = inference_config(compose_config(arguments.settings))
     tp, cp = config.parallelism.tensor_parallel_size, config.parallelism.context_parallel_size
     if cp != 1:
         raise refuse("parallelism.context_parallel_size", cp, "1, as tensor-parallel sums are compared", "Set it to 1.")

@@ -25,7 +25,7 @@ def ranks_per_gpu() -> int:
     return int(value)
 
 
-def gpu_ranks() -> int:
+def max_gpu_ranks() -> int:
     """Return how many ranks can run on the GPUs of this host."""
     return torch.cuda.device_count() * ranks_per_gpu()
 

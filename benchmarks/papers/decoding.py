@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_longctx.schedules import Block, Kind, Move, Takes, Target, Workload
+from megatron_longctx.schedules import Block, KernelSupport, Kind, Move, Target, Workload
 from megatron_longctx.schedules.cost import GIB, Costs
 from megatron_longctx.schedules.kernel_calls import KernelCall
 from megatron_longctx.schedules.messages import Messages
@@ -20,7 +20,7 @@ MEMORY_BYTES = 2.4e12
 NODES = (1, 2, 4, 8)
 CASES = ((128, 1), (32, 4), (128, 4))
 """Thousands of cached tokens per sequence, and sequences."""
-_CALLS = Takes(packed=True, rectangles=True, windows=True)
+_CALLS = KernelSupport(packed=True, rectangles=True, windows=True)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_longctx.errors import refuse
 from megatron_longctx.mcore.inference import load_model
-from megatron_longctx.mcore.losses import for_losses
+from megatron_longctx.mcore.losses import losses_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.serving.inference_job import InferenceJob, build_job, start
 from megatron_longctx.verbs.conversion import import_model
@@ -99,7 +99,7 @@ def measure(model: Path, text: Path, device: str, measurements: Sequence[Options
         for options in measurements:
             settings = [f"data.seq_length={options.length}", f"data.tokenizer_path={run / 'tokenizer'}"]
             settings += [f"train.device={device}", "train.precision=fp32", "attention.kernel=reference"]
-            job = build_job({"checkpoint": str(run)}, settings, adapted=for_losses)
+            job = build_job({"checkpoint": str(run)}, settings, adapted=losses_config)
             results.append({"device": device})
             start(job, partial(_work, options=options, texts=texts, ranks=ranks, into=results[-1]))
     return results

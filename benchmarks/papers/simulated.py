@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from megatron_longctx.schedules import Mode, Plan, Takes, Target, Workload, backward_plan, build_plan
+from megatron_longctx.schedules import KernelSupport, Mode, Plan, Target, Workload, backward_plan, build_plan
 from megatron_longctx.schedules.calibration import load_calibration
 from megatron_longctx.schedules.cost import Costs
 from megatron_longctx.schedules.simulate import Simulation, simulate
@@ -35,7 +35,7 @@ class Machine:
     def target(self, workload: Workload) -> Target:
         m, n = self.cluster.ranks_per_node, self.cluster.n
         hosts = tuple(tuple(range(r // m * m, min(n, (r // m + 1) * m))) for r in range(n))
-        return Target(workload, Takes(), hosts if self.over_peers else None)
+        return Target(workload, KernelSupport(), hosts if self.over_peers else None)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from functools import cache
 from typing import Any
 
 from megatron_longctx.schedules import (
+    KernelSupport,
     Kind,
     Mode,
     ModeOptions,
     Plan,
-    Takes,
     Target,
     Workload,
     backward_plan,
@@ -171,7 +171,10 @@ def sums() -> Table:
 
 def _summed(mode: str, cluster: Cluster, length: int) -> tuple[Cell, ...]:
     workload, node = Workload(32, 8, 128), cluster.ranks_per_node
-    target, costs = Target(workload, Takes(packed=True, rectangles=True, windows=True)), Costs.of_device(cluster.device)
+    target, costs = (
+        Target(workload, KernelSupport(packed=True, rectangles=True, windows=True)),
+        Costs.of_device(cluster.device),
+    )
 
     def crossing(plan: Plan) -> float:
         moves = (move for step in plan.steps for move in step.moves if move.block.kind is Kind.DKV)

@@ -81,7 +81,7 @@ def _specs(shapes: Shapes, kind: Kind, tokens: int, heads: Heads) -> tuple[Tenso
 
 
 @dataclass
-class Engine:
+class Runtime:
     """The kernel, transport and memory on which programs run.
 
     transport: None for a group of one rank. waits, passes: clocks for waiting on messages and for whole passes.
@@ -105,7 +105,7 @@ class Bound:
 
     program: Program
     shapes: Shapes
-    engine: Engine
+    engine: Runtime
     channel: Channel | None
     copies: BatchedCopy = field(default_factory=BatchedCopy)
     _buffers: list[Fields | None] = field(default_factory=list)
@@ -185,7 +185,7 @@ class Bound:
         )
 
 
-def bind(lowering: Lowering, rank: int, shapes: Shapes, engine: Engine) -> Bound:
+def bind(lowering: Lowering, rank: int, shapes: Shapes, engine: Runtime) -> Bound:
     """Bind a rank's program, ready to run. Exchanges nothing, and may be called from any thread."""
     program = lowering.program(rank)
     channel = None

@@ -29,11 +29,11 @@ from ..schedules import (
     find_mode,
     keep_received,
     keeps_received,
-    ranks_to_sum,
+    node_size_to_sum,
     sum_in_nodes,
 )
 from ..schedules import mask as masks
-from .bind import Engine, Shapes
+from .bind import Runtime, Shapes
 from .function import AttentionFunction, AttentionResult, Passes, compile_kinds, forward_pass, shapes_of
 from .kv_format import MakeFormat
 
@@ -99,10 +99,10 @@ class ContextParallelAttention:
         self._kernel, self._unit, self._layout, self._transport = kernel, unit, layout, transport
         self._kv_format, self._keep_received = kv_format, keep_received
         self._overlap = overlap
-        self._sum_in_node, self._summed = sum_in_node, ranks_to_sum(sum_in_node, options.cluster, self.world)
+        self._sum_in_node, self._summed = sum_in_node, node_size_to_sum(sum_in_node, options.cluster, self.world)
         self._measures_times = False
         self._devices: dict[torch.device, _DeviceState] = {}
-        self._engines: dict[KernelRequest, Engine] = {}
+        self._engines: dict[KernelRequest, Runtime] = {}
         self._bound: OrderedDict[tuple[Mask, _Kind], Passes] = OrderedDict()
         self._kinds: set[_Kind] = set()  # of all calls so far
         self._expected: tuple[Sequence[Mask], bool] = (), False
@@ -140,7 +140,7 @@ class ContextParallelAttention:
             passes = self._bind(mask, kind)
             _ = passes.forward, passes.backward  # bound on first use
 
-    def expect(self, masks: Sequence[Mask], varied: bool) -> None:
+    def announce(self, masks: Sequence[Mask], varied: bool) -> None:
         """Announce the masks of later calls, so that the first call compiles all their kernels.
 
         varied: whether there will also be masks like these, with other documents.
@@ -274,7 +274,7 @@ class ContextParallelAttention:
         check_tensors(q, k, v)
         self.check_heads(q.shape[2], k.shape[2])
 
-    def _engine(self, mask: Mask, shapes: Shapes) -> Engine:
+    def _engine(self, mask: Mask, shapes: Shapes) -> Runtime:
         work, device = shapes.workload, shapes.device
         request = KernelRequest(
             device.type, shapes.dtype, work.head_dim, work.num_heads, work.num_kv_heads, self.deterministic,
@@ -289,7 +289,7 @@ class ContextParallelAttention:
                 waits.running = passes.running = self._measures_times
                 self._devices[device] = _DeviceState(transport, BufferPool(device), waits, passes, self._ranks_to_sum())
             transport, pool, waits, passes, _ = self._devices[device]
-            self._engines[request] = Engine(kernel, transport, pool, waits, passes, self._overlap)
+            self._engines[request] = Runtime(kernel, transport, pool, waits, passes, self._overlap)
         return self._engines[request]
 
     def _ranks_to_sum(self) -> int:

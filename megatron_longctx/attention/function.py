@@ -19,7 +19,7 @@ from ..kernels import CallKind
 from ..kernels.no_grad import first_order
 from ..schedules import Kind, Lowering, Plan, Target, Workload, backward_plan
 from ..schedules.mask import FAR
-from .bind import Bound, Engine, Fields, Shapes, bind
+from .bind import Bound, Fields, Runtime, Shapes, bind
 from .kv_format import KVFormat, plain_kv
 from .run import Run
 
@@ -39,7 +39,7 @@ class Passes:
     target: Target
     rank: int
     shapes: Shapes
-    engine: Engine
+    engine: Runtime
 
     @cached_property
     def forward(self) -> Bound:
@@ -188,7 +188,7 @@ class _KernelKind(NamedTuple):
 
 
 def compile_kinds(every: Iterable[Passes], varied: bool) -> None:
-    """Make a small call of every kind that the passes contain. varied: see `ContextParallelAttention.expect`."""
+    """Make a small call of every kind that the passes contain. varied: see `ContextParallelAttention.announce`."""
     examples: dict[_KernelKind, Passes] = {}
     for passes in every:
         for each in call_kinds(passes, varied) if passes.engine.kernel.compiles else ():

@@ -23,9 +23,9 @@ from ..schedules import Workload
 _WARM_UP_S = 0.1
 """Seconds of calls in a row before measuring. A GPU's power limit takes effect after 50 to 80 ms: a burst from idle is
 faster than passes in a row."""
-_MOST_CALLS = 1000
+_MAX_CALLS = 1000
 """The most warm-up calls. If more would take less than `_WARM_UP_S`, the host limits them, and they are no load."""
-_ROW_S, _MOST_IN_ROW = 0.005, 100
+_ROW_S, _MAX_IN_ROW = 0.005, 100
 """Short calls are timed in rows of this length, so that waiting for the device at the end of a row does not count."""
 
 
@@ -41,7 +41,7 @@ def mean_seconds(work: Callable[[], object], device: torch.device, count: int) -
 
 def num_warm_up_calls(seconds: float) -> int:
     """Return how many calls in a row, of `seconds` each, bring a GPU to its sustained speed."""
-    return min(_MOST_CALLS, math.ceil(_WARM_UP_S / max(seconds, 1e-6)))
+    return min(_MAX_CALLS, math.ceil(_WARM_UP_S / max(seconds, 1e-6)))
 
 
 def warm_up(work: Callable[[], object], device: torch.device) -> float:
@@ -60,7 +60,7 @@ def warm_up(work: Callable[[], object], device: torch.device) -> float:
 def sustained_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the seconds of one call of `work`, which sends no messages, at sustained speed: the median of rows."""
     estimate = warm_up(work, device)
-    count = max(1, min(_MOST_IN_ROW, int(_ROW_S / max(estimate, 1e-9))))
+    count = max(1, min(_MAX_IN_ROW, int(_ROW_S / max(estimate, 1e-9))))
     return statistics.median(mean_seconds(work, device, count) for _ in range(repeats))
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..attention import ContextParallelAttention
-from ..attention.bind import Engine, Shapes, bind
+from ..attention.bind import Runtime, Shapes, bind
 from ..attention.run import Run
 from ..comm import BufferPool, gather_objects
 from ..inference.batch import Batch
@@ -31,7 +31,7 @@ from .measure import Testbed, mean_seconds, median_over_ranks, step_seconds, tra
 _CACHED, _NEW = 64, 16
 """Tokens per rank of the pass that measures the host: kernel calls are as short as possible."""
 _PASSES = 30
-_CLOSE, _MOST_MODES = 1.3, 8
+_CLOSE, _MAX_MODES = 1.3, 8
 """Modes are measured if their simulated time is at most this factor above the fastest; this many at most."""
 _LONG_S = 0.2
 _STEPS, _STEPS_OF_LONG, _ALL_STEPS = 6, 3, 10
@@ -53,7 +53,7 @@ def host_operation_seconds(testbed: Testbed, cluster: Cluster, costs: Costs) -> 
     manager.append({session: n * _CACHED})
     batch = Batch(n, manager.slots_per_rank, manager.append({session: n * _NEW}))
     shape = CacheShape(1, work.num_heads, work.num_kv_heads, work.head_dim, testbed.dtype)
-    engine = Engine(testbed.choose_kernel(packed=True), testbed.transport, BufferPool(testbed.device))
+    engine = Runtime(testbed.choose_kernel(packed=True), testbed.transport, BufferPool(testbed.device))
     target = Target(shape.workload, engine.kernel.takes, testbed.transport.hosts)
 
     def measure() -> list[float]:
@@ -68,7 +68,7 @@ def host_operation_seconds(testbed: Testbed, cluster: Cluster, costs: Costs) -> 
 
 
 @torch.inference_mode()
-def _pass_seconds(testbed: Testbed, batch: Batch, lowering: Lowering, shape: CacheShape, engine: Engine) -> float:
+def _pass_seconds(testbed: Testbed, batch: Batch, lowering: Lowering, shape: CacheShape, engine: Runtime) -> float:
     rank = torch.distributed.get_rank(testbed.group)
     shapes = Shapes(shape.workload, shape.dtype, testbed.device, shape.kv, shape.kv)
     bound = bind(lowering, rank, shapes, engine)
@@ -97,7 +97,7 @@ def modes_to_measure(ranking: Sequence[Candidate]) -> list[Candidate]:
     if not ranking:
         return []
     fastest = ranking[0].seconds
-    close = [candidate for candidate in ranking[:_MOST_MODES] if candidate.seconds <= _CLOSE * fastest]
+    close = [candidate for candidate in ranking[:_MAX_MODES] if candidate.seconds <= _CLOSE * fastest]
     return close[: int(_BUDGET_S / (_ALL_STEPS * fastest))]
 
 

@@ -15,7 +15,7 @@ from .runs import COLOURS, METRICS, Run, common_steps, largest_difference
 
 _TEMPLATE = Path(__file__).with_name("dashboard.html")
 _MARK = "/*RUNS*/"
-_MOST_POINTS = 2000  # of a curve: more than a screen has columns
+_MAX_POINTS = 2000  # of a curve: more than a screen has columns
 _CURVES = ((names.LOSS, "loss"), *((metric.key, metric.title) for metric in METRICS))
 _ABOUT = "Runs of one group side by side, by mode (job type): bars are of the last step, curves of every step."
 
@@ -49,7 +49,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
 def _run(run: Run, first: Run, steps: Sequence[int]) -> dict[str, Any]:
     difference = None if run is first else largest_difference(run, first, steps)
     shown = sorted(run.records)
-    shown = shown[:: -(-len(shown) // _MOST_POINTS)]
+    shown = shown[:: -(-len(shown) // _MAX_POINTS)]
     return {
         "name": run.name,
         **run.facts(),

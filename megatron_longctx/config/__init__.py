@@ -23,7 +23,7 @@ from .planned import (
     layout_of,
     mode_options,
     planned_mask,
-    ranks_summed,
+    summed_node_size,
     token_unit,
     workload_of,
 )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..errors import refuse
-from ..schedules.backward import ranks_to_sum
+from ..schedules.backward import node_size_to_sum
 from ..schedules.mask import causal
 from .bounds import check, keys_of
 from .model import LATENT_KEYS, ModelConfig
@@ -270,7 +270,7 @@ def _check_parallelism(config: Config) -> None:
         remedy = "Set it to false: an exact cache has no such condition."
         _check_is("attention.kv_int8", attention.kv_int8, (False,), condition, remedy)
     if par.cluster is None:
-        ranks_to_sum(attention.sum_in_node, None, cp)
+        node_size_to_sum(attention.sum_in_node, None, cp)
     if attention.baseline is not None and cp > 1:
         _check_divides("2 x parallelism.context_parallel_size", 2 * cp, {"data.seq_length": data.seq_length})
 
@@ -288,7 +288,8 @@ def _check_expert_sizes(config: Config, experts: int) -> None:
         remedy = "Megatron would not sum the gradients of experts that tensor-parallel ranks hold whole."
         raise refuse(name, etp, expected, remedy)
     if etp > 1 and model.bias:
-        raise refuse(name, etp, "1 with model.bias=true", "Megatron shards no biases of experts.")
+        given = "null" if par.expert_tensor_parallel_size is None else etp
+        raise refuse(name, given, "1 with model.bias=true", "Megatron shards no biases of experts.")
 
 
 def _check_training(config: Config) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..errors import refuse
 from ..schedules import Mask, Workload
-from ..schedules.backward import ranks_to_sum
+from ..schedules.backward import node_size_to_sum
 from ..schedules.mask import documents
 from ..schedules.modes import Mode, ModeOptions, find_mode
 from ..topology import load_cluster
@@ -52,14 +52,14 @@ def configured_mode(par: ParallelismConfig) -> Mode:
     return find_mode(par.schedule, par.context_parallel_size, mode_options(par))
 
 
-def ranks_summed(config: Config) -> int:
+def summed_node_size(config: Config) -> int:
     """Return the ranks of a node whose partial gradients are summed before they are sent to another node; 0: none.
 
     Raises:
         ValueError: the cluster cannot be read, cannot have this number of ranks, or is missing but required.
     """
     par = config.parallelism
-    return ranks_to_sum(config.attention.sum_in_node, mode_options(par).cluster, par.context_parallel_size)
+    return node_size_to_sum(config.attention.sum_in_node, mode_options(par).cluster, par.context_parallel_size)
 
 
 def layout_of(config: Config) -> str:
@@ -87,7 +87,8 @@ def data_parallel_size(config: Config, world_size: int) -> int:
         raise refuse("world size", world_size, f"a multiple of {product} = {par.model_parallel_size}", remedy)
     ep, etp = par.expert_model_parallel_size, par.tensor_size_of_experts
     if world_size % (etp * ep * pp):
-        expected = f"a size so that tensor {etp} of experts x expert x pipeline {pp} divides the {world_size} ranks"
+        sizes = f"expert tensor {etp} x expert {ep} x pipeline {pp} = {etp * ep * pp}"
+        expected = f"a size so that {sizes} divides the {world_size} ranks"
         remedy = "Change a size, or start another number of ranks."
         raise refuse("parallelism.expert_model_parallel_size", ep, expected, remedy)
     size = world_size // par.model_parallel_size

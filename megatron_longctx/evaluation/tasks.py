@@ -116,8 +116,8 @@ class Task:
 
 
 def _random_words(count: int, rng: Random) -> list[str]:
-    """Return different words such as `brave-river`, at most `_MOST_WORDS`."""
-    numbers = rng.sample(range(_MOST_WORDS), count)
+    """Return different words such as `brave-river`, at most `_MAX_WORDS`."""
+    numbers = rng.sample(range(_MAX_WORDS), count)
     return [f"{_ADJECTIVES[number % len(_ADJECTIVES)]}-{_NOUNS[number // len(_ADJECTIVES)]}" for number in numbers]
 
 
@@ -189,7 +189,7 @@ def _common_words(length: int, haystack: Haystack, depth: float | None, rng: Ran
     short = length < 4096
     opening = " Answer: The top 10 words that appear most often in the list are:"
     enough = length // 2 + 100  # a word and its number are at least two tokens
-    words, order = _random_words(min(enough, _MOST_WORDS), rng), rng.getrandbits(64)
+    words, order = _random_words(min(enough, _MAX_WORDS), rng), rng.getrandbits(64)
     shown, words = words[: 20 if short else 40], words[20 if short else 40 :]
     example = _word_list(shown, (3, 1) if short else (10, 3), order) + opening
     example += " " + _numbered(shown[:_COMMON_WORDS]) + "\n"
@@ -198,7 +198,7 @@ def _common_words(length: int, haystack: Haystack, depth: float | None, rng: Ran
         lambda units: example + _word_list(words[: _COMMON_WORDS + units], times, order),
         opening,
         tuple(words[:_COMMON_WORDS]),
-        most=len(words) - _COMMON_WORDS if enough > _MOST_WORDS else None,
+        most=len(words) - _COMMON_WORDS if enough > _MAX_WORDS else None,
     )
 
 
@@ -287,4 +287,4 @@ tomato torch tower town trail train tree trumpet tulip tunnel turtle umbrella va
 walnut water whale wheat wheel whistle willow window wing wolf wood wool yard zebra
 """
 _ADJECTIVES, _NOUNS = (text.split() for text in (_ADJECTIVE_LIST, _NOUN_LIST))
-_MOST_WORDS = len(_ADJECTIVES) * len(_NOUNS)
+_MAX_WORDS = len(_ADJECTIVES) * len(_NOUNS)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.bind import Bound, Engine, Shapes, bind
+from ..attention.bind import Bound, Runtime, Shapes, bind
 from ..attention.function import add_sink_, merge_sink
 from ..attention.kv_format import Int8KV, KVFormat, StackedKV
 from ..attention.run import Run
@@ -136,7 +136,7 @@ class CachedAttention:
         if group is not None and self.world > 1:
             # The messages of a conversation need a little more memory in every turn.
             links = choose_transport(transport, group, device, growth=2.0, key="inference.transport")
-        self._engine = Engine(choose(kernel, request), links, BufferPool(device))
+        self._engine = Runtime(choose(kernel, request), links, BufferPool(device))
         has_windows = any(window is not None for window in shape.distinct_windows)
         self._window_kernel = choose(kernel, replace(request, windows=True)) if has_windows else self._engine.kernel
         self._shapes = Shapes(shape.workload, shape.dtype, device, shape.kv, shape.kv)
@@ -181,7 +181,7 @@ class CachedAttention:
         hosts = None if engine.transport is None else engine.transport.hosts
         return Target(self._shapes.workload, engine.kernel.takes, hosts, joined)
 
-    def _engine_for(self, window: int | None) -> Engine:
+    def _engine_for(self, window: int | None) -> Runtime:
         """Return the engine for a window: the fastest kernel for layers without one may not support windows."""
         return self._engine if window is None else replace(self._engine, kernel=self._window_kernel)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..schedules.kernel_calls import KernelCall, Segment, Takes
+from ..schedules.kernel_calls import KernelCall, KernelSupport, Segment
 from ..schedules.mask import FAR
 from .no_grad import no_grad
 
@@ -112,7 +112,7 @@ class AttentionKernel(ABC):
     """
 
     name: ClassVar[str]
-    takes: Takes = Takes()
+    takes: KernelSupport = KernelSupport()
     speed: ClassVar[dict[str, int]] = {}
     """Priority for `auto`, keyed by device type: `auto` tries the highest first, and skips providers without one."""
     compiles: ClassVar[bool] = False

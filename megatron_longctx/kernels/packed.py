@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..schedules.kernel_calls import KernelCall, Segment, Takes
+from ..schedules.kernel_calls import KernelCall, KernelSupport, Segment
 from ..schedules.mask import FAR
 from .interface import AttentionKernel, BlockInputs, dense_call
 
@@ -93,7 +93,7 @@ class PackedKernel(AttentionKernel):
     packed ones `[s, h, d]` with lse `[h, s]`.
     """
 
-    takes: Takes = Takes(packed=True, rectangles=True, windows=True)
+    takes: KernelSupport = KernelSupport(packed=True, rectangles=True, windows=True)
 
     @abstractmethod
     def _forward_rows(self, inputs: BlockInputs, packed: Segments | None) -> tuple[Tensor, Tensor]: ...

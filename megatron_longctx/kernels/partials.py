@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ..schedules.accumulators import MOST_PARTIALS
+from ..schedules.accumulators import MAX_PARTIALS
 from .fused import load_fused
 from .no_grad import no_grad
 
@@ -47,7 +47,7 @@ class Partial(NamedTuple):
 
 @no_grad
 def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> None:
-    """Write the merge of up to `MOST_PARTIALS` partial outputs, and (0, -inf) where no partial has rows.
+    """Write the merge of up to `MAX_PARTIALS` partial outputs, and (0, -inf) where no partial has rows.
 
     Args:
         partials: outputs over disjoint sets of keys; 0 wherever their lse is -inf. fp32 or lower, or all fp64.
@@ -76,7 +76,7 @@ def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> Non
 
 @no_grad
 def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
-    """Write the sum of up to `MOST_PARTIALS` partials, added in fp32 (fp64 if out is), and 0 where none has rows.
+    """Write the sum of up to `MAX_PARTIALS` partials, added in fp32 (fp64 if out is), and 0 where none has rows.
 
     Args:
         out: `[s, b, h, d]`, any strides and float dtype; may be the memory of a partial.
@@ -106,7 +106,7 @@ def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: to
     ranks. Without this, the first prompts of some lengths would each wait for Triton to compile another variant.
     """
     precisions = dict.fromkeys((dtype, torch.float32))
-    for into, first, count in product(precisions, precisions, range(1, MOST_PARTIALS + 1)):
+    for into, first, count in product(precisions, precisions, range(1, MAX_PARTIALS + 1)):
         values = [torch.zeros(2, 1, num_heads, head_dim, dtype=each, device=device) for each in (first, dtype, into)]
         lse = torch.zeros(2, 1, num_heads, dtype=torch.float32, device=device)
         parts = [Partial(0, 0, values[min(i, 1)], lse) for i in range(count)]
@@ -127,8 +127,8 @@ def _merge_into(acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> N
 
 
 def _check(partials: Sequence[Partial]) -> None:
-    if len(partials) > MOST_PARTIALS:
-        raise ValueError(f"{len(partials)} partials: expected {MOST_PARTIALS} at most. Merge some of them first.")
+    if len(partials) > MAX_PARTIALS:
+        raise ValueError(f"{len(partials)} partials: expected {MAX_PARTIALS} at most. Merge some of them first.")
 
 
 def _fusable(partials: Sequence[Partial], out: Tensor) -> bool:

@@ -16,7 +16,7 @@ from ..schedules import Mask
 from ..schedules import mask as masks
 from ..schedules.mask import FAR
 
-_MOST_PACKS = 64
+_MAX_PACKS = 64
 """The most packs whose lengths stay on the device."""
 
 
@@ -135,6 +135,6 @@ class TransformerEngineAttention(ContextParallelAttention):
             longest = -(-max(stop - start for start, stop, _ in mask.documents) // 64) * 64
             names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
             self._lengths[mask] = dict.fromkeys(names, starts) | {"max_seqlen_q": longest, "max_seqlen_kv": longest}
-            if len(self._lengths) > _MOST_PACKS:
+            if len(self._lengths) > _MAX_PACKS:
                 self._lengths.popitem(last=False)
         return self._lengths[mask]

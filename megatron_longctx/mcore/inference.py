@@ -159,14 +159,14 @@ class CachedGPT:
             core(q, kv, kv)
 
 
-def for_inference(config: Config) -> Config:
+def inference_config(config: Config) -> Config:
     """Return a run's configuration without the settings of training.
 
     Raises:
         ValueError: sizes or settings that inference does not support.
     """
     par = config.parallelism
-    check_sizes(par)
+    refuse_training_sizes(par)
     if config.model.latent:
         remedy = "MLA supports training and evaluation by `ppl` only."
         raise refuse("model.kv_lora_rank", config.model.kv_lora_rank, "null for inference", remedy)
@@ -194,7 +194,7 @@ def for_inference(config: Config) -> Config:
     return replace(config, parallelism=plain, recompute=RecomputeConfig(), inference=inference)
 
 
-def check_sizes(par: ParallelismConfig) -> None:
+def refuse_training_sizes(par: ParallelismConfig) -> None:
     """Raise ValueError for pipeline or data parallelism, which only training supports."""
     if par.pipeline_parallel_size != 1:
         remedy = "Set it to 1; checkpoints load at any sizes."
@@ -209,7 +209,7 @@ def build_engine(
     """Build the engine of a run's model, and its tokenizer. Collective over the world.
 
     Args:
-        config: a configuration that `for_inference` returned.
+        config: a configuration that `inference_config` returned.
         checkpoints: the folder of checkpoints, saved at any sizes; None leaves weights random.
         iteration: the checkpoint to load; None for the latest.
 

@@ -13,7 +13,7 @@ from ..config import Config, RecomputeConfig
 from ..errors import refuse
 from ..evaluation.results import Losses, edges
 from .data import TrainingData
-from .inference import check_sizes, load_model
+from .inference import load_model, refuse_training_sizes
 from .model import padded_vocab_size
 from .sequence import build_sequence
 from .step import EvalStep
@@ -21,14 +21,14 @@ from .step import EvalStep
 _HEAD_CHUNK_TOKENS = 4096
 
 
-def for_losses(config: Config) -> Config:
+def losses_config(config: Config) -> Config:
     """Return a run's configuration for its losses: with its context-parallel mode, and nothing kept for backward.
 
     Raises:
         ValueError: it has parallel sizes that only training supports.
     """
     par, recompute = config.parallelism, config.recompute
-    check_sizes(par)
+    refuse_training_sizes(par)
     if config.model.latent and par.tensor_parallel_size > 1:
         key, expected = "parallelism.tensor_parallel_size", f"1 with model.kv_lora_rank={config.model.kv_lora_rank}"
         raise refuse(key, par.tensor_parallel_size, expected, "Take context parallelism.")
@@ -49,7 +49,7 @@ def for_losses(config: Config) -> Config:
     )
 
 
-def at_length(config: Config, length: int) -> Config:
+def with_seq_length(config: Config, length: int) -> Config:
     """Return the configuration with samples of `length` tokens."""
     return replace(config, data=replace(config.data, seq_length=length))
 
@@ -58,7 +58,7 @@ class LossesByPosition:
     """A run's model, which computes losses. Construction and every call are collective.
 
     Args:
-        config: the result of `for_losses`.
+        config: the result of `losses_config`.
         part: the part of `data.split`: 0 for training, 1 for validation.
     """
 
@@ -78,7 +78,7 @@ class LossesByPosition:
     def __call__(self, length: int, samples: int) -> Losses:
         """Return the losses of the first samples, in the order of `train.seed`, with `length` tokens each."""
         vocab_size = padded_vocab_size(self._config.model, self._tokenizer.vocab_size)
-        data = TrainingData(at_length(self._config, length), self._tokenizer, vocab_size, self._part)
+        data = TrainingData(with_seq_length(self._config, length), self._tokenizer, vocab_size, self._part)
         table = self._step.run(lambda number: data[[number]], range(samples), samples, edges(length)).sum(0)
         return Losses(length, table[:, 0].tolist(), table[:, 1].tolist())
 

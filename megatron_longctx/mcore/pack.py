@@ -19,7 +19,7 @@ from ..schedules.mask import Window
 UNBOUNDED: Window = (None, None)
 
 
-class Turns(Protocol):
+class PackRotations(Protocol):
     """The rotations (RoPE) of a pack's tokens on this rank."""
 
     def of(self, window: Window) -> Callable[[Tensor], Tensor] | None:
@@ -38,7 +38,7 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         self.documents = tuple(documents)
         longest = max(self.documents, default=0)
         super().__init__(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest)
-        self.rotations: Turns | None = None  # see `ShardedSequence.rotation`
+        self.rotations: PackRotations | None = None  # see `ShardedSequence.rotation`
         self._attention = attention
         self._masks: dict[tuple[bool, Window], Mask] = {}
         self._tokens: dict[torch.device, Tensor] = {}
@@ -87,7 +87,7 @@ def _to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def documents_of(params: PackedSeqParams) -> tuple[int, ...]:
+def document_lengths(params: PackedSeqParams) -> tuple[int, ...]:
     """Return the lengths of documents in Megatron's own parameters, which are read from the device once.
 
     Tokens between the end of a document and the padded start of the next one are a separate document.

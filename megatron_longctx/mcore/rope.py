@@ -35,8 +35,8 @@ from .version import norms_of_latents
 class Rotation:
     """The rotation of one rank's tokens.
 
-    `cos` and `sin` are fp32 `[s, r / 2]`, for every token and pair of elements, and include the scaling's stretch. r is
-    at most the head dimension; elements from r on are not rotated.
+    `cos` and `sin` are fp32 `[s, r / 2]`, for every token and pair of elements, and include the attention factor of the
+    scaling. r is at most the head dimension; elements from r on are not rotated.
     """
 
     cos: Tensor
@@ -132,8 +132,8 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
             exact = exact * (1 / self.seq_len_interpolation_factor)
         angles = torch.outer(exact, frequencies.inverse.double())
         cos, sin = angles.cos(), angles.sin()
-        if frequencies.stretch != 1:
-            cos, sin = cos * frequencies.stretch, sin * frequencies.stretch
+        if frequencies.attention_factor != 1:
+            cos, sin = cos * frequencies.attention_factor, sin * frequencies.attention_factor
         return Rotation(cos.float(), sin.float(), self.rotary_interleaved)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
@@ -235,7 +235,7 @@ class _Angles:
     """The angles of one rank's tokens."""
 
     radians: Tensor  # fp32 `[s, r]`, from 0 to 2 pi, for all r elements as in Megatron
-    stretch: float  # see `Frequencies`
+    attention_factor: float  # see `Frequencies`
 
     def of(self, window: Window) -> None:
         """Return None: core attention rotates nothing, because Megatron's layer does."""
@@ -245,11 +245,11 @@ class _LatentRope:
     """RoPE of a model with MLA: its `ShardedSequence.rope`, and the `rotary_pos_emb` that Megatron's layers call.
 
     Args:
-        returns_stretch: whether Megatron expects angles and their stretch.
+        returns_factor: whether Megatron expects angles and their attention_factor.
     """
 
-    def __init__(self, sequence: ShardedSequence, frequencies: Frequencies, returns_stretch: bool) -> None:
-        self._sequence, self._frequencies, self._returns_stretch = sequence, frequencies, returns_stretch
+    def __init__(self, sequence: ShardedSequence, frequencies: Frequencies, returns_factor: bool) -> None:
+        self._sequence, self._frequencies, self._returns_stretch = sequence, frequencies, returns_factor
 
     def equals(self, other: Rope) -> bool:
         return isinstance(other, _LatentRope) and other._frequencies.equals(self._frequencies)
@@ -257,7 +257,7 @@ class _LatentRope:
     def rotations_of(self, pack: Pack) -> _Angles:
         inverse = self._frequencies.inverse.double()  # at a million tokens, fp32 angles are off by 0.03 rad
         angles = torch.outer(pack.positions(inverse.device).double(), inverse).remainder(2 * math.pi).float()
-        return _Angles(torch.cat((angles, angles), dim=-1), self._frequencies.stretch)
+        return _Angles(torch.cat((angles, angles), dim=-1), self._frequencies.attention_factor)
 
     def get_rotary_seq_len(
         self, context: Any, transformer: Any, hidden: Tensor, config: Any, packed: PackedSeqParams | None
@@ -275,11 +275,11 @@ class _LatentRope:
         angles = pack.rotations
         assert isinstance(angles, _Angles), "the sequence belongs to this model"
         radians = angles.radians.view(-1, *(1,) * (ndim - 2), angles.radians.shape[-1])
-        return (radians, angles.stretch) if self._returns_stretch else radians
+        return (radians, angles.attention_factor) if self._returns_stretch else radians
 
 
 def _frequencies_of(original: RotaryEmbedding) -> Frequencies:
     """Return the frequencies of Megatron's embedding: its angles at position 1."""
     embedding = original.get_emb(2)
-    angles, stretch = embedding if isinstance(embedding, tuple) else (embedding, 1.0)
-    return Frequencies(angles[1].flatten()[: angles.shape[-1] // 2].clone(), stretch)
+    angles, attention_factor = embedding if isinstance(embedding, tuple) else (embedding, 1.0)
+    return Frequencies(angles[1].flatten()[: angles.shape[-1] // 2].clone(), attention_factor)

@@ -17,7 +17,7 @@ from ..config import Config, mode_options, token_unit
 from ..errors import refuse
 from ..schedules.mask import Window
 from .baseline import TransformerEngineAttention
-from .pack import UNBOUNDED, Pack, Turns, documents_of
+from .pack import UNBOUNDED, Pack, PackRotations, document_lengths
 
 
 class Rope(Protocol):
@@ -26,7 +26,7 @@ class Rope(Protocol):
     def equals(self, other: Rope) -> bool:
         """Whether both rotate by the same angles."""
 
-    def rotations_of(self, pack: Pack) -> Turns:
+    def rotations_of(self, pack: Pack) -> PackRotations:
         """Return the rotations of this rank's tokens."""
 
 
@@ -86,7 +86,7 @@ class ShardedSequence:
         for window in self.windows:
             self.attention.prepare(pack.mask(window=window))
 
-    def expect(self, packs: bool) -> None:
+    def announce(self, packs: bool) -> None:
         """Announce a run's sequences, plain or packs of any documents, with the windows of all layers.
 
         The first step then compiles the kernels of all kinds of calls, instead of the first pack of another kind.
@@ -94,7 +94,7 @@ class ShardedSequence:
         count = min(4 * self.attention.world, self.length)
         several = [len(range(i, self.length, count)) for i in range(count)]
         examples = [self.whole, *([Pack(self.attention, several)] if packs else [])]
-        self.attention.expect([each.mask(window=window) for each in examples for window in self.windows], packs)
+        self.attention.announce([each.mask(window=window) for each in examples for window in self.windows], packs)
 
     def pack_of(self, params: PackedSeqParams | None) -> Pack:
         """Return the pack of a model's input: a `pack`, Megatron's own parameters (thd), or None for a plain sequence.
@@ -102,7 +102,7 @@ class ShardedSequence:
         Megatron's parameters are on the device. They are read once, when an object is new or its tensors have changed.
 
         Raises:
-            ValueError: unsupported parameters (see `pack.documents_of`).
+            ValueError: unsupported parameters (see `pack.document_lengths`).
         """
         if params is None:
             return self.whole
@@ -110,7 +110,7 @@ class ShardedSequence:
             return params
         parsed: _ParsedParams | None = getattr(params, "_longctx", None)
         if parsed is None or not parsed.is_current(self, params):
-            parsed = params._longctx = _ParsedParams(self, _versions(params), self.pack(documents_of(params)))
+            parsed = params._longctx = _ParsedParams(self, _versions(params), self.pack(document_lengths(params)))
         return parsed.pack
 
     def rotation(self, pack: Pack, window: Window = UNBOUNDED) -> Callable[[Tensor], Tensor] | None:

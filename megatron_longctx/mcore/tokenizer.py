@@ -96,7 +96,7 @@ def bos_tokens(tokenizer: MegatronTokenizerText) -> list[int]:
     return whole[: starts[0]] if starts else []
 
 
-def text_of(tokenizer: MegatronTokenizerText, ids: Sequence[int]) -> str:
+def detokenize(tokenizer: MegatronTokenizerText, ids: Sequence[int]) -> str:
     """Return the text of `ids`, with U+FFFD for bytes that are not valid UTF-8 yet.
 
     Megatron's byte-level tokenizer would strip trailing spaces and fail on its own special ids. Its tiktoken one
@@ -109,7 +109,7 @@ def text_of(tokenizer: MegatronTokenizerText, ids: Sequence[int]) -> str:
     return str(tokenizer.detokenize(list(ids)))
 
 
-def token_chars(tokenizer: MegatronTokenizerText) -> int | None:
+def max_token_chars(tokenizer: MegatronTokenizerText) -> int | None:
     """Return the largest number of characters in a token; None if the tokenizer does not tell."""
     if tokenizer.library == "byte-level":
         return 1

@@ -14,7 +14,7 @@ from .fit import SAFE_SHARE, max_length, with_length
 from .model import Prediction, checkpoint_bytes, predict
 from .shapes import Job
 
-_MOST_GIB = 10**6  # as for the devices of clusters
+_MAX_GIB = 10**6  # as for the devices of clusters
 _BYTE_LEVEL_ENTRIES = 512  # of Megatron's byte-level tokenizer
 
 
@@ -145,8 +145,8 @@ def _verdict(needed: int, capacity: int) -> str:
 def _capacity(config: Config, device_gib: float | None) -> int | None:
     """Return the bytes of a device; None if neither the argument nor the cluster gives them."""
     if device_gib is not None:
-        if not 0 < device_gib <= _MOST_GIB:
-            expected = f"a number of GiB above 0 and at most {_MOST_GIB:,}"
+        if not 0 < device_gib <= _MAX_GIB:
+            expected = f"a number of GiB above 0 and at most {_MAX_GIB:,}"
             raise refuse("--device-gib", device_gib, expected, "Give a device's memory.")
         return int(device_gib * GIB)
     cluster = load_cluster(config.parallelism.cluster) if config.parallelism.cluster else None

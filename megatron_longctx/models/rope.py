@@ -95,7 +95,7 @@ def read_scaling(parameters: Mapping[str, Any], lengths: tuple[int | None, int],
             raise refuse_field(f"{name}.{key}", None, f"a number with rope_type {kind}", RESTORE)
     mscales = [values.pop(key, None) for key in ("mscale", "mscale_all_dim")]
     if all(mscales) and "attention_factor" not in values:
-        numerator, denominator = (yarn_stretch(values["factor"], mscale) for mscale in mscales)
+        numerator, denominator = (yarn_attention_factor(values["factor"], mscale) for mscale in mscales)
         values["attention_factor"] = numerator / denominator
     for key in ("beta_fast", "beta_slow"):
         if values.get(key) == 0:
@@ -130,17 +130,17 @@ class Frequencies:
 
     Attributes:
         inverse: radians per token, fp32 `[d / 2]`.
-        stretch: a factor for cosines and sines, and thereby for queries and keys.
+        attention_factor: a factor for cosines and sines, and thereby for queries and keys.
     """
 
     inverse: Tensor
-    stretch: float = 1.0
+    attention_factor: float = 1.0
 
     def to(self, device: torch.device) -> Frequencies:
-        return Frequencies(self.inverse.to(device), self.stretch)
+        return Frequencies(self.inverse.to(device), self.attention_factor)
 
     def equals(self, other: Frequencies) -> bool:
-        return self.stretch == other.stretch and torch.equal(self.inverse.cpu(), other.inverse.cpu())
+        return self.attention_factor == other.attention_factor and torch.equal(self.inverse.cpu(), other.inverse.cpu())
 
 
 def frequencies(scaling: RopeScaling, base: float, dim: int) -> Frequencies:
@@ -154,8 +154,10 @@ def frequencies(scaling: RopeScaling, base: float, dim: int) -> Frequencies:
     if scaling.kind == "llama3":
         return Frequencies(_llama3(plain, scaling))
     if scaling.kind == "yarn":
-        stretch = yarn_stretch(scaling.factor) if scaling.attention_factor is None else scaling.attention_factor
-        return Frequencies(_yarn(periods, scaling, base), stretch)
+        attention_factor = (
+            yarn_attention_factor(scaling.factor) if scaling.attention_factor is None else scaling.attention_factor
+        )
+        return Frequencies(_yarn(periods, scaling, base), attention_factor)
     return Frequencies(plain)
 
 
@@ -194,6 +196,6 @@ def _yarn(periods: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     return 1.0 / (scaling.factor * periods) * (1 - unscaled) + 1.0 / periods * unscaled
 
 
-def yarn_stretch(factor: float, mscale: float = 1) -> float:
+def yarn_attention_factor(factor: float, mscale: float = 1) -> float:
     """Return YaRN's factor for cosines and sines with contexts of `factor` times the original length."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -7,10 +7,10 @@
 - `modes/` has the modes and `cache_modes/` those over a KV cache. To add one, add its file there.
 """
 
-from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum, sum_in_nodes, transpose
+from .backward import backward_plan, keep_received, keeps_received, node_size_to_sum, sum_in_nodes, transpose
 from .build import build_plan
 from .cost import Costs, KernelSample, MessageSample, Workload
-from .kernel_calls import KernelCall, Segment, Takes, kernel_calls
+from .kernel_calls import KernelCall, KernelSupport, Segment, kernel_calls
 from .lower import Lowering, Target, lower
 from .mask import Document, Mask, Slice
 from .modes import MODES, Mode, ModeOptions, find_mode

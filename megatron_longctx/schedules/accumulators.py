@@ -9,7 +9,7 @@ from .kernel_calls import KernelCall
 from .plan import Block, Heads, Kind
 from .program import Copy, Merge, Op, Part, Rows, Space
 
-MOST_PARTIALS = 4
+MAX_PARTIALS = 4
 """The most partial results that one kernel merges. Later ones are merged with what it has written."""
 
 _GAP = 1024
@@ -81,7 +81,7 @@ class Accumulator:
             heads = self.workload.head_range(rows.kind, rows.heads)
             self._disjoint = rows.tokens == self.into.tokens and self._heads.isdisjoint(heads)
             self._heads.update(heads)
-        if len(self._parts) + self._has_content >= MOST_PARTIALS and not self._disjoint:
+        if len(self._parts) + self._has_content >= MAX_PARTIALS and not self._disjoint:
             self.fold()
         self._parts.append(part)
         if rows.space is Space.BUFFER:
@@ -90,7 +90,7 @@ class Accumulator:
     def fold(self) -> None:
         """Merge all waiting parts into the accumulator."""
         while self._parts:
-            some = self._parts[: MOST_PARTIALS - self._has_content]
+            some = self._parts[: MAX_PARTIALS - self._has_content]
             self._parts = self._parts[len(some) :]
             start, stop = 0, self.into.tokens
             if self._has_content:  # other rows stay unchanged
@@ -112,7 +112,7 @@ class Accumulator:
         if alone and parts and len(self._heads) == num_heads:
             self.ops.append(Copy(tuple((self.into._replace(heads=rows.heads), rows) for rows, _ in parts)))
             return self.into
-        if len(parts) + self._has_content > MOST_PARTIALS:
+        if len(parts) + self._has_content > MAX_PARTIALS:
             self.fold()
         before = [Part(self._rows(0, self.into.tokens), 0)] if self._has_content else []
         self.ops.append(Merge(self.into, (*before, *self._parts)))

@@ -67,7 +67,7 @@ def calls_by_home(plan: Plan) -> list[list[tuple[Block, Attend]]]:
     return calls
 
 
-def ranks_to_sum(setting: str, cluster: Cluster | None, n: int) -> int:
+def node_size_to_sum(setting: str, cluster: Cluster | None, n: int) -> int:
     """Return the number of ranks of a node if their partial gradients are summed before they leave the node; else 0.
 
     Every byte that no longer crosses between nodes is sent within a node instead. So `auto` sums if links within a node
@@ -169,7 +169,7 @@ def _gradient_moves(plan: Plan) -> dict[int, list[Move]]:
     """Return the moves of gradients to their homes, keyed by step: the one after the last call that adds to them.
 
     Overlapping gradients travel as one, so that nothing is sent twice. These are the backward plan's
-    `Plan.results_away`, but without a block for each call: plans of many ranks have millions of calls.
+    `Plan.remote_results`, but without a block for each call: plans of many ranks have millions of calls.
     """
     away: dict[tuple[int, Kind, int, Heads], list[tuple[int, int, int]]] = {}
     for t, rank, attend in plan.calls():

@@ -42,11 +42,11 @@ def build_plan(
     """
     mode = find_mode(schedule, n, options or ModeOptions()) if isinstance(schedule, str) else schedule
     mask = masks.causal(mask) if isinstance(mask, int) else mask
-    return _built(mode, n, mask, unit, mode.layout_of(mask, layout))
+    return _build_cached(mode, n, mask, unit, mode.layout_of(mask, layout))
 
 
 @lru_cache(maxsize=64)
-def _built(mode: Mode, n: int, mask: Mask, unit: int, name: str) -> Plan:
+def _build_cached(mode: Mode, n: int, mask: Mask, unit: int, name: str) -> Plan:
     layout = build_layout(name, n, mask.length, unit, mask.documents)
     messages = mode.num_messages(n, mask.length)
     check_messages(str(mode), n, messages)

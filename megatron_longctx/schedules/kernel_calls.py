@@ -17,7 +17,7 @@ _TILE = 128
 """A multiple of the rows that kernels compute together. Long causal segments are cut at multiples of it."""
 
 
-class Takes(NamedTuple):
+class KernelSupport(NamedTuple):
     """The calls that a kernel supports."""
 
     packed: bool = False
@@ -32,17 +32,17 @@ class Takes(NamedTuple):
     """The most queries of a causal segment in backward, 1 or more. Longer ones are slower than several calls."""
 
 
-PLAINEST = Takes()
+PLAINEST = KernelSupport()
 """Full rectangles and causal squares, one per call."""
 
 
-def fa4_takes(deterministic: bool) -> Takes:
+def fa4_takes(deterministic: bool) -> KernelSupport:
     """Return what FlashAttention-4 supports, the default kernel on GPUs.
 
     Its deterministic backward becomes slower with the length of causal segments: on an H200, forward and backward of
     128K tokens take 1.38 times as long, but 1.03 times if segments are cut.
     """
-    return Takes(packed=True, rectangles=True, windows=True, longest_causal=32 * 1024 if deterministic else FAR)
+    return KernelSupport(packed=True, rectangles=True, windows=True, longest_causal=32 * 1024 if deterministic else FAR)
 
 
 class Segment(NamedTuple):
@@ -117,7 +117,7 @@ class KernelCall(NamedTuple):
         )
 
 
-def kernel_calls(slices: Iterable[Slice], takes: Takes) -> tuple[KernelCall, ...]:
+def kernel_calls(slices: Iterable[Slice], takes: KernelSupport) -> tuple[KernelCall, ...]:
     """Return the fewest calls that cover slices, which count rows of the query and key tensors.
 
     Raises:
@@ -127,7 +127,7 @@ def kernel_calls(slices: Iterable[Slice], takes: Takes) -> tuple[KernelCall, ...
 
 
 @lru_cache(maxsize=4096)
-def _calls(slices: tuple[Slice, ...], takes: Takes) -> tuple[KernelCall, ...]:
+def _calls(slices: tuple[Slice, ...], takes: KernelSupport) -> tuple[KernelCall, ...]:
     pieces = [piece for each in joined(slices) for piece in _pieces(each, takes)]
     if not takes.packed:
         return tuple(pieces)
@@ -158,7 +158,7 @@ def _apart(a: Segment, b: Segment) -> bool:
     return a.q_stop <= b.q_start and a.k_stop <= b.k_start
 
 
-def _pieces(each: Slice, takes: Takes) -> Iterator[KernelCall]:
+def _pieces(each: Slice, takes: KernelSupport) -> Iterator[KernelCall]:
     """Yield calls of one segment each, with aligned ends, that cover a tight slice."""
     q0, q1, k0, k1, lo, hi = each
     if each.is_full:

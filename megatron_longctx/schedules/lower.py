@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .accumulators import Accumulator, by_block, call_results
 from .buffers import BufferMap, LiveRange, assign_buffers, live_ranges
 from .cost import Workload
-from .kernel_calls import PLAINEST, KernelCall, Takes, kernel_calls
+from .kernel_calls import PLAINEST, KernelCall, KernelSupport, kernel_calls
 from .mask import FAR, Slice, canonical
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Plan
 from .program import (
@@ -42,7 +42,7 @@ class Target:
     """The workload, kernel and transport that a plan is lowered for."""
 
     workload: Workload
-    takes: Takes = PLAINEST
+    takes: KernelSupport = PLAINEST
     hosts: tuple[tuple[int, ...], ...] | None = None
     """For each rank, the ranks that read its memory, itself included. None: all messages are sent point to point."""
     joined: bool = False

@@ -264,7 +264,7 @@ class Plan:
         keys = () if self.keeps(rank, attend.keys) else attend.keys
         return tuple([Block(kind, *query[1:]) for query in attend.queries]), keys
 
-    def results_away(self, attend: Attend, rank: int) -> list[Block]:
+    def remote_results(self, attend: Attend, rank: int) -> list[Block]:
         """Return the results of a call that `rank` must send to other ranks, in their order, those of keys first."""
         if not self.backward:
             return [query.result(Kind.OUT, rank) for query in attend.queries if query.home != rank]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..topology import Cluster
-from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum, sum_in_nodes
+from .backward import backward_plan, keep_received, keeps_received, node_size_to_sum, sum_in_nodes
 from .build import build_plan
 from .cost import GIB, Costs
 from .lower import Target
@@ -28,7 +28,7 @@ class Problem:
     options: ModeOptions = field(default_factory=ModeOptions)  # the configured ones
     max_bytes: int | None = None  # the most memory of one attention call on any rank; None for no bound
     keep_received: str = "false"  # auto, true or false: see `keeps_received`
-    sum_in_node: str = "false"  # auto, true or false: see `ranks_to_sum`
+    sum_in_node: str = "false"  # auto, true or false: see `node_size_to_sum`
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _simulate(mode: Mode, problem: Problem, cluster: Cluster, costs: Costs, time
     plan = build_plan(mode, n, problem.mask, unit=problem.unit, layout=problem.layout)
     if keeps_received(problem.keep_received, mode.name, n, length, target.workload.batch):
         plan = keep_received(plan)
-    plan = sum_in_nodes(plan, ranks_to_sum(problem.sum_in_node, problem.options.cluster, n))
+    plan = sum_in_nodes(plan, node_size_to_sum(problem.sum_in_node, problem.options.cluster, n))
     forward = simulate(plan, cluster, target, costs, timeline=timeline)
     backward = simulate(backward_plan(plan), cluster, target, costs, timeline=timeline)
     name = str(mode)

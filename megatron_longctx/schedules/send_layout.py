@@ -107,7 +107,7 @@ def sent_results(plan: Plan, rank: int) -> SentResults:
         arrived = [block for block, _, _ in before if block.kind in GRADIENTS and block.home != rank]
         added.append([(block, carrier(block.result(block.kind, rank), t)) for block in arrived])
         carried.append(
-            [[(part, carrier(part, t)) for part in plan.results_away(call, rank)] for call in step.attends[rank]]
+            [[(part, carrier(part, t)) for part in plan.remote_results(call, rank)] for call in step.attends[rank]]
         )
         for call, found in ((False, added[t]), (True, chain.from_iterable(carried[t]))):
             for _, message in found:

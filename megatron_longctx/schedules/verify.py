@@ -179,7 +179,7 @@ def _check_flow(plan: Plan) -> None:
                 for block in (block for blocks in plan.inputs(attend, rank) for block in blocks):
                     if not held[rank].holds(block):
                         raise PlanError(f"{plan.name}, step {t}: rank {rank} attends {block} before it arrives")
-                for result in plan.results_away(attend, rank):
+                for result in plan.remote_results(attend, rank):
                     results.compute(result)
         for move in step.moves:
             if move.block.kind not in RESULTS and held[move.destination].overlaps(move.block):

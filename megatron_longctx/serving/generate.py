@@ -18,10 +18,10 @@ from ..errors import refuse
 from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
 from ..inference.session import Session
-from ..mcore.tokenizer import bos_tokens, build_tokenizer, text_of
+from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize
 from ..models.chat import Chat, Message, load_chat
 from ..topology.cluster import GIB
-from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_words, start
+from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_arguments, start
 from .text_stream import TextStream
 
 
@@ -37,7 +37,7 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
         ValueError: words, the checkpoint, the chat template or sizes cannot be used, or the prompt does not fit.
         JobFailed: another rank ended.
     """
-    own, settings = split_words(words, ("checkpoint", "prompt", "prompt_file", "iteration"))
+    own, settings = split_arguments(words, ("checkpoint", "prompt", "prompt_file", "iteration"))
     job = build_job(own, settings)
     refuse_unread(settings)
     prompt = _prompt(own, chat)
@@ -162,7 +162,7 @@ class _Conversation:
     def _generate(self) -> tuple[str, list[float]]:
         """Generate and print an answer; return its text and the time of each token."""
         prints = dist.get_rank() == 0
-        stream = TextStream(lambda ids: text_of(self.tokenizer, ids), self.chat.stop_texts)
+        stream = TextStream(lambda ids: detokenize(self.tokenizer, ids), self.chat.stop_texts)
         answer, times = "", []
         for token in self._session.stream(self.sampling):
             times.append(time.perf_counter())

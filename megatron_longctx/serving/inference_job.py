@@ -23,11 +23,11 @@ from ..comm.rendezvous import RankInfo, connect_store, host_store, join_group, l
 from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed, refuse
-from ..gpus import gpu_ranks, ranks_per_gpu
+from ..gpus import max_gpu_ranks, ranks_per_gpu
 from ..inference.choice import calibration_file
 from ..inference.engine import LongContextEngine
 from ..mcore import groups
-from ..mcore.inference import build_engine, check_cache, for_inference
+from ..mcore.inference import build_engine, check_cache, inference_config
 from ..mcore.model import RETRAINABLE
 from ..topology import load_cluster
 from ..training.preflight import check_kernel, check_saved_weights, device_type, host_bytes
@@ -61,7 +61,7 @@ Work = Callable[[InferenceJob, Any], None]
 """What every rank runs with its process groups; it can be pickled."""
 
 
-def split_words(words: Sequence[str], own_keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def split_arguments(words: Sequence[str], own_keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Split `key=value` words into the verb's own and settings."""
     own = {key: value for key, _, value in (word.partition("=") for word in words) if key in own_keys}
     return own, [word for word in words if word.partition("=")[0] not in own_keys]
@@ -94,7 +94,7 @@ def build_job(
     own: Mapping[str, str],
     settings: Sequence[str],
     options: Any = None,
-    adapted: Callable[[Config], Config] = for_inference,
+    adapted: Callable[[Config], Config] = inference_config,
 ) -> InferenceJob:
     """Return the job of `checkpoint=RUN` and `iteration=N`, checked as far as one process can.
 
@@ -118,9 +118,9 @@ def build_job(
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # the choice of modes will need it: refuse it here if it cannot be read
     alone = RankInfo.from_environment(os.environ) is None
-    if device == "cuda" and job.world_size > gpu_ranks() and alone:
+    if device == "cuda" and job.world_size > max_gpu_ranks() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
-        raise refuse(sizes, job.world_size, f"at most {gpu_ranks()}, the GPUs here", "Set them lower.")
+        raise refuse(sizes, job.world_size, f"at most {max_gpu_ranks()}, the GPUs here", "Set them lower.")
     return job
 
 

@@ -23,13 +23,13 @@ from ..config import ServeConfig
 from ..errors import refuse
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Request, Scheduler
-from ..mcore.tokenizer import bos_tokens, build_tokenizer, text_of, token_chars
+from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize, max_token_chars
 from ..models.chat import load_chat
-from ..training.signals import handled
+from ..training.signals import handled_signals
 from .http_api.access import build_access
 from .http_api.inbox import Inbox
 from .http_api.parsing import Model
-from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_words, start
+from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_arguments, start
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def serve(words: Sequence[str]) -> None:
         JobFailed: another rank ended.
     """
     _require_packages()
-    own, settings = split_words(words, ("checkpoint", "iteration"))
+    own, settings = split_arguments(words, ("checkpoint", "iteration"))
     job = build_job(own, settings, os.path.basename(os.path.abspath(own.get("checkpoint", ""))))  # also a name for `.`
     refuse_unread(settings)
     build_access(job.config.serve, os.environ)
@@ -85,7 +85,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
         chunk = job.config.inference.prefill_chunk or Scheduler.prefill_chunk
         scheduler = Scheduler(engine, settings.max_active, chunk, settings.keep_sessions)
         if dist.get_rank() != 0:
-            for number in handled():  # signals may go to all ranks; rank 0 decides when to end
+            for number in handled_signals():  # signals may go to all ranks; rank 0 decides when to end
                 signal.signal(number, signal.SIG_IGN)
             _run_rounds(scheduler, None)
             return
@@ -93,12 +93,12 @@ def _serve(job: InferenceJob, groups: Any) -> None:
         model = Model(
             name=str(job.options),
             encode=tokenizer.tokenize,
-            decode=lambda ids: text_of(tokenizer, ids),
+            decode=lambda ids: detokenize(tokenizer, ids),
             stop_token=tokenizer.eod,
             chat=load_chat(job.config.inference.chat_template, tokenizer),
             default_tokens=job.config.inference.max_new_tokens,
             limits=scheduler.request_limits,
-            token_chars=token_chars(tokenizer),
+            max_token_chars=max_token_chars(tokenizer),
             begin=tuple(bos_tokens(tokenizer)),
         )
         with _serving(model, inbox, settings):
@@ -113,7 +113,7 @@ def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[None
 
     api = Api(model, inbox, settings.max_body_bytes, settings.timeout_s, build_access(settings, os.environ))
     server, listener = build_server(api, settings.max_connections), _listen(settings)
-    previous = {n: signal.signal(n, inbox.ask_to_stop) for n in handled()}
+    previous = {n: signal.signal(n, inbox.ask_to_stop) for n in handled_signals()}
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
         with ThreadPoolExecutor(1, "http") as pool:

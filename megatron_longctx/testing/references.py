@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels import AttentionKernel, dense_call
 from ..layout import Layout
 
-_MOST_SCORES = 2**22
+_MAX_SCORES = 2**22
 
 
 def random_qkv(
@@ -91,7 +91,7 @@ def dense_attention(
     if seen is None:
         seen = torch.ones(length, length, dtype=torch.bool, device=device)
         seen = seen.tril() if causal else seen
-    heads_at_once = max(1, _MOST_SCORES // max(1, batch * length**2))
+    heads_at_once = max(1, _MAX_SCORES // max(1, batch * length**2))
     for first in range(0, h, heads_at_once):
         heads = torch.arange(first, min(h, first + heads_at_once), device=device)
         kv_heads = heads // group_size

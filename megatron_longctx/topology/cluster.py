@@ -18,7 +18,7 @@ from ..errors import refuse
 from ..files import bundled, read_yaml
 
 GIB = 2**30
-_MOST = 10**6  # GiB, GiB/s, TFLOP/s, seconds, nodes: more than any cluster has
+_MAX = 10**6  # GiB, GiB/s, TFLOP/s, seconds, nodes: more than any cluster has
 
 
 class Resource(NamedTuple):
@@ -47,12 +47,12 @@ class _Hardware:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name == "latency_s":
-                if not 0 <= value <= _MOST:
+                if not 0 <= value <= _MAX:
                     remedy = "Give the seconds that one small message takes."
-                    raise refuse(name, value, f"0 or more and at most {_MOST:,}", remedy)
-            elif isinstance(value, int | float) and not 0 < value <= _MOST:
+                    raise refuse(name, value, f"0 or more and at most {_MAX:,}", remedy)
+            elif isinstance(value, int | float) and not 0 < value <= _MAX:
                 remedy = f"Give {name} as measured or from the data sheet."
-                raise refuse(name, value, f"a number above 0 and at most {_MOST:,}", remedy)
+                raise refuse(name, value, f"a number above 0 and at most {_MAX:,}", remedy)
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node"):
             value = getattr(self, name)
-            if not 1 <= value <= _MOST:
-                raise refuse(name, value, f"1 or more and at most {_MOST:,}", f"Count the {name.replace('_', ' ')}.")
+            if not 1 <= value <= _MAX:
+                raise refuse(name, value, f"1 or more and at most {_MAX:,}", f"Count the {name.replace('_', ' ')}.")
         if self.ranks_per_node > 1 and self.intra is None:
             raise refuse("intra", None, f"the links between {self.ranks_per_node} ranks of a node", "Add intra.")
         if self.nodes > 1 and self.network is None:

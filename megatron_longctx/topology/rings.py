@@ -13,7 +13,7 @@ from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
 Rings = tuple[tuple[int, ...], ...]
 """Rings that each list all ranks. A rank sends to the next rank of the ring, the last to the first."""
 
-_MOST_OF_A_MESH = 64  # ranks; for more, cycles take seconds to find and have never been faster
+_MAX_OF_A_MESH = 64  # ranks; for more, cycles take seconds to find and have never been faster
 _LEAST_GAIN = 1.01  # several rings must be faster than one ring by more than this factor
 
 
@@ -69,7 +69,7 @@ def decompositions(cluster: Cluster) -> list[Decomposition]:
     m, u, n = cluster.ranks_per_node, cluster.nodes, cluster.n
     sets: dict[str, Rings] = {"one ring": (tuple(range(n)),)}
     sets[f"K_{m}" if u == 1 else f"({m}-K_{m}-{m})_{u}"] = multi_node_rings(m, u)
-    if u > 1 and n <= _MOST_OF_A_MESH:
+    if u > 1 and n <= _MAX_OF_A_MESH:
         sets[f"K_({m} x {u})"] = hamiltonian_cycles(n)
     return [Decomposition(name, rings, seconds_per_gib(cluster, rings)) for name, rings in sets.items()]
 

@@ -75,7 +75,7 @@ class Trainer:
         self.sequence = build_sequence(config, self.groups.cp)
         self.sequence.attention.measure_times()
         self._build()
-        self.sequence.expect(packs=config.data.packing != "none")
+        self.sequence.announce(packs=config.data.packing != "none")
         dp_size = self.groups.dp.size()
         self.train_step = TrainStep(
             models=self.models,

@@ -15,7 +15,7 @@ import torch
 from .. import memory
 from ..config import Config, configured_mode, data_parallel_size, token_unit, workload_of
 from ..errors import refuse
-from ..gpus import gpu_ranks, ranks_per_gpu
+from ..gpus import max_gpu_ranks, ranks_per_gpu
 from ..kernels import KernelRequest, auto_order, available
 from ..mcore import checkpoint
 from ..mcore.checkpoint import Saved
@@ -56,13 +56,13 @@ def local_world_size(config: Config) -> int:
     It is `train.num_processes`, by default one per GPU, or on CPUs as many as the parallel sizes need.
     """
     count, on_gpus = config.train.num_processes, device_type(config) == "cuda"
-    if on_gpus and count is not None and count > gpu_ranks():
+    if on_gpus and count is not None and count > max_gpu_ranks():
         remedy = "Leave it null for one rank per GPU."
-        raise refuse("train.num_processes", count, f"at most {gpu_ranks()}, the GPUs here", remedy)
+        raise refuse("train.num_processes", count, f"at most {max_gpu_ranks()}, the GPUs here", remedy)
     if count is not None:
         return count
     if on_gpus:
-        return gpu_ranks()
+        return max_gpu_ranks()
     return config.parallelism.model_parallel_size * (config.parallelism.data_parallel_size or 1)
 
 
@@ -152,7 +152,7 @@ def _check_memory(config: Config, world_size: int, vocab_size: int, device: str)
     on_gpus = device == "cuda"
     job = memory.Job(config, vocab_size, data_parallel_size(config, world_size), fused=on_gpus)
     if on_gpus:
-        host = host_bytes(min(world_size, gpu_ranks()))
+        host = host_bytes(min(world_size, max_gpu_ranks()))
         logger.info(memory.summary(job))
         warning = memory.check(job, torch.cuda.get_device_properties(0).total_memory // ranks_per_gpu(), host)
     else:

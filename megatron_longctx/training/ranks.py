@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 from ..comm.local_ranks import run_ranks
 from ..comm.rendezvous import RankInfo, join_group
 from ..errors import JobFailed, refuse
-from ..gpus import gpu_ranks
+from ..gpus import max_gpu_ranks
 
 _TIMEOUT_S = 1800.0
 
@@ -42,7 +42,7 @@ class Ranks:
         cuda = torch.cuda.is_available() and device != "cpu"
         if device == "cuda" and not cuda:
             raise refuse("device", device, "a CUDA device here; torch sees none", "Use CPUs.")
-        gpus = gpu_ranks() if cuda else 0
+        gpus = max_gpu_ranks() if cuda else 0
         started = RankInfo.from_torchrun(os.environ)
         count = started.world_size if started else ranks or gpus or 2
         if count < least:

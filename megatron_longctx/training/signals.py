@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
-def handled() -> tuple[signal.Signals, ...]:
+def handled_signals() -> tuple[signal.Signals, ...]:
     """Return the stop signals that this process handles: all, but not HUP if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP))
@@ -39,7 +39,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._interrupted = False
-        for number in handled():
+        for number in handled_signals():
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher starts ranks with these blocked
 
@@ -62,7 +62,7 @@ class SignalForwarder:
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
         self._interrupted = False
-        self._previous = {number: signal.signal(number, self._forward) for number in handled()}
+        self._previous = {number: signal.signal(number, self._forward) for number in handled_signals()}
 
     def close(self) -> None:
         """Restore the previous handlers."""

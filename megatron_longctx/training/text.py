@@ -30,7 +30,7 @@ _TEXT = (".md", ".py", ".rst", ".tex", ".txt")
 _SOURCES = f"`stdlib`, `pydoc`, a folder, or a file that ends in .jsonl, {', '.join(_TEXT)}"
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 # The most tokens at the end of a text that may change when more text follows.
-_MOST_REPLACED = 8
+_MAX_REPLACED = 8
 _FORM = '{"messages": [{"role": "user", "content": "…"}, …]} or {"prompt": "…", "completion": "…"}, in UTF-8'
 
 
@@ -271,7 +271,7 @@ def _tokens(
 def _num_shared(ids: Sequence[int], first: Sequence[int]) -> int:
     """Return how many tokens a conversation shares with its first turns. A token that spans their end is not shared."""
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, first, strict=False)))
-    if len(first) - count > _MOST_REPLACED:
+    if len(first) - count > _MAX_REPLACED:
         raise ValueError(
             "expected a tokenizer whose tokens of the first turns do not depend on what follows. Use another tokenizer "
             "or another template."

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # Relative, of every figure. fp32: another order of sums. bf16: numbers have 8 bits, and each layer rounds; gradients of
 # two layers differ by up to 4e-3.
 _TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 _DEMO_RUNS = (("demo-cp4", "cp4"), ("demo-cp1", "single"))
 
 
@@ -176,7 +176,7 @@ def _report(comparison: _Comparison, steps: int, reference: Curves, curves: Curv
     for step in sorted({0, steps - 1}):
         by_name = gradient_errors(root / f"cp{cp}", root / "cp1", step)
         print(f"\ngradients of step {step + 1}: {len(by_name)} parameters, the worst of them")
-        for name in sorted(by_name, key=lambda name: -by_name[name])[:_MOST_NAMED]:
+        for name in sorted(by_name, key=lambda name: -by_name[name])[:_MAX_NAMED]:
             print(f"  {name:<58}{by_name[name]:>12.1e}")
         errors |= {f"gradient of {name} in step {step + 1}": error for name, error in by_name.items()}
     beyond = {name: error for name, error in errors.items() if not error <= comparison.tolerance}  # also NaN

@@ -33,7 +33,7 @@ from ..models import Dims, Weight, check_same_function, family_of_model, family_
 from ..models.gguf_file import GgufFile
 from ..models.huggingface import HuggingFaceFolder, ShardWriter
 from ..models.source import CONFIG_FILES, TOKENIZER_FILES, Source, TensorInfo, matching_files, read_json
-from ..serving.inference_job import checkpoint_of, split_words
+from ..serving.inference_job import checkpoint_of, split_arguments
 from ..training import preflight
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
         words: `out=RUN`, and settings of the run.
     """
     begin = time.perf_counter()
-    own, settings = split_words(words, ("out",))
+    own, settings = split_arguments(words, ("out",))
     published = _open_source(Path(source))
     family = family_of_source(published.config)
     model, seq_length = family.model_of(published.config)
@@ -109,7 +109,7 @@ def export_model(words: Sequence[str]) -> None:
         words: `checkpoint=RUN`, `out=FOLDER`, `iteration=N`.
     """
     begin = time.perf_counter()
-    own, others = split_words(words, ("checkpoint", "out", "iteration"))
+    own, others = split_arguments(words, ("checkpoint", "out", "iteration"))
     if others:
         raise refuse("word", others[0], "checkpoint=RUN, out=FOLDER or iteration=N", "A run is exported unchanged.")
     run, iteration = checkpoint_of(own)

@@ -22,12 +22,12 @@ from ..inference.sampling import Sampling
 from ..mcore import checkpoint
 from ..mcore.corpus import check_corpus, check_tokenizer
 from ..mcore.data import check_samples
-from ..mcore.inference import for_inference
-from ..mcore.losses import LossesByPosition, at_length, for_losses
-from ..mcore.tokenizer import build_tokenizer, text_of
+from ..mcore.inference import inference_config
+from ..mcore.losses import LossesByPosition, losses_config, with_seq_length
+from ..mcore.tokenizer import build_tokenizer, detokenize
 from ..metrics.environment import environment
 from ..models.chat import Chat, load_chat
-from ..serving.inference_job import InferenceJob, build_job, check_memory, open_engine, split_words, start
+from ..serving.inference_job import InferenceJob, build_job, check_memory, open_engine, split_arguments, start
 from ..training import auto, preflight
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ OWN_WORDS = (
     *("checkpoint", "iteration", "tasks", "lengths", "samples", "depths", "seed"),
     *("data", "haystack", "chat", "out"),
 )
-_MOST_LENGTH, _MOST_COUNT = 10**9, 10**6
+_MAX_LENGTH, _MAX_COUNT = 10**9, 10**6
 Number = TypeVar("Number", int, float)
 
 
@@ -67,19 +67,19 @@ def evaluate(words: Sequence[str]) -> None:
     Args:
         words: `checkpoint=RUN`, the verb's own (see `docs/evaluation.md`), and settings that override the run's.
     """
-    own, settings = split_words(words, OWN_WORDS)
+    own, settings = split_arguments(words, OWN_WORDS)
     tasks = _tasks(own.get("tasks"))
     with_questions = [task for task in tasks if task != LOSSES]
-    job = build_job(own, settings, adapted=for_inference if with_questions else for_losses)
+    job = build_job(own, settings, adapted=inference_config if with_questions else losses_config)
     job = replace(job, iteration=checkpoint.latest(job.checkpoints) if job.iteration is None else job.iteration)
     run = Path(own["checkpoint"])
-    lengths = _numbers(own, "lengths", (job.config.data.seq_length,), int, 1, _MOST_LENGTH)
+    lengths = _numbers(own, "lengths", (job.config.data.seq_length,), int, 1, _MAX_LENGTH)
     check_positions(job.config, lengths)
-    (samples,) = _numbers(own, "samples", (8,), int, 1, _MOST_COUNT, most_values=1)
+    (samples,) = _numbers(own, "samples", (8,), int, 1, _MAX_COUNT, most_values=1)
     out = _folder(own.get("out"), run)
     evaluation = _Evaluation(lengths, samples, out, _no_results(run, job, own, lengths, samples))
     if LOSSES in tasks:
-        training = job if not with_questions else build_job(own, settings, adapted=for_losses)
+        training = job if not with_questions else build_job(own, settings, adapted=losses_config)
         evaluation = _with_losses(evaluation, training.config, own.get("data"))
     elif "data" in own:
         raise refuse("data", own["data"], f"{LOSSES} among the tasks", "Add it to tasks, or leave data out.")
@@ -182,7 +182,7 @@ def _with_losses(evaluation: _Evaluation, config: Config, prefix: str | None) ->
         check_tokenizer(config.data, build_tokenizer(data.tokenizer, data.tokenizer_path))
     for length in evaluation.lengths:
         preflight.check_mode(config, length, "lengths")
-        check_samples(at_length(config, length), part, evaluation.samples, "samples")
+        check_samples(with_seq_length(config, length), part, evaluation.samples, "samples")
     samples = f"{evaluation.samples} sequences of each length"
     evaluation.results.text = f"{text}, {samples}, data.packing={data.packing}"
     return replace(evaluation, losses=replace(config, data=data), part=part)
@@ -236,7 +236,7 @@ def _answer(evaluation: _Evaluation, engine: LongContextEngine, tokenizer: Any, 
     for number, question in enumerate(evaluation.questions):
         session = engine.open()
         session.append(tokenizer.tokenize(question.prompt))
-        answer = text_of(tokenizer, session.generate(Sampling(max_new_tokens=question.answer_tokens, stop=stop)))
+        answer = detokenize(tokenizer, session.generate(Sampling(max_new_tokens=question.answer_tokens, stop=stop)))
         session.close()
         scored = score(question, answer)
         evaluation.results.scores.append(scored)

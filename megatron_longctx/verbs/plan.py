@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..compose import compose_config
-from ..config import Config, configured_mode, mode_options, planned_mask, ranks_summed, token_unit, workload_of
+from ..config import Config, configured_mode, mode_options, planned_mask, summed_node_size, token_unit, workload_of
 from ..errors import refuse
 from ..memory import command
 from ..schedules import (
     Costs,
+    KernelSupport,
     Plan,
-    Takes,
     Target,
     backward_plan,
     build_plan,
@@ -29,7 +29,7 @@ from ..schedules.select import Problem, rank_modes, table
 from ..schedules.simulate import Simulation, simulate
 from ..topology import Cluster, load_cluster
 
-_MOST_MESSAGES = 20_000  # of a plan that is drawn: 141 ranks of a ring
+_MAX_MESSAGES = 20_000  # of a plan that is drawn: 141 ranks of a ring
 _REMEDY = "Name one of recipes/cluster, or a file that `megatron-longctx calibrate --links` has written."
 
 
@@ -212,7 +212,7 @@ def _configured_plan(config: Config, mask: masks.Mask) -> Plan:
     n, length = par.context_parallel_size, config.data.seq_length
     plan = build_plan(par.schedule, n, mask, mode_options(par), token_unit(par), par.layout)
     keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
-    return sum_in_nodes(keep_received(plan) if keep else plan, ranks_summed(config))
+    return sum_in_nodes(keep_received(plan) if keep else plan, summed_node_size(config))
 
 
 def _mask(config: Config, causal: bool, lengths: Sequence[int] | None = None) -> masks.Mask:
@@ -224,7 +224,7 @@ def _mask(config: Config, causal: bool, lengths: Sequence[int] | None = None) ->
 def _target(config: Config, packed: bool = False) -> Target:
     """Return the workload on a kernel with packs, rectangles and windows if packs or windows need it."""
     special = packed or config.model.window is not None
-    return Target(workload_of(config), Takes(packed=special, rectangles=special, windows=special))
+    return Target(workload_of(config), KernelSupport(packed=special, rectangles=special, windows=special))
 
 
 def _simulated(simulation: Simulation, cluster: Cluster) -> str:
@@ -250,8 +250,8 @@ def _check_size(option: str, given: object, config: Config) -> None:
     par = config.parallelism
     n = par.context_parallel_size
     messages = configured_mode(par).num_messages(n, config.data.seq_length)
-    if messages > _MOST_MESSAGES:
-        expected = f"a plan of at most {_MOST_MESSAGES:,} messages; {par.schedule} has {messages:,} here"
+    if messages > _MAX_MESSAGES:
+        expected = f"a plan of at most {_MAX_MESSAGES:,} messages; {par.schedule} has {messages:,} here"
         raise refuse(option, given, expected, "Take fewer context-parallel ranks.")
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention, context_parallel
-from megatron_longctx.attention.bind import Engine
+from megatron_longctx.attention.bind import Runtime
 from megatron_longctx.attention.function import AttentionFunction, Passes, shapes_of
 from megatron_longctx.comm import (
     BufferPool,
@@ -28,7 +28,7 @@ from megatron_longctx.comm import (
     choose_transport,
 )
 from megatron_longctx.comm.symmetric import RANKS_PER_HOST, find_hosts
-from megatron_longctx.gpus import gpu_ranks
+from megatron_longctx.gpus import max_gpu_ranks
 from megatron_longctx.kernels import PROVIDERS, KernelRequest, choose
 from megatron_longctx.layout import Layout
 from megatron_longctx.schedules import MODES, Mask, ModeOptions, Target
@@ -139,7 +139,7 @@ def _helper(rank: int, kernel: str, case: Case, whole: list[dict[str, Tensor]], 
     """Run a plan that also sends queries, their gradients and partial results."""
     plan, group = helper_plan(2, case.mask.length), dist.group.WORLD
     assert group is not None
-    engine = Engine(choose(kernel, request(case.heads, device.type)), P2PTransport(group, device), BufferPool(device))
+    engine = Runtime(choose(kernel, request(case.heads, device.type)), P2PTransport(group, device), BufferPool(device))
     *leaves, grad_out = (shard(x, plan.queries, rank) for x in case.tensors(device))
     shapes = shapes_of(*leaves)
     passes = Passes(plan, Target(shapes.workload, engine.kernel.takes), rank, shapes, engine)
@@ -198,8 +198,8 @@ def _many_iterations(rank: int, attention: ContextParallelAttention, schedule: s
 @pytest.mark.parametrize("transport", ["p2p", "peer"])
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_as_good_as_one_gpu_and_the_same_every_time(n, transport):
-    if gpu_ranks() < n:
-        pytest.skip(f"needs {n} CUDA devices, found {gpu_ranks()}")
+    if max_gpu_ranks() < n:
+        pytest.skip(f"needs {n} CUDA devices, found {max_gpu_ranks()}")
     reasons = {name: PROVIDERS[name]().why_not(request("GQA")) for name in ("cudnn", "flash")}
     kernels = [name for name, reason in reasons.items() if reason is None]
     if not kernels:
@@ -248,7 +248,7 @@ def _a_thousand_steps(rank: int) -> list[str]:
 
 @pytest.mark.gpu(2)
 def test_a_thousand_deterministic_steps_are_equal_and_hold_no_more_memory() -> None:
-    n = min(4, gpu_ranks())
+    n = min(4, max_gpu_ranks())
     wrong = [line for lines in run_distributed(_a_thousand_steps, n, backend="nccl", timeout=240) for line in lines]
     assert not wrong, "\n".join(wrong)
 
@@ -299,8 +299,8 @@ def _kept(rank: int, transport: str) -> list[str]:
 @pytest.mark.parametrize("transport", ["p2p", "peer"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_kept_blocks_equal_fetched_ones(n, transport):
-    if gpu_ranks() < n:
-        pytest.skip(f"needs {n} CUDA devices, found {gpu_ranks()}")
+    if max_gpu_ranks() < n:
+        pytest.skip(f"needs {n} CUDA devices, found {max_gpu_ranks()}")
     wrong = [line for lines in run_distributed(_kept, n, transport, backend="nccl", timeout=240) for line in lines]
     assert not wrong, "\n".join(wrong)
 
@@ -326,8 +326,8 @@ def _hybrid(rank: int, n: int, per_host: int, kernels: list[str]) -> dict[str, A
 
 @pytest.mark.parametrize(("n", "per_host"), [(2, 1), (4, 2), (4, 3), (8, 4)])
 def test_as_good_as_one_gpu_over_two_kinds_of_links(n: int, per_host: int) -> None:
-    if gpu_ranks() < n:
-        pytest.skip(f"needs {n} CUDA devices, found {gpu_ranks()}")
+    if max_gpu_ranks() < n:
+        pytest.skip(f"needs {n} CUDA devices, found {max_gpu_ranks()}")
     kernels = [name for name in ("cudnn", "flash") if PROVIDERS[name]().why_not(request("GQA")) is None][:1]
     if not kernels:
         pytest.skip("no kernel")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_longctx.attention import run as running
-from megatron_longctx.attention.bind import Bound, Engine, bind
+from megatron_longctx.attention.bind import Bound, Runtime, bind
 from megatron_longctx.attention.function import shapes_of
 from megatron_longctx.attention.run import Run
 from megatron_longctx.comm import BufferPool, Exchange
@@ -23,12 +23,12 @@ from megatron_longctx.kernels import AttentionKernel
 from megatron_longctx.kernels.batched_copy import BatchedCopy
 from megatron_longctx.schedules import (
     MODES,
+    KernelSupport,
     Kind,
     Lowering,
     ModeOptions,
     Plan,
     Program,
-    Takes,
     Target,
     backward_plan,
     build_plan,
@@ -118,7 +118,7 @@ class SilentChannel:
 class NoAttention(AttentionKernel):
     """A kernel that returns uninitialized results in flash-attn's memory layout."""
 
-    takes = Takes(packed=True, rectangles=True, windows=True)
+    takes = KernelSupport(packed=True, rectangles=True, windows=True)
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
@@ -140,9 +140,9 @@ class NoAttention(AttentionKernel):
 class Layer:
     """A rank's passes over tensors of zeros."""
 
-    def __init__(self, plan: Plan, rank: int, peers: bool = False, engine: Engine | None = None) -> None:
+    def __init__(self, plan: Plan, rank: int, peers: bool = False, engine: Runtime | None = None) -> None:
         self.transport: Any = engine.transport if engine else Silent(plan.n, peers)
-        self.engine = engine or Engine(NoAttention(self.transport.events), self.transport, BufferPool(CPU))
+        self.engine = engine or Runtime(NoAttention(self.transport.events), self.transport, BufferPool(CPU))
         self.q = torch.zeros(plan.queries.num_tokens(rank), 1, HEADS, DIM, dtype=BF16)
         self.k = torch.zeros(plan.keys.num_tokens(rank), 1, KV_HEADS, DIM, dtype=BF16)
         shapes = shapes_of(self.q, self.k, self.k)
@@ -307,7 +307,7 @@ def test_without_overlap_messages_are_awaited_immediately(schedule: str, peers: 
     for overlap in (True, False):
         transport = Silent(plan.n, peers)
         kernel = NoAttention(transport.events)
-        Layer(plan, 1, engine=Engine(kernel, transport, BufferPool(CPU), overlap=overlap)).both()  # type: ignore[arg-type]
+        Layer(plan, 1, engine=Runtime(kernel, transport, BufferPool(CPU), overlap=overlap)).both()  # type: ignore[arg-type]
         events.append(transport.events)
     on, off = events
     assert Counter(on) == Counter(off) and ("start" in off) == (not peers or schedule != "ulysses")

@@ -24,9 +24,9 @@ from megatron_longctx.layout import LAYOUTS
 from megatron_longctx.schedules import (
     MODES,
     KernelCall,
+    KernelSupport,
     ModeOptions,
     Plan,
-    Takes,
     accumulators,
     backward,
     buffers,
@@ -45,16 +45,22 @@ from tests.shared.threads import Inputs, attend
 LONG = settings.get_current_profile_name() == "long"
 EXAMPLES = 3000 if LONG else 45
 
-PACKED = Takes(packed=True, rectangles=True, windows=True)
-KERNELS = {"bands": None, "packed": PACKED, "rectangles": Takes(rectangles=True, windows=True), "packed squares": Takes(
-    packed=True), "squares": Takes(), "short": PACKED._replace(longest_causal=7)}  # fmt: skip
+PACKED = KernelSupport(packed=True, rectangles=True, windows=True)
+KERNELS = {
+    "bands": None,
+    "packed": PACKED,
+    "rectangles": KernelSupport(rectangles=True, windows=True),
+    "packed squares": KernelSupport(packed=True),
+    "squares": KernelSupport(),
+    "short": PACKED._replace(longest_causal=7),
+}
 """The calls that a test kernel takes; None for this project's kernels, which take any."""
 
 
 class Literal(AttentionKernel):
     """A kernel that refuses calls outside its `takes`, and reads only the rows of a call's segments."""
 
-    def __init__(self, takes: Takes) -> None:
+    def __init__(self, takes: KernelSupport) -> None:
         super().__init__()
         self.takes = takes
 
@@ -88,7 +94,7 @@ class Literal(AttentionKernel):
 
 
 @functools.lru_cache(maxsize=4096)
-def _seen(call: KernelCall, takes: Takes, queries: int, keys: int) -> Tensor:
+def _seen(call: KernelCall, takes: KernelSupport, queries: int, keys: int) -> Tensor:
     """Return which queries of a call see which keys. Refuse a call that the kernel does not take."""
     assert takes.packed or len(call.segments) == 1
     assert call.right in (0, FAR) and call.left >= 0 and (call.left == FAR or takes.windows)

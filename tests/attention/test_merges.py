@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_longctx.attention.function import shapes_of
 from megatron_longctx.attention.run import Run
 from megatron_longctx.schedules import ALL_HEADS, Heads, Kind
-from megatron_longctx.schedules.accumulators import MOST_PARTIALS, Accumulator
+from megatron_longctx.schedules.accumulators import MAX_PARTIALS, Accumulator
 from megatron_longctx.schedules.program import Copy, Merge, Op, Part, Rows, Space
 
 S, B, H, D = 6, 2, 4, 8
@@ -133,7 +133,7 @@ def test_parts_of_the_heads_take_one_batch_of_copies(kind: Kind, order: list[int
     for part in order:
         sums.add(0, draw(kind, S, 1, torch.bfloat16), Heads(part, H))
     found = sums.finish()
-    assert [type(op) for op in sums.ops] == [Copy] and len(order) >= MOST_PARTIALS
+    assert [type(op) for op in sums.ops] == [Copy] and len(order) >= MAX_PARTIALS
     for _, heads, fields in sums.parts:
         assert all(torch.equal(x[:, :, heads.start : heads.stop], y) for x, y in zip(found, fields, strict=True))
 

@@ -19,17 +19,17 @@ import pytest
 import torch
 
 from megatron_longctx.attention import run
-from megatron_longctx.attention.bind import Engine
+from megatron_longctx.attention.bind import Runtime
 from megatron_longctx.attention.run import Run
 from megatron_longctx.comm import HybridTransport, PeerTransport, peer
 from megatron_longctx.schedules import (
     RESULTS,
     Block,
     Heads,
+    KernelSupport,
     Lowering,
     ModeOptions,
     Plan,
-    Takes,
     Target,
     Workload,
     backward_plan,
@@ -43,7 +43,7 @@ from tests.attention.streams import Bytes, Far, Flags, Stream, on, run_all
 from tests.shared.plans import one_sided_plan, tangled_plan
 
 WORK = Workload(num_heads=60, num_kv_heads=60, head_dim=2, element_bytes=2)  # 60 has all parts as divisors
-TAKES = Takes(packed=True, rectangles=True, windows=True)
+TAKES = KernelSupport(packed=True, rectangles=True, windows=True)
 
 
 @functools.lru_cache(maxsize=2**18)
@@ -73,7 +73,7 @@ class Pass(Run):
     """A pass whose kernels and merges only check their inputs."""
 
     def __init__(self, rank: Rank, program: Program, channel: Any, number: int) -> None:
-        engine = Engine(None, rank.links, None, overlap=rank.overlap)  # type: ignore[arg-type]
+        engine = Runtime(None, rank.links, None, overlap=rank.overlap)  # type: ignore[arg-type]
         bound = SimpleNamespace(
             program=program, channel=channel, engine=engine, shapes=None, begin=channel.begin, new_buffers=lambda: (),
             received=lambda step, _: [x for each in program.receives[step] for x in self.places(each)],

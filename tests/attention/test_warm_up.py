@@ -53,7 +53,7 @@ def test_the_first_call_compiles_the_kinds_of_all_packs(windows: set[Window], mo
     attention = ContextParallelAttention(kernel="compiled")
     sequence = ShardedSequence(attention, LENGTH)
     sequence.windows |= windows
-    sequence.expect(packs=True)
+    sequence.announce(packs=True)
     q, k, v, grad = random_qkv(LENGTH, 1, 4, 2, 8, torch.float32)
     attention.forward(q, k, v, mask=documents([64] * 3))
     first = set(Compiled.seen)

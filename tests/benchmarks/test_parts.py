@@ -42,9 +42,9 @@ def test_prefill_measures_every_reduction_and_the_crossovers_of_auto(tmp_path: P
 
 
 def test_planning_times_all_phases_of_new_batches(tmp_path: Path) -> None:
-    build._built.cache_clear()
+    build._build_cached.cache_clear()
     data, text = run(tmp_path, "planning --ranks 2 --schedules all_gather,ulysses --iterations 3")
-    assert build._built.cache_info().hits == 0, "batches that were planned before cost less"
+    assert build._build_cached.cache_info().hits == 0, "batches that were planned before cost less"
     for phases in data["milliseconds"].values():
         assert [len(phase) for phase in phases] == [3] * 4 and min(map(min, phases)) > 0
     for schedule, medians in data["medians"].items():

@@ -38,7 +38,7 @@ def test_ctrl_c_ends_the_command_during_imports_that_catch_everything(tmp_path: 
     environment = clean_environment()
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
     with started(tmp_path, [sys.executable, "-c", program], environment) as job:
-        assert job.wait() == 130, job.said()
+        assert job.wait() == 130, job.output()
         assert job.err.read_text() == "megatron-longctx: interrupted\n" and job.out.read_text() == ""
 
 
@@ -177,9 +177,9 @@ def test_interrupting_a_verb_is_quiet(tmp_path: Path) -> None:
         file.writelines(f"value_{i} = {i}\n" for i in range(2_000_000))
     with started(tmp_path, [*CLI, "data", "--source", "text", "--out", "out/corpus"], quick=True) as job:
         while not (tmp_path / "out/corpus.partial.bin").is_file():  # made when it begins to read
-            assert job.process.poll() is None, job.said()
+            assert job.process.poll() is None, job.output()
         job.process.send_signal(signal.SIGINT)
-        assert job.wait() == 130, job.said()
+        assert job.wait() == 130, job.output()
         assert job.err.read_text() == "megatron-longctx data: interrupted\n"
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from megatron_longctx.calibrate.command import run
-from megatron_longctx.gpus import RANKS_PER_GPU, gpu_ranks, ranks_per_gpu, use_gpu
+from megatron_longctx.gpus import RANKS_PER_GPU, max_gpu_ranks, ranks_per_gpu, use_gpu
 
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
@@ -23,7 +23,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_each_rank_has_its_own_gpu(devices: list[int]) -> None:
-    for rank in range(gpu_ranks()):
+    for rank in range(max_gpu_ranks()):
         use_gpu(rank)
     assert devices == [0, 1]
     assert "NCCL_HOSTID" not in os.environ and OVERLAP not in os.environ
@@ -34,7 +34,7 @@ def test_neighbours_share_a_gpu_and_are_different_hosts_to_nccl(
 ) -> None:
     monkeypatch.setenv(RANKS_PER_GPU, "3")
     hosts = set()
-    for rank in range(gpu_ranks()):
+    for rank in range(max_gpu_ranks()):
         use_gpu(rank)
         hosts.add(os.environ["NCCL_HOSTID"])
     assert devices == [0, 0, 0, 1, 1, 1] and len(hosts) == 6

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.comm import PeerMemoryError, PeerTransport, peer, symmetric
 from megatron_longctx.comm.symmetric import Hosts
-from megatron_longctx.gpus import gpu_ranks
+from megatron_longctx.gpus import max_gpu_ranks
 from megatron_longctx.kernels import AttentionKernel
 from megatron_longctx.testing.distributed import run_distributed
 
@@ -224,7 +224,7 @@ def _too_much(rank: int) -> list[str]:
 
 @pytest.mark.gpu(2)
 def test_all_gpus_refuse_memory_that_one_cannot_allocate() -> None:
-    n = 3 if gpu_ranks() >= 3 else 2
+    n = 3 if max_gpu_ranks() >= 3 else 2
     ranks = run_distributed(_too_much, n, backend="nccl", timeout=120)
     assert all(errors == ranks[0] for errors in ranks), ranks
     refused, again, small, new, alone, divided = ranks[0]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_longctx.comm import PeerMerge, all_gather_rows
 from megatron_longctx.comm.peer_memory import PeerMemory
-from megatron_longctx.gpus import gpu_ranks
+from megatron_longctx.gpus import max_gpu_ranks
 from megatron_longctx.kernels.paged import PackedPartials, merge_ranks, merge_ranks_torch
 from megatron_longctx.testing.distributed import run_distributed
 from tests.kernels.interpreter import run_forked, run_interpreted
@@ -140,7 +140,7 @@ def _on_gpus(rank: int) -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("world", sorted({2, gpu_ranks()}))
+@pytest.mark.parametrize("world", sorted({2, max_gpu_ranks()}))
 def test_calls_in_cuda_graphs(world: int) -> None:
     run_distributed(_on_gpus, world, backend="nccl")
 

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
-from megatron_longctx.mcore.inference import for_inference
-from megatron_longctx.mcore.losses import for_losses
+from megatron_longctx.mcore.inference import inference_config
+from megatron_longctx.mcore.losses import losses_config
 from megatron_longctx.memory.shapes import Job, stage_parameters
 from megatron_longctx.metrics.flops import Work, training_flops
 from megatron_longctx.models import family_of_model
@@ -48,8 +48,8 @@ def test_settings_that_exclude_latents_are_refused(settings: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("use", "settings", "message"),
     [
-        (for_inference, {}, "model.kv_lora_rank=24: expected null for inference"),
-        (for_losses, TP2, "parallelism.tensor_parallel_size=2: expected 1 with model.kv_lora_rank=24"),
+        (inference_config, {}, "model.kv_lora_rank=24: expected null for inference"),
+        (losses_config, TP2, "parallelism.tensor_parallel_size=2: expected 1 with model.kv_lora_rank=24"),
         (lambda config: family_of_model(config.model), {}, "model.kv_lora_rank=24: expected None in a published model"),
     ],
 )

@@ -14,7 +14,7 @@ from analysis import rooms_page
 from benchmarks.__main__ import parse as parse_benchmark
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
-from megatron_longctx.serving.inference_job import split_words
+from megatron_longctx.serving.inference_job import split_arguments
 from megatron_longctx.sweep import sweep
 from megatron_longctx.verbs.cli import parse
 from megatron_longctx.verbs.evaluate import OWN_WORDS as EVAL_WORDS
@@ -85,7 +85,7 @@ def refuse_command(line: str) -> None:
         if getattr(arguments, "multirun", False):
             sweep(arguments.settings)
         elif "settings" in arguments:
-            compose_config(split_words(arguments.settings, OWN_WORDS)[1])
+            compose_config(split_arguments(arguments.settings, OWN_WORDS)[1])
     elif words[:3] == ["python", "-m", "benchmarks"]:
         arguments = parse_benchmark(words[3:])[1]
         compose_config(getattr(arguments, "settings", []))
@@ -151,7 +151,7 @@ def test_the_script_of_docs_megatron_gives_the_same_losses_on_several_ranks(tmp_
 def losses(script: Path, ranks: int) -> list[float]:
     command = [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", str(script)]
     job = finished(script.parent, command, clean_environment(CUDA_VISIBLE_DEVICES=""), quick=True)
-    assert job.process.returncode == 0, job.said()
+    assert job.process.returncode == 0, job.output()
     return [float(number) for number in re.findall(r"^step \d: loss (.*)$", job.out.read_text(), re.MULTILINE)]
 
 

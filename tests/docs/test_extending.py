@@ -37,5 +37,5 @@ def test_every_example_does_what_it_is_for_and_is_taken_up_by_the_tests_of_its_k
     command = [sys.executable, "-P", "-m", "pytest", *tests, "-k", new, "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     job = finished(extended, command, clean_environment(PYTHONPATH=f"{extended}:{ROOT}", CUDA_VISIBLE_DEVICES=""))
     found = re.search(r"^(\d+) passed, (\d+) deselected", job.out.read_text(), re.MULTILINE)
-    assert job.process.returncode == 0 and found is not None, job.said()
+    assert job.process.returncode == 0 and found is not None, job.output()
     assert int(found[1]) > 60 and int(found[2]) > 200

@@ -16,7 +16,7 @@ from megatron_longctx.config import AttentionConfig, Config, ParallelismConfig
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import checkpoint, groups
-from megatron_longctx.mcore.inference import build_engine, for_inference
+from megatron_longctx.mcore.inference import build_engine, inference_config
 from megatron_longctx.mcore.model import build_model, fingerprint, padded_vocab_size, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tokenizer import build_tokenizer
@@ -47,7 +47,7 @@ def engine_of(config: Config, checkpoints: Path | None = None) -> Iterator[LongC
     """Build the engine of a run in process groups of its sizes; without checkpoints the weights are of a fixed seed."""
     par = config.parallelism
     collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
-    engine, _ = build_engine(for_inference(config), collection, checkpoints)
+    engine, _ = build_engine(inference_config(config), collection, checkpoints)
     yield engine
     engine.release()
     groups.destroy()

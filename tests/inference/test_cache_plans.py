@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManager
-from megatron_longctx.schedules import Kind, Lowering, Plan, Takes, Target, Workload, buffers, verify
+from megatron_longctx.schedules import KernelSupport, Kind, Lowering, Plan, Target, Workload, buffers, verify
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.describe import describe, moved_tokens
 from megatron_longctx.schedules.program import Compute, Copy
@@ -21,7 +21,7 @@ from tests.inference.histories import batch_with_past, random_batch, random_fami
 
 CHAT = dict(pasts=[(9, 1, 1, 4), (), (2,)], new=(7, 12, 1))
 HEADS = Workload(num_heads=4, num_kv_heads=2, head_dim=8)
-PACKED = Takes(packed=True)
+PACKED = KernelSupport(packed=True)
 
 
 def computed(batch: Batch, plan: Plan) -> dict[tuple[int, int], int]:

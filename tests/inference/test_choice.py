@@ -23,7 +23,7 @@ from megatron_longctx.inference.choice import (
     empirical,
     find_rule_inputs,
 )
-from megatron_longctx.mcore.inference import for_inference
+from megatron_longctx.mcore.inference import inference_config
 from megatron_longctx.schedules import Costs, Workload
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.calibration import Calibration, save_calibration
@@ -241,5 +241,5 @@ def test_the_calibration_is_that_of_the_transport(tmp_path: Path, monkeypatch: p
 
 def test_peer_memory_is_refused_on_cpus_before_ranks_start() -> None:
     with pytest.raises(ValueError, match=r"inference\.transport=peer: expected auto or p2p on CPUs"):
-        for_inference(config_of("inference.transport=peer"))
-    assert for_inference(config_of("inference.transport=auto")).inference.transport == "auto"
+        inference_config(config_of("inference.transport=peer"))
+    assert inference_config(config_of("inference.transport=auto")).inference.transport == "auto"

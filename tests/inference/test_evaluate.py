@@ -30,7 +30,7 @@ def evaluated(folder: Path, words: Sequence[str]) -> tuple[dict[str, Any], Path,
     here = Path(tempfile.mkdtemp(dir=folder))
     command = [*CLI, "eval", f"out={here}/found", *words]
     job = finished(here, command, clean_environment(CUDA_VISIBLE_DEVICES=""), quick=True)
-    assert job.process.returncode == 0, job.said()
+    assert job.process.returncode == 0, job.output()
     found = json.loads((here / "found" / "eval.json").read_text())
     assert found["complete"]
     return found, here / "found", job.out.read_text()

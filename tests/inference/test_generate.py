@@ -28,7 +28,7 @@ def generate(folder: Path, words: Sequence[str], typed: str | bytes = b"", stdin
     (here / "in").write_bytes(typed if isinstance(typed, bytes) else typed.encode())
     environment = clean_environment(CUDA_VISIBLE_DEVICES="")
     job = finished(here, [*CLI, "generate", *words], environment, stdin=stdin or str(here / "in"), quick=True)
-    assert job.process.returncode == 0, job.said()
+    assert job.process.returncode == 0, job.output()
     return job.out.read_text(), job.err.read_text()
 
 

@@ -248,15 +248,15 @@ def test_prompts_that_are_too_long_are_refused_early(parameters: dict[str, Any],
         assert len(text) <= 36
         return encode(text)
 
-    model = Model("m", short, decode, 0, Chat(), 1, RequestLimits(10, None, 1000), token_chars=4)
+    model = Model("m", short, decode, 0, Chat(), 1, RequestLimits(10, None, 1000), max_token_chars=4)
     with pytest.raises(ApiError, match=f"^{message}") as caught:
         parse_request(model, json.dumps(parameters).encode(), chat="messages" in parameters)
     assert caught.value.status == 400
 
 
 def test_the_largest_body_that_a_prompt_can_need() -> None:
-    model = Model("m", encode, decode, 0, Chat(), 1, RequestLimits(10, None, 1000), token_chars=4)
-    assert model.max_bytes == 2**16 + 640 and replace(model, token_chars=None).max_bytes == math.inf
+    model = Model("m", encode, decode, 0, Chat(), 1, RequestLimits(10, None, 1000), max_token_chars=4)
+    assert model.max_bytes == 2**16 + 640 and replace(model, max_token_chars=None).max_bytes == math.inf
     longest = {"messages": [{"role": "user", "content": "😀"}] * 36}
     assert len(json.dumps(longest, indent=8)) < model.max_bytes
 

@@ -82,8 +82,8 @@ def serving(config: Config, folder: Path, *settings: str, quick: bool = True, **
         assert job.listening() == {"127.0.0.1"}, "its ranks listen at other addresses than the server"
         yield Client(int(found.group(1)), job)
         os.killpg(job.process.pid, signal.SIGTERM)  # to all ranks, as torchrun and Slurm send it
-        assert job.wait() == 0, job.said()
-        assert "Traceback" not in job.said(), job.said()
+        assert job.wait() == 0, job.output()
+        assert "Traceback" not in job.output(), job.output()
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +303,7 @@ def family(job: Job) -> list[psutil.Process]:
     """Wait for the second rank and the helper that starts it, and return both."""
     limit = time.monotonic() + PATIENCE_S
     while len(found := psutil.Process(job.process.pid).children(recursive=True)) < 2:
-        assert time.monotonic() < limit and job.process.poll() is None, job.said()
+        assert time.monotonic() < limit and job.process.poll() is None, job.output()
         time.sleep(0.02)
     return found
 

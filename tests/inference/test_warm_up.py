@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.attention.bind import Engine, Shapes, bind
+from megatron_longctx.attention.bind import Runtime, Shapes, bind
 from megatron_longctx.attention.run import Run
 from megatron_longctx.comm import BufferPool
 from megatron_longctx.inference.batch import Batch
@@ -20,8 +20,8 @@ from megatron_longctx.kernels import AttentionKernel, paged, partials
 from megatron_longctx.kernels.interface import BlockInputs
 from megatron_longctx.kernels.paged import PackedPartials, Pages, compile_decode
 from megatron_longctx.kernels.partials import compile_merges
-from megatron_longctx.schedules import Kind, Lowering, Takes, Target
-from megatron_longctx.schedules.accumulators import MOST_PARTIALS
+from megatron_longctx.schedules import KernelSupport, Kind, Lowering, Target
+from megatron_longctx.schedules.accumulators import MAX_PARTIALS
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from tests.kernels.test_variants import Launches, needs_compiler
 from tests.shared.threads import ThreadedRanks
@@ -46,7 +46,7 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> Launches:
 class NoAttention(AttentionKernel):
     """Returns uninitialized results."""
 
-    takes = Takes(packed=True)
+    takes = KernelSupport(packed=True)
 
     def why_not(self, request: Any) -> None:
         return None
@@ -76,7 +76,7 @@ def prompts(cases: int) -> None:
         ranks = ThreadedRanks(n)
 
         def attend(rank: int, batch=batch, cache=cache, lowering=lowering, ranks=ranks) -> None:  # type: ignore[no-untyped-def]
-            bound = bind(lowering, rank, shapes, Engine(NoAttention(), ranks.transport(rank), BufferPool(CPU)))
+            bound = bind(lowering, rank, shapes, Runtime(NoAttention(), ranks.transport(rank), BufferPool(CPU)))
             q = torch.empty(batch.num_rows(rank), 1, HEADS, D, dtype=BF16)
             Run(bound, {Kind.Q: (q,), Kind.KV: (cache,)}, 1.0)()
 
@@ -149,7 +149,7 @@ def test_a_gpu_compiles_no_merge_twice() -> None:
     for tokens in (1, 7, 48):
         value = torch.zeros(tokens, 1, HEADS, D, dtype=BF16, device=device)
         lse = torch.zeros(1, HEADS, tokens, device=device).permute(2, 0, 1)
-        for count in range(1, MOST_PARTIALS + 1):
+        for count in range(1, MAX_PARTIALS + 1):
             for out in (torch.empty_like(value), torch.empty_like(value, dtype=torch.float32)):
                 merge([partials.Partial(0, 0, value, lse)] * count, out, torch.empty_like(lse))
     assert len(compiled) == before >= 16

@@ -33,7 +33,7 @@ def records(run: Path) -> list[dict[str, float]]:
 
 def test_it_succeeds_and_writes_two_complete_runs_and_the_picture(demo: tuple[Path, Job]) -> None:
     place, job = demo
-    assert job.process.returncode == 0, job.said()
+    assert job.process.returncode == 0, job.output()
     assert job.err.read_text() == ""
     assert job.left_over() == []
     for name, ranks in RUNS.items():

@@ -41,7 +41,7 @@ def test_a_killed_rank_ends_the_job_and_a_hanging_one_is_named(workplace: Path) 
         first, second = job.ranks()
         first.send_signal(signal.SIGSTOP)  # as if it hung: it handles only SIGKILL
         second.send_signal(signal.SIGKILL)
-        assert job.wait() == 1, job.said()
+        assert job.wait() == 1, job.output()
         err = job.err.read_text()
         assert len(err.splitlines()) == 2, err
         hung, killed = err.splitlines()
@@ -60,7 +60,7 @@ def test_a_stopped_rank_ends_the_job_within_the_timeout(workplace: Path) -> None
     with started(workplace, [*command(), "parallelism.timeout_s=40"], quick=True) as job:
         job.wait_for("step    2/")
         job.ranks()[1].send_signal(signal.SIGSTOP)
-        assert job.wait() == 1, job.said()
+        assert job.wait() == 1, job.output()
         err = job.err.read_text()
         assert err.startswith("megatron-longctx train: rank 1 had been stopped (SIGSTOP), in "), err
         assert "rank 0 failed: " in err and "parallelism.timeout_s=40" in err
@@ -70,14 +70,14 @@ def test_a_stopped_rank_ends_the_job_within_the_timeout(workplace: Path) -> None
 def test_a_restart_in_place_continues_the_same_curve(workplace: Path) -> None:
     words = ["train", *TINY, "parallelism=cp2", "train.steps=60", "train.save_interval=5", "train.keep_checkpoints=2"]
     whole = finished(workplace, [*CLI, *words, "run.name=whole"], quick=True)
-    assert whole.process.returncode == 0, whole.said()
+    assert whole.process.returncode == 0, whole.output()
     torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", CLI[2]]
     with started(workplace, [*torchrun, *words, "run.name=restarted"]) as job:
         job.wait_for("step 12/")  # the checkpoint of step 10 may be incomplete
         job.remember()
         alive = [process for process in job.family if process.is_running() and CLI[2] in process.cmdline()]
         next(process for process in alive if process.environ().get("RANK") == "1").kill()
-        assert job.wait() == 0, job.said()
+        assert job.wait() == 0, job.output()
         assert "resumed from step " in job.out.read_text()
     curves = [(workplace / f"runs/{name}/metrics.jsonl").read_text().splitlines() for name in ("whole", "restarted")]
     steps = [[(line[names.STEP], line[names.LOSS], line[names.GRAD_NORM]) for line in map(decode, c)] for c in curves]
@@ -91,7 +91,7 @@ def test_a_failing_rank_reports_its_error(workplace: Path) -> None:
         shutil.rmtree(checkpoints)
         checkpoints.write_text("in the way")  # so that the save on TERM fails
         job.process.terminate()
-        assert job.wait() == 1, job.said()
+        assert job.wait() == 1, job.output()
         err = job.err.read_text().splitlines()
         assert len(err) == 2, err
         assert err[0].startswith("megatron-longctx train: rank ") and "checkpoints" in err[0], err
@@ -105,7 +105,7 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_is_safe(workplace: Path) -
     assert finished(workplace, command("train.steps=2"), quick=True).process.returncode == 0
     # The limit on file sizes: the run's small files are below it, a checkpoint's tensors are not.
     job = finished(workplace, command("train.save_interval=2"), clean_environment(**{FILE_BYTES: "102400"}), quick=True)
-    assert job.process.returncode == 1, job.said()
+    assert job.process.returncode == 1, job.output()
     err = job.err.read_text().splitlines()
     assert len(err) == 2 and re.match(
         r"megatron-longctx train: rank \d failed: DiskFull: runs/default/checkpoints/iter_0000004\.partial cannot be "
@@ -147,7 +147,7 @@ def test_a_second_job_of_the_same_run_is_refused_and_the_first_continues(
             "the refused job wrote its own"
         )
         job.process.terminate()
-        assert job.wait() == 0, job.said()
+        assert job.wait() == 0, job.output()
         assert job.left_over() == []
     last = latest_checkpoint(workplace / "runs/default")
     assert steps_recorded(workplace / "runs/default") == list(range(1, last + 1))

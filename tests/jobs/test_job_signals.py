@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.training.signals import handled
+from megatron_longctx.training.signals import handled_signals
 from tests.shared.jobs import (
     CLI,
     PATIENCE_S,
@@ -39,15 +39,15 @@ def command(*more: str) -> list[str]:
 
 def first_step(job: Job) -> int:
     found = re.search(r" step +(\d+)/", job.out.read_text())
-    assert found, job.said()
+    assert found, job.output()
     return int(found.group(1))
 
 
 def checked_stop(job: Job, run: Path, start: int) -> int:
     """Check a signalled job, and return the step at which it stopped."""
-    assert job.wait() == 0, job.said()
+    assert job.wait() == 0, job.output()
     last = latest_checkpoint(run)
-    assert start < last < STEPS, "the signal came too late to test anything" if last == STEPS else job.said()
+    assert start < last < STEPS, "the signal came too late to test anything" if last == STEPS else job.output()
     assert first_step(job) == start + 1, "it did not resume at the step where it stopped"
     assert steps_recorded(run) == list(range(1, last + 1))
     out = job.out.read_text()
@@ -63,7 +63,7 @@ def test_signals_before_the_ranks_handle_them_stay_pending(workplace: Path) -> N
         job.process.send_signal(signal.SIGUSR1)
         job.wait_for("transformer layers")
         job.process.send_signal(signal.SIGUSR1)  # twice, as Slurm and its scripts may
-        assert job.wait() == 0, job.said()
+        assert job.wait() == 0, job.output()
         assert f"stopped at step 0 of {STEPS}" in job.out.read_text()
         assert job.left_over() == []
     assert not list((workplace / "runs/default/checkpoints").iterdir())
@@ -75,7 +75,7 @@ def test_the_second_interrupt_ends_the_job_immediately(workplace: Path) -> None:
         job.process.send_signal(signal.SIGINT)
         job.wait_for("interrupted: stopping after this step")
         job.process.send_signal(signal.SIGINT)
-        assert job.wait() == 130, job.said()
+        assert job.wait() == 130, job.output()
         assert job.err.read_text() == "megatron-longctx train: interrupted\n"
         assert job.left_over() == []
 
@@ -101,9 +101,9 @@ def test_nohup_is_respected() -> None:
     before = signal.getsignal(signal.SIGHUP)
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert signal.SIGHUP not in handled() and len(handled()) == 3
+        assert signal.SIGHUP not in handled_signals() and len(handled_signals()) == 3
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        assert signal.SIGHUP in handled()
+        assert signal.SIGHUP in handled_signals()
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -114,7 +114,7 @@ def test_killing_the_launcher_leaves_no_ranks(workplace: Path, moment: str) -> N
     with started(workplace, command(), quick=moment.startswith("step")) as job:
         job.wait_for(moment)
         while len(job.ranks()) < 2:
-            assert job.process.poll() is None, job.said()
+            assert job.process.poll() is None, job.output()
         job.remember()
         job.process.kill()
         job.wait()
@@ -166,6 +166,6 @@ def test_tasks_of_a_slurm_step_find_each_other_and_stop_on_term(workplace: Path)
         assert first.listening() == second.listening() == {"127.0.0.1"}
         os.kill(first.process.pid, signal.SIGTERM)
         os.kill(second.process.pid, signal.SIGTERM)
-        assert second.wait() == 0, second.said()
+        assert second.wait() == 0, second.output()
         checked_stop(first, workplace / "runs/default", 0)
-        assert second.said().split() == ["---", "standard", "error"], "only rank 0 prints"
+        assert second.output().split() == ["---", "standard", "error"], "only rank 0 prints"

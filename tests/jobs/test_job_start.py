@@ -79,7 +79,7 @@ def test_term_and_int_stop_with_success_and_the_same_command_resumes(jobs: Jobs)
     first, second = jobs.stops
     assert 0 < first < second < STEPS, "a signal came too late to test anything"
     for job, begin, end in zip(jobs.all, (0, first, second), (first, second, STEPS), strict=True):
-        assert job.process.returncode == 0, job.said()
+        assert job.process.returncode == 0, job.output()
         assert job.left_over() == []
         out = job.out.read_text()
         assert printed_steps(out.splitlines()) == list(range(begin + 1, end + 1))

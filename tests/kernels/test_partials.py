@@ -8,7 +8,7 @@ import torch
 
 from megatron_longctx.kernels import Partial, merge_partials, sum_partials
 from megatron_longctx.kernels import partials as partials_module
-from megatron_longctx.schedules.accumulators import MOST_PARTIALS
+from megatron_longctx.schedules.accumulators import MAX_PARTIALS
 from tests.kernels.interpreter import run_interpreted
 
 S, B, H, D = 9, 2, 4, 8
@@ -47,7 +47,7 @@ def expected_sum(parts, head_dim=D):
     return total
 
 
-@pytest.mark.parametrize("count", range(MOST_PARTIALS + 1))
+@pytest.mark.parametrize("count", range(MAX_PARTIALS + 1))
 def test_partials_are_merged_and_summed(count):
     parts = partials(count)
     out, lse = torch.full((S, B, H, D), torch.nan), torch.full((S, B, H), torch.nan)
@@ -119,7 +119,7 @@ def compare_fused_with_torch() -> None:
     """Run in a separate process, whose environment enables Triton's interpreter."""
     from megatron_longctx.kernels.partials_triton import combine_triton
 
-    cases = itertools.product(range(MOST_PARTIALS + 1), (8, 20, 128), (torch.float32, torch.bfloat16, torch.float16))
+    cases = itertools.product(range(MAX_PARTIALS + 1), (8, 20, 128), (torch.float32, torch.bfloat16, torch.float16))
     for count, head_dim, dtype in cases:
         parts = partials(count, dtype, head_dim, seed=count)
         # The layouts in use: one of two tensors packed row by row, lse with heads first in memory.

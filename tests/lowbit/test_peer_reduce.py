@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_longctx.comm import all_gather_rows
 from megatron_longctx.comm.peer_memory import allocate_peer_memory
-from megatron_longctx.gpus import gpu_ranks
+from megatron_longctx.gpus import max_gpu_ranks
 from megatron_longctx.lowbit import peer_reduce
 from megatron_longctx.lowbit.peer_reduce import PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantize import RawFormat, dequantize, quantize, requantize_sum, sum_quantized
@@ -203,7 +203,7 @@ VARIANTS = (
     ("scatter", 4, 128, torch.bfloat16),
     ("scatter", None, 128, torch.bfloat16),
 )
-MAX_WORLD = max(2, gpu_ranks())
+MAX_WORLD = max(2, max_gpu_ranks())
 
 
 def _draw(numel: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:

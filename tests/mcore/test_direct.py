@@ -18,7 +18,7 @@ from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.lowbit.reduction import ReductionPolicy
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.direct import DirectLayer, why_not_direct
-from megatron_longctx.mcore.inference import CachedGPT, build_engine, for_inference
+from megatron_longctx.mcore.inference import CachedGPT, build_engine, inference_config
 from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.training import GPT2, tiny_config
 
@@ -61,7 +61,7 @@ class Ops(TorchDispatchMode):
 def engine_of(config: Config) -> tuple[LongContextEngine, CachedGPT]:
     """Build an engine and its model, whose biases and norms are not left at their initial values."""
     collection = groups.from_config(config.parallelism, seed=5)
-    engine, _ = build_engine(for_inference(config), collection, None)
+    engine, _ = build_engine(inference_config(config), collection, None)
     assert isinstance(engine.model, CachedGPT)
     gen = torch.Generator().manual_seed(7)
     with torch.no_grad():

@@ -125,14 +125,14 @@ def test_models_with_other_angles_cannot_share_a_sequence() -> None:
 
 def test_frequencies_of_layers_with_and_without_windows() -> None:
     sequence = sequence_of(rank=1, world=2, length=10)
-    scaled, local = Frequencies(torch.rand(8), stretch=1.5), Frequencies(torch.rand(8))
+    scaled, local = Frequencies(torch.rand(8), attention_factor=1.5), Frequencies(torch.rand(8))
     rope = ShardedRotaryEmbedding(_megatron(), sequence, scaled, local)
     positions = sequence.whole.positions(torch.device("cpu"))
     for window, found in (((None, None), scaled), ((3, 0), local)):
         rotation = sequence.rotation(sequence.whole, window)
         angles = torch.outer(positions.double(), found.inverse.double())
-        torch.testing.assert_close(rotation.cos.double(), angles.cos() * found.stretch, rtol=1e-7, atol=1e-7)
-        torch.testing.assert_close(rotation.sin.double(), angles.sin() * found.stretch, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(rotation.cos.double(), angles.cos() * found.attention_factor, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(rotation.sin.double(), angles.sin() * found.attention_factor, rtol=1e-7, atol=1e-7)
         assert rope.rotations(positions).of(window).cos.equal(rotation.cos)
     for other in ((scaled, scaled), (Frequencies(scaled.inverse), local)):
         with pytest.raises(ValueError, match="sequence=of a model with other RoPE angles"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, bos_tokens, build_tokenizer, text_of, tokenizer_digest
+from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, bos_tokens, build_tokenizer, detokenize, tokenizer_digest
 from megatron_longctx.models.chat import special_tokens, template_of
 from tests.shared.published import CHAT, TEXTS, write_tokenizer
 
@@ -35,7 +35,7 @@ def test_hugging_faces_folder_or_its_tokenizer_json(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "folder")
     tokenizers = [build_tokenizer("huggingface", str(tmp_path / path)) for path in ("folder", "folder/tokenizer.json")]
     for tokenizer in tokenizers:
-        assert text_of(tokenizer, tokenizer.tokenize(TEXT)) == TEXT
+        assert detokenize(tokenizer, tokenizer.tokenize(TEXT)) == TEXT
         assert (tokenizer.vocab_size, tokenizer.eod, template_of(tokenizer)) == (290, 1, CHAT)
         assert special_tokens(tokenizer)["bos_token"] == "<|begin|>"
     assert tokenizer_digest(tokenizers[0]) == tokenizer_digest(tokenizers[1])
@@ -77,7 +77,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
         byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
     )  # fmt: skip
     tokenizer = build_tokenizer("sentencepiece", str(tmp_path / "sp.model"))
-    assert text_of(tokenizer, tokenizer.tokenize(TEXT)) == TEXT and tokenizer.eod == 2
+    assert detokenize(tokenizer, tokenizer.tokenize(TEXT)) == TEXT and tokenizer.eod == 2
 
 
 def test_tiktoken(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_tiktoken(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps(ranks))
     tokenizer = build_tokenizer("tiktoken", str(tmp_path / "vocab.json"))
     ids = tokenizer.tokenize(TEXT)
-    assert text_of(tokenizer, ids) == TEXT and len(ids) < len(TEXT.encode())
+    assert detokenize(tokenizer, ids) == TEXT and len(ids) < len(TEXT.encode())
     assert tokenizer.vocab_size == 1000 + len(pieces)
     (tmp_path / "ranks.tiktoken").write_text("dGg= 0\n")
     with pytest.raises(ValueError, match=r"ranks\.tiktoken: cannot be read by tiktoken \(expected a JSON list of "):

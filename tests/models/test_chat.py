@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core.tokenizers import MegatronTokenizer
 
-from megatron_longctx.mcore.tokenizer import build_tokenizer, text_of
+from megatron_longctx.mcore.tokenizer import build_tokenizer, detokenize
 from megatron_longctx.models import chat as chat_module
 from megatron_longctx.models.chat import Chat, load_chat, special_tokens, template_of
 from megatron_longctx.models.chat_template import ChatTemplate, InvalidTemplate
@@ -200,8 +200,8 @@ def test_a_stream_equals_the_decoded_whole() -> None:
     source = random.Random(0)
     for _ in range(200):
         ids = [source.choice((source.randrange(256), *"aß€😀".encode(), 256, 257)) for _ in range(60)]
-        stream = TextStream(lambda ids: text_of(BYTES, ids))
-        assert "".join(stream.feed(token) for token in ids) + stream.finish() == text_of(BYTES, ids)
+        stream = TextStream(lambda ids: detokenize(BYTES, ids))
+        assert "".join(stream.feed(token) for token in ids) + stream.finish() == detokenize(BYTES, ids)
 
 
 def test_spaces_that_a_decoder_strips_at_the_start_are_kept_between_tokens() -> None:

@@ -51,7 +51,7 @@ def test_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> No
             model = read(given)
             actual = frequencies(model.rope_scaling, model.rope_base, dim)
             assert actual.inverse.dtype == torch.float32 and torch.equal(actual.inverse, expected.inv_freq)
-            assert actual.stretch == expected.attention_scaling
+            assert actual.attention_factor == expected.attention_scaling
             assert ModelConfig(**read_rope(Fields(BARE | write_rope(model)))) == model, "there and back"
 
 
@@ -65,7 +65,7 @@ def test_ntk_is_dynamic_scaling_at_a_fixed_length(factor: float, times: int) -> 
         expected, stretch = ROPE_INIT_FUNCTIONS["dynamic"](config, None, seq_len=times * 4096)
         ntk = RopeScaling("ntk", factor=factor * times - (factor - 1))
         actual = frequencies(ntk, base, dim)
-        assert torch.equal(actual.inverse, expected) and actual.stretch == stretch == 1
+        assert torch.equal(actual.inverse, expected) and actual.attention_factor == stretch == 1
         assert not torch.equal(actual.inverse, frequencies(RopeScaling(), base, dim).inverse)
     with pytest.raises(ValueError, match=r"model\.rope_scaling\.kind=ntk: expected none, linear, llama3 or yarn"):
         write_rope(ModelConfig(rope_scaling=ntk))

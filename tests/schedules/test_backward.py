@@ -15,12 +15,12 @@ from megatron_longctx.schedules import (
     Block,
     Costs,
     Heads,
+    KernelSupport,
     Kind,
     Mask,
     ModeOptions,
     Plan,
     PlanError,
-    Takes,
     Target,
     Workload,
     backward_plan,
@@ -42,7 +42,7 @@ from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.topology import Cluster, Mesh, load_cluster
 from tests.shared.plans import with_moves
 
-PACKED = Takes(packed=True, rectangles=True, windows=True)
+PACKED = KernelSupport(packed=True, rectangles=True, windows=True)
 WORK = Workload(8, 8, 64)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_longctx.layout import LAYOUTS
-from megatron_longctx.schedules import Takes, Target, Workload, build_plan, keep_received, transpose
+from megatron_longctx.schedules import KernelSupport, Target, Workload, build_plan, keep_received, transpose
 from megatron_longctx.schedules.describe import describe, document_shards
 from megatron_longctx.schedules.draw import draw
 from megatron_longctx.schedules.mask import documents, full
@@ -87,7 +87,7 @@ def test_stripes_and_sizes():
 
 
 def test_windows_documents_and_kept_blocks():
-    target = Target(Workload(2, 2, 128), Takes(packed=True, rectangles=True, windows=True))
+    target = Target(Workload(2, 2, 128), KernelSupport(packed=True, rectangles=True, windows=True))
     text = describe(keep_received(build_plan("ulysses", 2, documents([3, 2, 3], window=(1, 0)))), target)
     assert "causal, 3 documents, window 1, 0 mask" in text and "heads 1/2 where [0:3] x [0:3] where -1 <= j - i" in text
     assert "kept from other ranks, for backward: 6 KiB at most, and the outputs of its queries" in text

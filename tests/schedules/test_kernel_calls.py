@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.schedules import KernelCall, Segment, Slice, Takes, build_plan, kernel_calls
+from megatron_longctx.schedules import KernelCall, KernelSupport, Segment, Slice, build_plan, kernel_calls
 from megatron_longctx.schedules.kernel_calls import PLAINEST
 from megatron_longctx.schedules.mask import FAR, causal, documents
 from tests.schedules.masks import masks, pairs_of
 
-PACKED = Takes(packed=True, rectangles=True, windows=True)
+PACKED = KernelSupport(packed=True, rectangles=True, windows=True)
 
 
 @st.composite
@@ -26,8 +26,8 @@ def slices_of_a_rank(draw: st.DrawFn) -> tuple[Slice, ...]:
 
 
 @settings(max_examples=500, deadline=None)
-@given(slices_of_a_rank(), st.builds(Takes, *[st.booleans()] * 4, st.sampled_from([FAR, 1, 2, 5])))
-def test_calls_cover_slices_once_and_are_supported(slices: tuple[Slice, ...], takes: Takes) -> None:
+@given(slices_of_a_rank(), st.builds(KernelSupport, *[st.booleans()] * 4, st.sampled_from([FAR, 1, 2, 5])))
+def test_calls_cover_slices_once_and_are_supported(slices: tuple[Slice, ...], takes: KernelSupport) -> None:
     if any(each.lo != -FAR for each in slices) and not (takes.bands or (takes.windows and takes.rectangles)):
         with pytest.raises(ValueError, match=r"a window \(.*\): expected causal or full attention of this kernel"):
             kernel_calls(slices, takes)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from megatron_longctx.schedules import (
     MODES,
+    KernelSupport,
     Kind,
     Lowering,
     Mask,
     ModeOptions,
     Plan,
-    Takes,
     Target,
     Workload,
     backward_plan,
@@ -24,7 +24,7 @@ from megatron_longctx.schedules import (
     keep_received,
     lower,
 )
-from megatron_longctx.schedules.accumulators import MOST_PARTIALS
+from megatron_longctx.schedules.accumulators import MAX_PARTIALS
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.footprint import Footprint, footprint
 from megatron_longctx.schedules.mask import causal, documents, full
@@ -35,8 +35,8 @@ from tests.schedules.masks import Cache, cache_of, caches, masks
 from tests.shared.plans import helper_plan, one_sided_plan, tangled_plan
 
 WORK = Workload(num_heads=4, num_kv_heads=4, head_dim=64, element_bytes=4)
-PACKED = Takes(packed=True, rectangles=True, windows=True)
-BANDS = Takes(windows=True, bands=True)
+PACKED = KernelSupport(packed=True, rectangles=True, windows=True)
+BANDS = KernelSupport(windows=True, bands=True)
 
 
 def hosts_of(n: int, way: str) -> tuple[tuple[int, ...], ...] | None:
@@ -90,7 +90,7 @@ def test_a_merge_has_few_parts_and_no_part_is_merged_twice(schedule: str) -> Non
     for each in (plan, backward_plan(plan)):
         for program in map(Lowering(each, Target(Workload(8, 8, 2), PACKED)).program, range(8)):
             merges = [op for op in program.ops if isinstance(op, Merge)]
-            assert all(1 <= len(merge.parts) <= MOST_PARTIALS for merge in merges)
+            assert all(1 <= len(merge.parts) <= MAX_PARTIALS for merge in merges)
             of_calls = [part.rows for merge in merges for part in merge.parts if part.rows.space is Space.CALL]
             assert len(of_calls) == len(set(of_calls))
 

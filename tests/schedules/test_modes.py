@@ -16,13 +16,13 @@ from megatron_longctx.schedules import (
     MODES,
     Attend,
     Block,
+    KernelSupport,
     Kind,
     Mask,
     ModeOptions,
     Move,
     Plan,
     Step,
-    Takes,
     Target,
     Workload,
     backward_plan,
@@ -45,7 +45,7 @@ from megatron_longctx.topology import load_cluster
 from tests.schedules.follow import follow
 from tests.schedules.masks import Cache, caches, masks
 
-PACKED = Takes(packed=True, rectangles=True, windows=True)
+PACKED = KernelSupport(packed=True, rectangles=True, windows=True)
 
 
 def moves_of(plan: Plan) -> list[Move]:

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.compose import compose_config
-from megatron_longctx.config import ranks_summed
+from megatron_longctx.config import summed_node_size
 from megatron_longctx.memory.shapes import Job
 from megatron_longctx.schedules import (
     MODES,
     Block,
+    KernelSupport,
     Kind,
     Lowering,
     Mask,
@@ -23,14 +24,13 @@ from megatron_longctx.schedules import (
     Move,
     Plan,
     PlanError,
-    Takes,
     Target,
     Workload,
     backward_plan,
     build_plan,
     find_mode,
     keep_received,
-    ranks_to_sum,
+    node_size_to_sum,
     sum_in_nodes,
     transpose,
     verify,
@@ -50,7 +50,7 @@ from tests.schedules.interpret import interpret
 from tests.schedules.masks import masks
 from tests.shared.plans import tangled_plan, with_moves
 
-PACKED = Takes(packed=True, rectangles=True, windows=True)
+PACKED = KernelSupport(packed=True, rectangles=True, windows=True)
 
 
 def crossing(plan: Plan, node: int) -> list[Move]:
@@ -225,17 +225,25 @@ SLOW = Cluster("two", 2, 4, Mesh(50.0), Network(1, 5.0), Device("fast", 900.0, 0
 
 
 def test_auto_sums_if_links_within_a_node_are_faster() -> None:
-    assert ranks_to_sum("auto", SLOW, 8) == ranks_to_sum("true", SLOW, 8) == 4 and ranks_to_sum("false", SLOW, 8) == 0
+    assert (
+        node_size_to_sum("auto", SLOW, 8) == node_size_to_sum("true", SLOW, 8) == 4
+        and node_size_to_sum("false", SLOW, 8) == 0
+    )
     fast = replace(SLOW, network=Network(4, 60.0))
-    assert ranks_to_sum("auto", fast, 8) == 0 and ranks_to_sum("true", fast, 8) == 4
-    assert ranks_to_sum("auto", replace(fast, network=Network(2, 60.0)), 8) == 4, "two ranks share a NIC"
+    assert node_size_to_sum("auto", fast, 8) == 0 and node_size_to_sum("true", fast, 8) == 4
+    assert node_size_to_sum("auto", replace(fast, network=Network(2, 60.0)), 8) == 4, "two ranks share a NIC"
     alone = load_cluster("dgx_h100_x1")
     for setting in ("auto", "true", "false"):
-        assert ranks_to_sum(setting, alone, 8) == ranks_to_sum(setting, load_cluster("h200_8x1_ib400"), 8) == 0
-        assert ranks_to_sum(setting, SLOW, 4) == 0
-    assert ranks_to_sum("auto", None, 8) == ranks_to_sum("false", None, 8) == ranks_to_sum("true", None, 1) == 0
+        assert node_size_to_sum(setting, alone, 8) == node_size_to_sum(setting, load_cluster("h200_8x1_ib400"), 8) == 0
+        assert node_size_to_sum(setting, SLOW, 4) == 0
+    assert (
+        node_size_to_sum("auto", None, 8)
+        == node_size_to_sum("false", None, 8)
+        == node_size_to_sum("true", None, 1)
+        == 0
+    )
     with pytest.raises(ValueError, match=r"attention.sum_in_node=true: expected parallelism.cluster, which defines"):
-        ranks_to_sum("true", None, 8)
+        node_size_to_sum("true", None, 8)
 
 
 @pytest.mark.parametrize("schedule", ["zigzag", "ring", "double_ring", "tasp"])
@@ -289,8 +297,8 @@ def test_configurations_define_the_nodes() -> None:
     def ranks(setting: str, *more: str) -> int:
         words = ["model=tiny", "parallelism.context_parallel_size=16", f"attention.sum_in_node={setting}", *more]
         config = compose_config([*words, *more])
-        assert Job(config, 256).backward.sum_in_node == ranks_summed(config)
-        return ranks_summed(config)
+        assert Job(config, 256).backward.sum_in_node == summed_node_size(config)
+        return summed_node_size(config)
 
     several, one = "parallelism.cluster=a100_2x8", "parallelism.context_parallel_size=8"
     assert ranks("auto", several) == ranks("true", several) == 8

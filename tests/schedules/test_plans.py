@@ -14,12 +14,12 @@ from megatron_longctx.layout import Layout, contiguous, striped, zigzag
 from megatron_longctx.schedules import (
     MODES,
     Document,
+    KernelSupport,
     Kind,
     Mask,
     ModeOptions,
     Plan,
     Slice,
-    Takes,
     Target,
     Workload,
     backward_plan,
@@ -235,16 +235,16 @@ def test_plans_are_built_once():
 
 def test_caches_stay_within_their_bounds() -> None:
     """With hundreds of packs, as in a training run."""
-    target = Target(Workload(2, 2, 8), Takes(packed=True, rectangles=True, windows=True))
+    target = Target(Workload(2, 2, 8), KernelSupport(packed=True, rectangles=True, windows=True))
     for number in range(300):
         lower(build_plan("zigzag", 2, documents([1 + number, 301 - number])), 0, target)
     rooms = [of for name, of in sys.modules.items() if name.startswith("megatron_longctx.schedules")]
     caches = {x for of in rooms for x in vars(of).values() if hasattr(x, "cache_info")}
-    assert {"_built", "visibility", "_calls"} <= {cache.__name__ for cache in caches}
+    assert {"_build_cached", "visibility", "_calls"} <= {cache.__name__ for cache in caches}
     for cache in caches:
         found = cache.cache_info()
         assert found.maxsize is not None and found.currsize <= found.maxsize
-        assert cache.__name__ not in ("_built", "visibility") or found.currsize == found.maxsize == 64
+        assert cache.__name__ not in ("_build_cached", "visibility") or found.currsize == found.maxsize == 64
 
 
 def test_a_new_kind_of_mask_is_one_function() -> None:
@@ -259,4 +259,4 @@ def test_a_new_kind_of_mask_is_one_function() -> None:
     for schedule in MODES:
         plan = build_plan(schedule, 4, mask)
         check(plan)
-        interpret(plan, Target(Workload(4, 4, 2), Takes(packed=True), ((0, 1, 2, 3),) * 4))
+        interpret(plan, Target(Workload(4, 4, 2), KernelSupport(packed=True), ((0, 1, 2, 3),) * 4))

@@ -15,12 +15,12 @@ from megatron_longctx.schedules import (
     Heads,
     KernelCall,
     KernelSample,
+    KernelSupport,
     Kind,
     MessageSample,
     ModeOptions,
     Plan,
     Segment,
-    Takes,
     Target,
     Workload,
     backward_plan,
@@ -197,7 +197,7 @@ def test_kernel_calls_take_the_time_of_the_tiles_that_they_touch() -> None:
         tflops = priced.backward_tflops if backward else priced.forward_tflops
         return priced.call_seconds(call, ALL_HEADS, one, backward) * tflops * 1e12 / one.flops(1, ALL_HEADS, backward)
 
-    packed = Takes(packed=True, rectangles=True, windows=True)
+    packed = KernelSupport(packed=True, rectangles=True, windows=True)
     (whole,), (pack,), (window,) = (
         kernel_calls(mask.slices, packed)
         for mask in (causal(4096), documents([1024, 3072]), documents([4096], window=(256, 0)))
@@ -242,7 +242,7 @@ def test_a_thousand_ranks_are_planned_and_simulated(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Visibility, "_holding", counted)
     cluster = replace(load_cluster("dgx_h100_x4").resized(8), nodes=n // 8)
-    target = Target(Workload(8, 8, 64), Takes(packed=True, rectangles=True, windows=True))
+    target = Target(Workload(8, 8, 64), KernelSupport(packed=True, rectangles=True, windows=True))
     plan = build_plan("all_gather", n, documents([2 * n], window=(4, 0)))
     assert n < looked[0] < 16 * n
     for each in (plan, backward_plan(plan)):
@@ -274,7 +274,7 @@ def test_repeated_steps_are_lowered_once(
         return found
 
     monkeypatch.setattr(Lowering, "program", counted)
-    cluster, target = mesh(n, 1e-3), Target(WORK, Takes(packed=True, rectangles=True, windows=True))
+    cluster, target = mesh(n, 1e-3), Target(WORK, KernelSupport(packed=True, rectangles=True, windows=True))
     forward = build_plan(schedule, n, n * TOKENS, ModeOptions(inner_size=4))
     for plan, share in zip((forward, backward_plan(forward)), shares, strict=True):
         lowered[0] = 0
@@ -297,7 +297,9 @@ def test_short_plans_are_used_only_where_they_change_nothing(
     schedule: str, n: int, layout: str, mask: Mask, heads: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert n >= LEAST_RANKS
-    target = Target(Workload(*heads[:3], element_bytes=heads[3]), Takes(packed=True, rectangles=True, windows=True))
+    target = Target(
+        Workload(*heads[:3], element_bytes=heads[3]), KernelSupport(packed=True, rectangles=True, windows=True)
+    )
     options = ModeOptions(max_buffer_tokens=mask.length // 2 if schedule == "all_gather" else None)
     forward = build_plan(schedule, n, mask, options, layout=layout)
     for plan in (forward, backward_plan(forward)):

@@ -60,8 +60,8 @@ class Job:
         deadline = time.monotonic() + timeout
         while text not in self.out.read_text():
             ended = self.process.poll()
-            assert ended is None, f"ended with {ended} before printing {text!r}:\n{self.said()}"
-            assert time.monotonic() < deadline, f"no {text!r} within {timeout} s:\n{self.said()}"
+            assert ended is None, f"ended with {ended} before printing {text!r}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {text!r} within {timeout} s:\n{self.output()}"
             self.remember()
             time.sleep(0.02)
         self.remember()
@@ -75,7 +75,7 @@ class Job:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout} s:\n{self.said()}") from None
+            raise AssertionError(f"still running after {timeout} s:\n{self.output()}") from None
 
     def remember(self) -> None:
         """Note the processes that belong to this job now, to be asked for by `left_over`."""
@@ -104,7 +104,7 @@ class Job:
         _, alive = psutil.wait_procs([p for p in self.family if p.pid != self.process.pid], PATIENCE_S)
         return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Standard output and error so far."""
         return f"{self.out.read_text()}\n--- standard error\n{self.err.read_text()}"
 

@@ -14,7 +14,7 @@ from megatron_longctx.compose import RESOLVED, load_config
 from megatron_longctx.config import Config
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import build_engine, for_inference
+from megatron_longctx.mcore.inference import build_engine, inference_config
 from tests.shared.training import changed
 
 VOCAB = 300
@@ -97,7 +97,7 @@ def ours(
     """The same by this project's engine, as this rank of a joined group; `others`: settings over the run's."""
     config: Config = load_config(Path(run, RESOLVED))
     settings = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()} | (others or {})
-    config = for_inference(changed(config, settings))
+    config = inference_config(changed(config, settings))
     collection = groups.from_config(config.parallelism)
     engine, tokenizer = build_engine(config, collection, Path(run, "checkpoints"))
     session = engine.open()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.attention.bind import Engine
+from megatron_longctx.attention.bind import Runtime
 from megatron_longctx.attention.function import AttentionFunction, Passes, shapes_of
 from megatron_longctx.attention.kv_format import KVFormat
 from megatron_longctx.comm import BufferPool, Exchange
@@ -52,7 +52,7 @@ def attend(
 
     Args:
         kernel: makes every rank's. hosts: as of `ThreadedRanks`. kv: how keys and values travel; None for as they are.
-        overlap: see `Engine`.
+        overlap: see `Runtime`.
     """
     ranks = ThreadedRanks(plan.n, hosts)
 
@@ -60,7 +60,7 @@ def attend(
         q, k, v, grad_out = (shard(x, plan.queries, rank) for x in inputs[:4])
         sink = None if inputs.sink is None else inputs.sink.detach().requires_grad_(inputs.sink.requires_grad)
         transport = ranks.transport(rank) if plan.n > 1 else None
-        engine = Engine(kernel(), transport, BufferPool(q.device), overlap=overlap)
+        engine = Runtime(kernel(), transport, BufferPool(q.device), overlap=overlap)
         shapes = shapes_of(q, k, v, kv)
         target = Target(shapes.workload, engine.kernel.takes, ranks.hosts if plan.n > 1 else None)
         passes = Passes(plan, target, rank, shapes, engine)

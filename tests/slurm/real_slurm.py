@@ -86,8 +86,8 @@ class Run:
         deadline = time.monotonic() + PATIENCE_S
         while not true():
             alive = self.state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
-            assert alive or true(), f"no {what}:\n{self.said()}"
-            assert time.monotonic() < deadline, f"no {what} in time:\n{self.said()}"
+            assert alive or true(), f"no {what}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {what} in time:\n{self.output()}"
             time.sleep(0.1)
 
     def ended(self) -> str:
@@ -116,7 +116,7 @@ class Run:
 def whole(slurm: Cluster) -> list[tuple[float, float, float]]:
     """The losses of the run that nothing happens to: 4 ranks on one node."""
     run = Run(slurm, "whole", "--nodes=1", "--ntasks-per-node=4")
-    assert run.ended() == "COMPLETED 0:0", run.said()
+    assert run.ended() == "COMPLETED 0:0", run.output()
     assert [step for step, _, _ in run.curve()] == list(range(1, STEPS + 1))
     assert run.status()["state"] == "complete" and run.status()["job"] == run.job
     return run.curve()
@@ -126,8 +126,8 @@ def test_the_limits_signal_requeues_and_the_run_goes_on(slurm: Cluster, whole: l
     run = Run(slurm, "limit", "--nodes=2", "--ntasks-per-node=2")
     run.at_step(5)
     slurm.command("scancel", "--batch", "--signal=USR1", run.job)  # as `--signal=B:USR1@300` does
-    assert run.ended() == "COMPLETED 0:0", run.said()
-    assert run.restarts == 1 and "requeueing job" in run.said()
+    assert run.ended() == "COMPLETED 0:0", run.output()
+    assert run.restarts == 1 and "requeueing job" in run.output()
     assert run.status()["began"] in range(5, STEPS), "it began again"
     assert run.curve() == whole
 
@@ -143,7 +143,7 @@ def test_a_lost_node_does_not_hang_the_job_which_goes_on_without_it(
         run.wait_for(lambda: run.restarts == 1, "requeue")
     finally:
         slurm.start(lost)
-    assert run.ended() == "COMPLETED 0:0", run.said()
+    assert run.ended() == "COMPLETED 0:0", run.output()
     assert run.status()["began"] in range(5, STEPS)
     assert run.curve() == whole
 
@@ -154,7 +154,7 @@ def test_a_stopped_run_is_no_success_for_those_that_wait_for_it(slurm: Cluster) 
     after = slurm.command("sbatch", "--parsable", f"--dependency=afterok:{run.job}", "--wrap=true")
     run.at_step(5)
     slurm.command("scancel", "--signal=TERM", run.job)
-    assert run.ended() == "FAILED 75:0", run.said()
+    assert run.ended() == "FAILED 75:0", run.output()
     assert run.status()["state"] == "stopped" and run.status()["signal"] == "SIGTERM"
     assert int((run.path / "checkpoints/latest_checkpointed_iteration.txt").read_text()) == len(run.records()) < STEPS
     deadline = time.monotonic() + 60
@@ -172,8 +172,8 @@ def test_a_preempted_job_is_requeued_and_goes_on(slurm: Cluster) -> None:
     run.at_step(5)
     urgent = ("sbatch", "--wait", "--partition=high", "--nodes=4", "--exclusive", "--wrap=true")
     slurm.command(*urgent)
-    assert run.ended() == "COMPLETED 0:0", run.said()
-    assert run.restarts == 1 and "train.sbatch: preempted" in run.said()
+    assert run.ended() == "COMPLETED 0:0", run.output()
+    assert run.restarts == 1 and "train.sbatch: preempted" in run.output()
     assert [step for step, _, _ in run.curve()] == list(range(1, 401))
 
 
@@ -207,10 +207,10 @@ def test_a_refusal_is_one_line_and_exit_code_2_and_too_short_a_limit_ends_the_jo
     short = Run(slurm, "short", *ONE)
     short.wait_for(lambda: short.state == "RUNNING" and short.log.exists() and short.log.stat().st_size > 0, "start")
     slurm.command("scancel", "--batch", "--signal=USR1", short.job)
-    assert refused.ended() == "FAILED 2:0", refused.said()
-    assert refused.log.read_text().count("expected") == 1 and "srun --kill" not in refused.said()
-    assert short.ended() == "FAILED 1:0", short.said()
-    assert "raise --time" in short.said() and short.restarts == 0
+    assert refused.ended() == "FAILED 2:0", refused.output()
+    assert refused.log.read_text().count("expected") == 1 and "srun --kill" not in refused.output()
+    assert short.ended() == "FAILED 1:0", short.output()
+    assert "raise --time" in short.output() and short.restarts == 0
 
 
 def test_a_server_over_several_tasks_answers_and_is_requeued(slurm: Cluster, whole: list[tuple[float, ...]]) -> None:

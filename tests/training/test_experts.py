@@ -187,11 +187,11 @@ def test_flops_count_only_active_experts() -> None:
         ),
         ({EP: 3}, "expert_model_parallel_size=3: expected a divisor of model.num_moe_experts=4"),
         ({TP: 2, ETP: 1}, "expert_tensor_parallel_size=1: expected null or 2"),
-        ({TP: 2, EP: 2, ETP: 5}, "expert_tensor_parallel_size=5: expected a divisor of 48, an expert's width"),
+        ({TP: 2, EP: 2, ETP: 5}, "expert_tensor_parallel_size=5: expected a divisor of model.moe_ffn_hidden_size=48"),
         ({TP: 2, "parallelism.sequence_parallel": False}, "parallelism.sequence_parallel=False: expected true with"),
-        ({TP: 2, "model.bias": True}, "expert_tensor_parallel_size=None: expected 1 with model.bias=true"),
-        ({"recompute.mlp_tile_tokens": 8}, "recompute.mlp_tile_tokens=8: expected null with experts"),
-        ({"reduction.down_projection": "int8"}, "reduction.down_projection=int8: expected none with experts"),
+        ({TP: 2, "model.bias": True}, "expert_tensor_parallel_size=null: expected 1 with model.bias=true"),
+        ({"recompute.mlp_tile_tokens": 8}, "recompute.mlp_tile_tokens=8: expected null with model.num_moe_experts=4"),
+        ({"reduction.down_projection": "int8"}, "down_projection=int8: expected none with model.num_moe_experts=4"),
     ],
 )  # fmt: skip
 def test_impossible_settings_of_experts_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -202,5 +202,5 @@ def test_impossible_settings_of_experts_are_refused(settings: dict[str, Any], me
 
 def test_ranks_that_cannot_divide_experts_are_refused(tmp_path: Path) -> None:
     config = _config(tmp_path, "refused", {CP: 2, EP: 4})
-    with pytest.raises(ValueError, match=r"expert_model_parallel_size=4: expected one by which"):
+    with pytest.raises(ValueError, match=r"expert_model_parallel_size=4: expected a size so that"):
         data_parallel_size(config, 2)

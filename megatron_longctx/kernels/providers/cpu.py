@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...schedules.kernel_calls import Takes
+from ...schedules.kernel_calls import KernelSupport
 from ..interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, token_first
 from ..selection import wrong_device, wrong_dtype, wrong_value_dim
 from .reference import ReferenceKernel, hidden_keys
@@ -21,7 +21,7 @@ class CpuKernel(AttentionKernel):
 
     name: ClassVar[str] = "cpu"
     speed: ClassVar[dict[str, int]] = {"cpu": 20}
-    takes: Takes = Takes(windows=True, bands=True)
+    takes: KernelSupport = KernelSupport(windows=True, bands=True)
 
     def why_not(self, request: KernelRequest) -> str | None:
         return (

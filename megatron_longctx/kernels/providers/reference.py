@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...schedules.kernel_calls import Takes
+from ...schedules.kernel_calls import KernelSupport
 from ...schedules.mask import FAR
 from ..interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, sum_dtype, token_first
 from ..selection import wrong_device, wrong_dtype
@@ -23,7 +23,7 @@ class ReferenceKernel(AttentionKernel):
 
     name: ClassVar[str] = "reference"
     speed: ClassVar[dict[str, int]] = {"cuda": 10, "cpu": 10}
-    takes: Takes = Takes(windows=True, bands=True)
+    takes: KernelSupport = KernelSupport(windows=True, bands=True)
 
     def why_not(self, request: KernelRequest) -> str | None:
         dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16

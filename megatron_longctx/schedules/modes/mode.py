@@ -14,7 +14,7 @@ from ..mask import Mask
 from ..plan import Plan
 from ..visibility import Visibility
 
-_MOST_MESSAGES = 1_200_000
+_MAX_MESSAGES = 1_200_000
 
 MODES: dict[str, type[Mode]] = {}
 """All modes, keyed by name."""
@@ -160,8 +160,8 @@ def check_messages(what: str, n: int, messages: int) -> None:
     Raises:
         ValueError: it has more than 1.2 million messages; a ring of 1,024 ranks has 1,048,576.
     """
-    if messages > _MOST_MESSAGES:
-        expected = f"a plan of at most {_MOST_MESSAGES:,} messages; that of {what} would have {messages:,}"
+    if messages > _MAX_MESSAGES:
+        expected = f"a plan of at most {_MAX_MESSAGES:,} messages; that of {what} would have {messages:,}"
         remedy = "Choose zigzag or fewer ranks, or raise parallelism.max_buffer_tokens where it is set."
         raise refuse("parallelism.context_parallel_size", n, expected, remedy)
 

@@ -50,7 +50,7 @@ class Model:
         stop_token: the token that ends a text; None if there is none.
         default_tokens: the most tokens of an answer if the request does not say.
         limits: of a single request.
-        token_chars: the most characters that a token can stand for; None if unknown.
+        max_token_chars: the most characters that a token can stand for; None if unknown.
         begin: tokens in front of a text. Chats have theirs from the template; lists of tokens contain their own.
     """
 
@@ -61,14 +61,16 @@ class Model:
     chat: Chat
     default_tokens: int
     limits: RequestLimits
-    token_chars: int | None = None
+    max_token_chars: int | None = None
     begin: tuple[int, ...] = ()
 
     @property
     def max_bytes(self) -> float:
         """The size of a body beyond which it cannot be served: a character, or a token's number, takes at most 16
         bytes, however it is written."""
-        return math.inf if self.token_chars is None else _OTHER_BYTES + 16 * self.token_chars * self.limits.tokens
+        if self.max_token_chars is None:
+            return math.inf
+        return _OTHER_BYTES + 16 * self.max_token_chars * self.limits.tokens
 
     def check_chars(self, chars: int) -> None:
         """Refuse a text that is too long for any tokenization, before tokenizing costs time that all requests share.
@@ -76,7 +78,7 @@ class Model:
         Raises:
             ApiError: it is too long.
         """
-        most = None if self.token_chars is None else self.token_chars * self.limits.prompt
+        most = None if self.max_token_chars is None else self.max_token_chars * self.limits.prompt
         if most is not None and chars > most:
             expected = f"expected at most {most}, since a prompt may have {self.limits.prompt} tokens"
             raise ApiError(400, f"the prompt has {chars} characters: {expected}")
