@@ -41,7 +41,7 @@ def row_strides(x: Tensor) -> tuple[int, ...]:
 
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Tensor | int], constants: Mapping[str, int],
-    specialization: Hashable, **options: int,
+    specialization: Hashable = None, **options: int,
 ) -> None:  # fmt: skip
     """Launch a kernel on the current device and stream; from the second launch on, skip Triton's argument inspection.
 
@@ -50,11 +50,15 @@ def launch(
 
     Args:
         kernel: a `triton.jit` function whose constants come after its other arguments.
-        specialization: a key that differs whenever Triton would compile another variant for these arguments.
+        constants: in the order of the kernel's arguments.
+        specialization: a key that differs whenever Triton would compile another variant for these arguments; by default
+            `specialization_of` each of them.
         options: compiler options, e.g. num_warps.
     """
+    if specialization is None:
+        specialization = tuple([specialization_of(x) for x in arguments])
     device = torch.cuda.current_device() if torch.cuda.is_available() else -1
-    key = kernel, device, specialization, tuple(constants.values())
+    key = kernel, device, specialization, tuple(constants.values()), tuple(options.values())
     known = _compiled.get(key)
     if known is not None:
         known[(*grid, *(1,) * (3 - len(grid)))](*arguments, *constants.values())

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused import launch, row_strides, specialization_of
+from .fused import launch, row_strides
 from .partials import Partial
 
 # The number of elements of the result that one program handles.
@@ -132,8 +132,7 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
         arguments += [*row_strides(part.value), *part_lse.stride()[:3]]
     # 12 arguments of the result and 12 of each partial; the kernel does not read those of missing partials.
     arguments += arguments[12:24] * (4 - len(partials))
-    specialization = tuple([specialization_of(x) for x in arguments])
     constants = {"MERGE": lse is not None, "COUNT": len(partials), "ROWS": rows, "COLS": cols}
     # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
     with torch.cuda.device(out.get_device()):
-        launch(_combine_kernel, (triton.cdiv(num_rows, rows),), arguments, constants, specialization)
+        launch(_combine_kernel, (triton.cdiv(num_rows, rows),), arguments, constants)

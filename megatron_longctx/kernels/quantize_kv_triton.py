@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused import row_strides
+from .fused import launch, row_strides
 
 _TILE = 4096
 # Arguments without specialized variants, since they change with length and batch: numbers that need not be multiples of
@@ -79,10 +79,9 @@ def pack_kv(k: Tensor, v: Tensor, packed: Tensor) -> None:
     rows = max(1, _TILE // cols)
     grid = (triton.cdiv(t * batch * heads, rows), 2)
     with torch.cuda.device(k.get_device()):  # the index of a CPU tensor, -1, has no effect
-        _pack_kernel[grid](
-            k, v, packed.view(torch.int8), t * batch * heads, batch, heads, *row_strides(k), k.stride(-1),
-            *row_strides(v), v.stride(-1), D=d, ROWS=rows, COLS=cols, enable_fp_fusion=False,
-        )  # fmt: skip
+        arguments: list[Tensor | int] = [k, v, packed.view(torch.int8), t * batch * heads, batch, heads]
+        arguments += [*row_strides(k), k.stride(-1), *row_strides(v), v.stride(-1)]
+        launch(_pack_kernel, grid, arguments, {"D": d, "ROWS": rows, "COLS": cols}, enable_fp_fusion=False)
 
 
 def unpack_kv(packed: Tensor, out: Tensor) -> None:
@@ -92,7 +91,6 @@ def unpack_kv(packed: Tensor, out: Tensor) -> None:
     rows = max(1, _TILE // cols)
     grid = (triton.cdiv(t * batch * heads, rows), 2)
     with torch.cuda.device(packed.get_device()):
-        _unpack_kernel[grid](
-            packed.view(torch.int8), out, t * batch * heads, batch, heads, *packed.stride()[:4], D=d, ROWS=rows,
-            COLS=cols, enable_fp_fusion=False,
-        )  # fmt: skip
+        arguments: list[Tensor | int] = [packed.view(torch.int8), out, t * batch * heads, batch, heads]
+        arguments += packed.stride()[:4]
+        launch(_unpack_kernel, grid, arguments, {"D": d, "ROWS": rows, "COLS": cols}, enable_fp_fusion=False)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused import row_strides
+from .fused import launch, row_strides
 
 # The number of heads of one token that one program rotates.
 _HEADS = 16
@@ -82,13 +82,13 @@ def rotate_triton(
     per_program = min(_HEADS, triton.next_power_of_2(max(heads)))
     blocks = sum(triton.cdiv(count, per_program) for count in heads)
     rest = head_dim - 2 * half
+    arguments: list[Tensor | int] = [x, outs[0], heads[0], *_strides(x), y, outs[-1], heads[-1], *_strides(y)]
+    arguments += [cos, sin, batch, head_dim, half]
+    constants = {"INVERSE": inverse, "INTERLEAVED": interleaved, "HEADS": per_program}
+    constants |= {"HALF": triton.next_power_of_2(max(half, 1)), "REST": triton.next_power_of_2(rest) if rest else 0}
     # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
     with torch.cuda.device(x.get_device()):
-        _rotate_kernel[(x.shape[0] * batch, blocks)](
-            x, outs[0], heads[0], *_strides(x), y, outs[-1], heads[-1], *_strides(y), cos, sin, batch, head_dim, half,
-            INVERSE=inverse, INTERLEAVED=interleaved, HEADS=per_program, HALF=triton.next_power_of_2(max(half, 1)),
-            REST=triton.next_power_of_2(rest) if rest else 0,
-        )  # fmt: skip
+        launch(_rotate_kernel, (x.shape[0] * batch, blocks), arguments, constants)
     return outs
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..comm.peer_kernels import end_call, signal_peers, wait_for_peers
 from ..comm.peer_memory import MAX_BLOCKS, PeerMemory
+from ..kernels.fused import launch
 from .quantize import Format
 from .quantize_triton import quantized, store_quantized, unpack_add
 
@@ -227,27 +228,35 @@ def two_step(
     first, second = forms
     groups = first.groups(chunk)
     per, blocks, rows, warps = _work_split(memory, groups, memory.world, first.group_size)
-    sizes = (x.numel(), chunk, stride, groups, per)
     rows_of = [size for form in forms for size in (form.message_bytes(chunk), form.value_bytes(chunk))]
-    with torch.cuda.device(x.get_device()):  # a CPU tensor's index, -1, changes nothing
-        _two_step_kernel[(blocks,)](
-            x, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes, *sizes, *rows_of,
-            TO_BITS=second.bits, ROWS=rows, SCATTER=scatter, PHASES=phases,
-            SUM_ROWS=rows // 4 if per <= rows // 4 else rows, **_constants(memory, first), num_warps=warps,
-        )  # fmt: skip
+    arguments = [*_shared(memory, x, out), x.numel(), chunk, stride, groups, per, *rows_of]
+    constants = {
+        "BITS": first.bits,
+        "TO_BITS": second.bits,
+        **_constants(first),
+        "ROWS": rows,
+        "SUM_ROWS": rows // 4 if per <= rows // 4 else rows,
+        **_ranks(memory),
+        "SCATTER": scatter,
+        "PHASES": phases,
+    }
+    _launch(_two_step_kernel, blocks, arguments, constants, warps)
 
 
 def one_step(memory: PeerMemory, x: Tensor, out: Tensor, form: Format, phases: int = ALL) -> None:
     """Sum all of x on every rank. Arguments are those of `two_step`, without UNPACK."""
     groups = form.groups(x.numel())
     per, blocks, rows, warps = _work_split(memory, groups, 1, form.group_size)
-    row, values = form.message_bytes(x.numel()), form.value_bytes(x.numel())
-    with torch.cuda.device(x.get_device()):
-        _one_step_kernel[(blocks,)](
-            x, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes, x.numel(), groups, per,
-            row, values, SUM_ROWS=rows // 4 if per <= rows // 4 else rows, PHASES=phases & (PUSH | SUM),
-            **_constants(memory, form), num_warps=warps,
-        )  # fmt: skip
+    rows_of = form.message_bytes(x.numel()), form.value_bytes(x.numel())
+    arguments = [*_shared(memory, x, out), x.numel(), groups, per, *rows_of]
+    constants = {
+        "BITS": form.bits,
+        **_constants(form),
+        "SUM_ROWS": rows // 4 if per <= rows // 4 else rows,
+        **_ranks(memory),
+        "PHASES": phases & (PUSH | SUM),
+    }
+    _launch(_one_step_kernel, blocks, arguments, constants, warps)
 
 
 def _work_split(memory: PeerMemory, groups: int, chunks: int, group_size: int) -> tuple[int, int, int, int]:
@@ -260,14 +269,20 @@ def _work_split(memory: PeerMemory, groups: int, chunks: int, group_size: int) -
     return per, -(-groups // per), rows, warps
 
 
-def _constants(memory: PeerMemory, form: Format) -> dict[str, Any]:
-    return {
-        "enable_fp_fusion": False,  # so that the bits equal those of the kernels in `quantize_triton`
-        "BITS": form.bits,
-        "SYMMETRIC": form.symmetric,
-        "SHORT": form.range_dtype == torch.bfloat16,
-        "HALF": form.group_size // 2,
-        "WORLD": memory.world,
-        "LANES": triton.next_power_of_2(memory.world),
-        "MAX": MAX_BLOCKS,
-    }
+def _launch(kernel: Any, blocks: int, arguments: list[Any], constants: dict[str, Any], warps: int) -> None:
+    with torch.cuda.device(arguments[0].get_device()):  # a CPU tensor's index, -1, changes nothing
+        # Without fusion, so that the bits equal those of the kernels in `quantize_triton`.
+        launch(kernel, (blocks,), arguments, constants, num_warps=warps, enable_fp_fusion=False)
+
+
+def _shared(memory: PeerMemory, x: Tensor, out: Tensor) -> tuple[Any, ...]:
+    return x, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes
+
+
+def _constants(form: Format) -> dict[str, Any]:
+    short = form.range_dtype == torch.bfloat16
+    return {"SYMMETRIC": form.symmetric, "SHORT": short, "HALF": form.group_size // 2}
+
+
+def _ranks(memory: PeerMemory) -> dict[str, int]:
+    return {"WORLD": memory.world, "LANES": triton.next_power_of_2(memory.world), "MAX": MAX_BLOCKS}

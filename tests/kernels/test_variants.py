@@ -39,7 +39,10 @@ Draw = Callable[..., Tensor]
 
 
 class Launches:
-    """A stand-in for a kernel that records the variants for which it would be compiled."""
+    """A stand-in for a kernel that records the variants for which it would be compiled.
+
+    What it returns is launched again by `fused.launch`, and checks that the variant is right for those arguments.
+    """
 
     def __init__(self, kernel: Any) -> None:
         from triton.backends.compiler import GPUTarget
@@ -53,9 +56,10 @@ class Launches:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._launch
 
-    def _launch(self, *args: Any, **kwargs: Any) -> None:
+    def _launch(self, *args: Any, **kwargs: Any) -> Variant:
         found = self.bind(*args, **kwargs)
         self.variants[f"{found[1]}{sorted(found[2].items())}"] = found
+        return Variant(self, found[1])
 
     def compiled(self) -> list[str]:
         """Compile every variant to PTX."""
@@ -76,6 +80,20 @@ class Launches:
             options = self.backend.parse_options(options).__dict__
             texts.append(triton.compile(source, target=self.backend.target, options=options).asm["ptx"])
         return texts
+
+
+class Variant:
+    """A stand-in for a compiled variant: all arguments by position, the constants last."""
+
+    def __init__(self, launches: Launches, specialization: list[Any]) -> None:
+        self.launches, self.specialization = launches, specialization
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: Any) -> None:
+        found = self.launches.bind(*args)[1]
+        assert found == self.specialization, (found, self.specialization)
 
 
 def size(rng: random.Random, most: int) -> int:
