@@ -22,7 +22,15 @@ def make(arguments: argparse.Namespace) -> Results:
     del arguments
     tables = (
         *(table_1(), table_2(), table_3(), table_4(), table_5()),
-        *(figure_4_left(), figure_4_right(), overlap_measured(), appendix_d(), helpers(), where_helpers_win()),
+        *(
+            figure_4_left(),
+            figure_4_right(),
+            overlap_measured(),
+            overlap_on_gpus(),
+            appendix_d(),
+            helpers(),
+            where_helpers_win(),
+        ),
         proofs(proved()),
     )
     return Results(tables, facts(tables))
@@ -162,6 +170,22 @@ def overlap_measured() -> Table:
     return Table("overlap_measured", "overlap on and off, measured", ["network", "mode", *ways], rows)
 
 
+def overlap_on_gpus() -> Table:
+    """Show whole steps of attention with and without `attention.overlap` on 2 GPUs."""
+    on, off = (
+        {(m["length"], m["name"]): m["seconds"] for m in recorded(f"attention_{name}_h100_x2")["measurements"]}
+        for name in ("overlap", "no_overlap")
+    )
+    rows: list[list[Cell]] = [
+        [f"{length // _K}K", mode, cell(1e3 * off[length, mode], "m"), cell(1e3 * on[length, mode], "m"),
+         cell(off[length, mode] / on[length, mode], "m")]
+        for length in (16 * _K, 64 * _K)
+        for mode in ("helper", "zigzag", "ring")
+    ]  # fmt: skip
+    columns = ["tokens", "mode", "not overlapped, ms", "overlapped, ms", "times as fast"]
+    return Table("overlap_on_gpus", "overlap on and off, on 2 H100s", columns, rows)
+
+
 def table_5() -> Table:
     theirs = {1: (0.84, 0.84), 2: (1.29, 1.36), 4: (2.64, 2.50)}
     theirs |= {8: (6.93, 5.98), 16: (21.44, 17.26), 32: (76.38, 58.46)}
@@ -225,6 +249,7 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
     theirs = [of["helpers"].value(*each, printed, column=5) for each in shares]
     gains = of["overlap_measured"].rows
     measured_gains = [float(each["value"]) for row in gains for each in (row[4], row[7]) if isinstance(each, dict)]
+    on_gpus = [float(row[4]["value"]) for row in of["overlap_on_gpus"].rows if isinstance(row[4], dict)]
     tied, apart = "one sequence, any layout, 32:8", "tokens must stay contiguous, 33:33"
     return {
         "ring": of["balance"].value("8", "ring", column=2),
@@ -247,6 +272,8 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
         "overlap_on": of["overlap"].value("128K", column=2),
         "overlap_least": min(measured_gains),
         "overlap_most": max(measured_gains),
+        "overlap_gpus_least": min(on_gpus),
+        "overlap_gpus_most": max(on_gpus),
         "kept": of["checkpoints"].value("32K", column=5),
         "kept_measured": of["checkpoints"].value("32K", column=7),
         "steps_off": 100 * max(abs(row[0] / row[1] - 1) for row in steps),

@@ -21,6 +21,7 @@ from .rounding import TOKEN, Rounding
 Weights = Mapping[str, Any]
 TITLES = {"smollm2": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-1.5B"}
 _GROUPS = TOKEN, 128, 32
+_BLOCKS = 16, 32, 48, 64, 96, 128
 _HADAMARD = ((TOKEN, False), (TOKEN, True), (128, False), (128, True), (32, False))
 ROUNDINGS = (
     *(Rounding(form) for form in ("int8", "int6", "int4", "fp8", "fp6", "fp4")),
@@ -56,7 +57,7 @@ def make(arguments: argparse.Namespace) -> Results:
     tables = (formats(own), coarse(own), rotated(own), whole(own, [each["int8_weights"] for each in of]), layers(own))
     found = {f"{name}_{key}": fact for name, one in zip(TITLES, of, strict=True) for key, fact in facts(one).items()}
     times = latencies.parts(), latencies.first_tokens()
-    return Results((*tables, steps(), *times), found | latencies.facts(times), raw=raw)
+    return Results((*tables, steps(), blocks(), *times), found | latencies.facts(times), raw=raw)
 
 
 def weights(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -173,6 +174,18 @@ def layers(own: Sequence[Weights]) -> Table:
         rows.append([str(layer), *(cell(1e4 * each, "w", 3) for each in errors)])
     columns = ["layer", *_heads("output, to be summed", "output, sums", "down, to be summed", "down, sums")]
     return Table("layers", "squared errors by layer", columns, rows, ["figure 5"])
+
+
+def blocks() -> Table:
+    """Show all-reduces by size and number of thread blocks."""
+    measured = {(m["way"], m["num_bytes"]): m["seconds"] for m in recorded("all_reduce_blocks_h100_x2")["measurements"]}
+    rows: list[list[Cell]] = []
+    for mib in (1, 4, 16, 64, 256):
+        for form in ("int8", "int4"):
+            ways = ["NCCL", *(f"{form} over peers, {count} blocks" for count in _BLOCKS)]
+            rows.append([f"{mib} MiB", form, *(cell(1e6 * measured[way, mib * 2**20], "m", 1) for way in ways)])
+    columns = ["size", "sums", "NCCL, exact, µs", *(f"{count} blocks, µs" for count in _BLOCKS)]
+    return Table("blocks", "thread blocks of a kernel, on 2 H100s", columns, rows, ["figure 11"])
 
 
 def steps() -> Table:

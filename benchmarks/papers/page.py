@@ -30,7 +30,7 @@ SOURCES = {
     "f": "calculated from a formula",
     "c": "measured on the CPU of this page",
     "w": "computed with published weights",
-    "m": "measured on H200s",
+    "m": "measured on GPUs, H200s if the table names no others",
     "e": "measured on a network emulated between CPU processes",
 }
 KINDS = ("table", "figure", "algorithm", "equation")
