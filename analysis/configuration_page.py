@@ -42,7 +42,7 @@ def comments(cls: Any) -> dict[str, str]:
 
 def meanings(cls: Any, prefix: str = "") -> dict[str, str]:
     """Return the meanings of all keys, by their full names."""
-    by_key = {}
+    by_key: dict[str, str] = {}
     types = get_type_hints(cls)
     by_field = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in comments(base).items() if text}
     for each in fields(cls):

@@ -94,7 +94,7 @@ def _rank(rank: int, configs: Sequence[Config], num_windows: int) -> list[list[f
         gpt.eval()
         sums = []
         with torch.no_grad():
-            for batch in windows.split(8):
+            for batch in torch.split(windows, 8):
                 whole = {"tokens": batch[:, :-1], "labels": batch[:, 1:]}
                 mine = sequence.shard_batch(whole | {"position_ids": positions.expand(len(batch), -1)})
                 of_tokens = gpt(mine["tokens"], mine["position_ids"], None, labels=mine["labels"])
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stem = args.out / "perplexity_reductions"
     text = f"{about}\n\n{table(measured)}\n\n{RANKS} context-parallel ranks, zigzag:\n\n{kv_table(kv)}\n"
     stem.with_suffix(".md").write_text(text)
-    data = {"what": "perplexity with quantized sums", "environment": facts, "config": config.as_dict()}
+    data: dict[str, Any] = {"what": "perplexity with quantized sums", "environment": facts, "config": config.as_dict()}
     data |= {"tokens": tokens, "found": [asdict(each) for each in measured], "kv_losses": kv}
     stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
     draw(measured, stem.with_suffix(".png"))

@@ -78,11 +78,11 @@ def attention(result: Path, out: Path | None) -> None:
         groups = list(dict.fromkeys(_group(m) for m in measured if m["heads"] == pair))
         groups.sort(key=lambda group: group[0])
         cases = [(length, mask) for length, mask, _ in groups]
-        width = 0.84 / len(names)
+        bar = 0.84 / len(names)
         for i, name in enumerate(names):
             speed = {_group(m): m["percent_of_one_device"] for m in measured if (m["heads"], m["name"]) == (pair, name)}
-            at = [k + (i - (len(names) - 1) / 2) * width for k, group in enumerate(groups) if group in speed]
-            panel.bar(at, [speed[g] for g in groups if g in speed], width * 0.94, color=colours[name], label=name)
+            at = [k + (i - (len(names) - 1) / 2) * bar for k, group in enumerate(groups) if group in speed]
+            panel.bar(at, [speed[g] for g in groups if g in speed], bar * 0.94, color=colours[name], label=name)
         panel.axhline(100, color="#888888", linewidth=0.8)
         labels = [
             f"{n // 1024}K" + f"\n{mask}" * (mask != "causal") + f"\n{commit[:7]}" * (cases.count((n, mask)) > 1)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.papers.simulated import not_overlapped
 from megatron_longctx.attention import ContextParallelAttention
@@ -43,7 +44,7 @@ def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # has the only address of a host
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=300)
-    store = dist.TCPStore(address(0), _PORT, n, rank == 0, timeout=limit)
+    store = TCPStore(address(0), _PORT, n, rank == 0, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=limit)
     outcome = _Rank(job, rank).run()
     if rank == 0:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from ..comm.collectives import all_gather_single, reduce_scatter_single
 from ..kernels.no_grad import first_order
 
 
@@ -143,7 +144,7 @@ def _gather(chunk: Tensor, head: Head) -> Tensor:
     if head.num_shards == 1:
         return chunk.unsqueeze(0)
     whole = chunk.new_empty(head.num_shards * chunk.shape[0], *chunk.shape[1:])
-    dist.all_gather_into_tensor(whole, chunk.contiguous(), group=head.group)
+    all_gather_single(whole, chunk.contiguous(), group=head.group)
     return whole.view(head.num_shards, *chunk.shape)
 
 
@@ -152,7 +153,7 @@ def _reduce_scatter(partial: Tensor, into: Tensor, head: Head) -> None:
     if head.num_shards == 1:
         into.copy_(partial[0])
     else:
-        dist.reduce_scatter_tensor(into, partial.flatten(0, 1), group=head.group)
+        reduce_scatter_single(into, partial.flatten(0, 1), group=head.group)
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
