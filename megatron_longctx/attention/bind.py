@@ -98,14 +98,14 @@ class Runtime:
 
 @dataclass
 class Bound:
-    """A program bound to shapes and an engine: the state that all its runs share.
+    """A program bound to shapes and a runtime: the state that all its runs share.
 
     channel: None for one rank alone. copies: plans of batched copies.
     """
 
     program: Program
     shapes: Shapes
-    engine: Runtime
+    runtime: Runtime
     channel: Channel | None
     copies: BatchedCopy = field(default_factory=BatchedCopy)
     _buffers: list[Fields | None] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Bound:
     def begin(self) -> int:
         """Start a pass on the current stream; return which of the send memories it uses."""
         parity = 0 if self.channel is None else self.channel.begin()
-        pool, bound_to = self.engine.pool, self._generation
+        pool, bound_to = self.runtime.pool, self._generation
         while bound_to != (pool.generation, 0 if self.channel is None else self.channel.generation):
             self._known.clear()
             self._buffers = [self._shared_buffer(number) for number in range(len(self.program.buffers))]
@@ -180,17 +180,17 @@ class Bound:
         if buffer.kept:
             return None
         return tuple(
-            self.engine.pool.get((buffer.kind, buffer.parts, name, i), spec.shape, spec.dtype)
+            self.runtime.pool.get((buffer.kind, buffer.parts, name, i), spec.shape, spec.dtype)
             for i, spec in enumerate(self._buffer_specs(number))
         )
 
 
-def bind(lowering: Lowering, rank: int, shapes: Shapes, engine: Runtime) -> Bound:
+def bind(lowering: Lowering, rank: int, shapes: Shapes, runtime: Runtime) -> Bound:
     """Bind a rank's program, ready to run. Exchanges nothing, and may be called from any thread."""
     program = lowering.program(rank)
     channel = None
-    if engine.transport is not None:
-        channel = engine.transport.channel(
-            program, lowering.send_bytes(), lambda num_bytes: engine.pool.get("sent", (num_bytes,), torch.uint8)
+    if runtime.transport is not None:
+        channel = runtime.transport.channel(
+            program, lowering.send_bytes(), lambda num_bytes: runtime.pool.get("sent", (num_bytes,), torch.uint8)
         )
-    return Bound(program, shapes, engine, channel)
+    return Bound(program, shapes, runtime, channel)

@@ -102,7 +102,7 @@ class ContextParallelAttention:
         self._sum_in_node, self._summed = sum_in_node, node_size_to_sum(sum_in_node, options.cluster, self.world)
         self._measures_times = False
         self._devices: dict[torch.device, _DeviceState] = {}
-        self._engines: dict[KernelRequest, Runtime] = {}
+        self._runtimes: dict[KernelRequest, Runtime] = {}
         self._bound: OrderedDict[tuple[Mask, _Kind], Passes] = OrderedDict()
         self._kinds: set[_Kind] = set()  # of all calls so far
         self._expected: tuple[Sequence[Mask], bool] = (), False
@@ -249,11 +249,11 @@ class ContextParallelAttention:
                 self._bound.move_to_end(key)
                 return known
         shapes, keep = kind
-        engine = self._engine(mask, shapes)
+        runtime = self._runtime(mask, shapes)
         plan = sum_in_nodes(self.plan(mask), self._devices[shapes.device].summed)
-        hosts = None if engine.transport is None else engine.transport.hosts
-        target = Target(shapes.workload, engine.kernel.takes, hosts)
-        passes = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, engine)
+        hosts = None if runtime.transport is None else runtime.transport.hosts
+        target = Target(shapes.workload, runtime.kernel.takes, hosts)
+        passes = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, runtime)
         with self._lock:
             self._kinds.add(kind)
             passes = self._bound.setdefault(key, passes)  # another thread may have been faster
@@ -274,13 +274,13 @@ class ContextParallelAttention:
         check_tensors(q, k, v)
         self.check_heads(q.shape[2], k.shape[2])
 
-    def _engine(self, mask: Mask, shapes: Shapes) -> Runtime:
+    def _runtime(self, mask: Mask, shapes: Shapes) -> Runtime:
         work, device = shapes.workload, shapes.device
         request = KernelRequest(
             device.type, shapes.dtype, work.head_dim, work.num_heads, work.num_kv_heads, self.deterministic,
             work.v_head_dim, windows=mask.has_windows, packed=len(mask.slices) > 1,
         )  # fmt: skip
-        if request not in self._engines:
+        if request not in self._runtimes:
             kernel = choose(self._kernel, request)
             if device not in self._devices:
                 group = self._group if self.world > 1 else None
@@ -289,8 +289,8 @@ class ContextParallelAttention:
                 waits.running = passes.running = self._measures_times
                 self._devices[device] = _DeviceState(transport, BufferPool(device), waits, passes, self._ranks_to_sum())
             transport, pool, waits, passes, _ = self._devices[device]
-            self._engines[request] = Runtime(kernel, transport, pool, waits, passes, self._overlap)
-        return self._engines[request]
+            self._runtimes[request] = Runtime(kernel, transport, pool, waits, passes, self._overlap)
+        return self._runtimes[request]
 
     def _ranks_to_sum(self) -> int:
         """Return how many ranks of a node sum their gradients. All ranks call this together; the first one logs it.

@@ -39,15 +39,15 @@ class Passes:
     target: Target
     rank: int
     shapes: Shapes
-    engine: Runtime
+    runtime: Runtime
 
     @cached_property
     def forward(self) -> Bound:
-        return bind(Lowering(self.plan, self.target), self.rank, self.shapes, self.engine)
+        return bind(Lowering(self.plan, self.target), self.rank, self.shapes, self.runtime)
 
     @cached_property
     def backward(self) -> Bound:
-        return bind(Lowering(backward_plan(self.plan), self.target), self.rank, self.shapes, self.engine)
+        return bind(Lowering(backward_plan(self.plan), self.target), self.rank, self.shapes, self.runtime)
 
     @cached_property
     def kept_heads(self) -> list[range | None]:
@@ -191,10 +191,10 @@ def compile_kinds(every: Iterable[Passes], varied: bool) -> None:
     """Make a small call of every kind that the passes contain. varied: see `ContextParallelAttention.announce`."""
     examples: dict[_KernelKind, Passes] = {}
     for passes in every:
-        for each in call_kinds(passes, varied) if passes.engine.kernel.compiles else ():
+        for each in call_kinds(passes, varied) if passes.runtime.kernel.compiles else ():
             examples.setdefault(each, passes)
     for (backward, kind, (h, g)), passes in examples.items():
-        shapes, kernel, call = passes.shapes, passes.engine.kernel, kind.example
+        shapes, kernel, call = passes.shapes, passes.runtime.kernel, kind.example
         d, e, (_, rows) = shapes.workload.head_dim, shapes.workload.value_dim, call.q_span
         q, k, v, out = (
             torch.zeros(rows, 1, heads, size, dtype=shapes.dtype, device=shapes.device)

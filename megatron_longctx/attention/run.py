@@ -48,12 +48,12 @@ class Run:
         try:
             self._parity = self._bound.begin()
             self._buffers = self._bound.new_buffers()
-            with timed(self._bound.engine.passes):
+            with timed(self._bound.runtime.passes):
                 for number, op in enumerate(self._program.ops):
                     _HANDLERS[type(op)](self, op, number)
         except BaseException as error:
-            if self._bound.engine.transport is not None:
-                self._bound.engine.transport.abort(error)
+            if self._bound.runtime.transport is not None:
+                self._bound.runtime.transport.abort(error)
             raise
 
     def result(self, kind: Kind) -> Fields:
@@ -73,8 +73,8 @@ class Run:
             self._bound.copies.copy(number, pairs)
 
     def _mark(self, op: Mark, _: int) -> None:
-        assert self._bound.engine.transport is not None
-        self._marks[op.number] = self._bound.engine.transport.record_event()
+        assert self._bound.runtime.transport is not None
+        self._marks[op.number] = self._bound.runtime.transport.record_event()
 
     def _send(self, op: Send, _: int) -> None:
         assert self._bound.channel is not None
@@ -82,7 +82,7 @@ class Run:
         receives = self._bound.received(op.step, self._buffers)
         mark = self._marks[op.after]
         self._exchange = self._bound.channel.start(op.step, passed, receives, () if mark is None else (mark,))
-        if not self._bound.engine.overlap:
+        if not self._bound.runtime.overlap:
             self._finish()
 
     def _wait(self, op: Wait, _: int) -> None:
@@ -91,13 +91,13 @@ class Run:
 
     def _finish(self) -> None:
         assert self._bound.channel is not None and self._exchange is not None
-        with timed(self._bound.engine.waits):
+        with timed(self._bound.runtime.waits):
             self._bound.channel.wait(self._exchange)
         self._exchange = None
 
     def _acquire(self, op: Acquire, _: int) -> None:
         channel = cast(SymmetricExchange, self._bound.channel)
-        with timed(self._bound.engine.waits):
+        with timed(self._bound.runtime.waits):
             self._acquired = channel.acquire(op.step, self._bound.received(op.step, self._buffers))
         sizes = (NUM_FIELDS[each.block.kind] for each in self._program.receives[op.step])
         self._first_fields = list(accumulate(sizes, initial=0))
@@ -106,7 +106,7 @@ class Run:
         cast(SymmetricExchange, self._bound.channel).release(op.step)
 
     def _compute(self, op: Compute, _: int) -> None:
-        kernel, scale = self._bound.engine.kernel, self._scale
+        kernel, scale = self._bound.runtime.kernel, self._scale
         k, v = self._keys(op.keys)
         queries = self._fields(op.queries)
         if not self._program.backward:

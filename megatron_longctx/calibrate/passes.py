@@ -53,25 +53,25 @@ def host_operation_seconds(testbed: Testbed, cluster: Cluster, costs: Costs) -> 
     manager.append({session: n * _CACHED})
     batch = Batch(n, manager.slots_per_rank, manager.append({session: n * _NEW}))
     shape = CacheShape(1, work.num_heads, work.num_kv_heads, work.head_dim, testbed.dtype)
-    engine = Runtime(testbed.choose_kernel(packed=True), testbed.transport, BufferPool(testbed.device))
-    target = Target(shape.workload, engine.kernel.takes, testbed.transport.hosts)
+    runtime = Runtime(testbed.choose_kernel(packed=True), testbed.transport, BufferPool(testbed.device))
+    target = Target(shape.workload, runtime.kernel.takes, testbed.transport.hosts)
 
     def measure() -> list[float]:
         seconds = []
         for mode in CACHE_MODES:
             lowering = Lowering(batch.plan(mode), target)
             operations = simulate(lowering.plan, cluster, target, costs).operations
-            seconds.append(_pass_seconds(testbed, batch, lowering, shape, engine) / operations)
+            seconds.append(_pass_seconds(testbed, batch, lowering, shape, runtime) / operations)
         return [statistics.median(seconds)]
 
     return median_over_ranks(testbed.group, measure)[0]
 
 
 @torch.inference_mode()
-def _pass_seconds(testbed: Testbed, batch: Batch, lowering: Lowering, shape: CacheShape, engine: Runtime) -> float:
+def _pass_seconds(testbed: Testbed, batch: Batch, lowering: Lowering, shape: CacheShape, runtime: Runtime) -> float:
     rank = torch.distributed.get_rank(testbed.group)
     shapes = Shapes(shape.workload, shape.dtype, testbed.device, shape.kv, shape.kv)
-    bound = bind(lowering, rank, shapes, engine)
+    bound = bind(lowering, rank, shapes, runtime)
     q = testbed.random(batch.num_rows(rank), shape.num_heads)
     cache = shape.kv.spec(batch.slots, 1, shape.num_kv_heads, testbed.device).empty().normal_()
 

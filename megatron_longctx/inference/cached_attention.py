@@ -136,9 +136,9 @@ class CachedAttention:
         if group is not None and self.world > 1:
             # The messages of a conversation need a little more memory in every turn.
             links = choose_transport(transport, group, device, growth=2.0, key="inference.transport")
-        self._engine = Runtime(choose(kernel, request), links, BufferPool(device))
+        self._runtime = Runtime(choose(kernel, request), links, BufferPool(device))
         has_windows = any(window is not None for window in shape.distinct_windows)
-        self._window_kernel = choose(kernel, replace(request, windows=True)) if has_windows else self._engine.kernel
+        self._window_kernel = choose(kernel, replace(request, windows=True)) if has_windows else self._runtime.kernel
         self._shapes = Shapes(shape.workload, shape.dtype, device, shape.kv, shape.kv)
         self._merge: PeerMerge | None = None
         self._bound: dict[int | None, Bound] = {}  # keyed by the window of layers
@@ -177,13 +177,13 @@ class CachedAttention:
 
     def target(self, joined: bool, window: int | None = None) -> Target:
         """Return the target of plans for layers with this window. joined: see `Target`."""
-        engine = self._engine_for(window)
-        hosts = None if engine.transport is None else engine.transport.hosts
-        return Target(self._shapes.workload, engine.kernel.takes, hosts, joined)
+        runtime = self._runtime_for(window)
+        hosts = None if runtime.transport is None else runtime.transport.hosts
+        return Target(self._shapes.workload, runtime.kernel.takes, hosts, joined)
 
-    def _engine_for(self, window: int | None) -> Runtime:
-        """Return the engine for a window: the fastest kernel for layers without one may not support windows."""
-        return self._engine if window is None else replace(self._engine, kernel=self._window_kernel)
+    def _runtime_for(self, window: int | None) -> Runtime:
+        """Return the runtime for a window: the fastest kernel for layers without one may not support windows."""
+        return self._runtime if window is None else replace(self._runtime, kernel=self._window_kernel)
 
     def begin(self, batch: Batch, mode: str, joined: bool = False) -> None:
         """Use the plans of `mode` for the next call of every layer, which stores the batch's new keys and values.
@@ -205,7 +205,7 @@ class CachedAttention:
                 Lowering(batch.with_window(window).plan(mode), self.target(joined, window)),
                 self.rank,
                 self._shapes,
-                self._engine_for(window),
+                self._runtime_for(window),
             )
             for window in self.shape.distinct_windows
         }
@@ -222,7 +222,7 @@ class CachedAttention:
         `begin_replicated` also works without this memory, and for more tokens, by a collective in every layer.
         """
         group, shape = self.group, self.shape
-        if group is None or self._merge is not None or not isinstance(self._engine.transport, PeerTransport):
+        if group is None or self._merge is not None or not isinstance(self._runtime.transport, PeerTransport):
             return
         if shape.dtype in FUSED_DTYPES and all(gather_objects(group, has_fused_kernels())):
             try:

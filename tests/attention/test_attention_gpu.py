@@ -139,10 +139,10 @@ def _helper(rank: int, kernel: str, case: Case, whole: list[dict[str, Tensor]], 
     """Run a plan that also sends queries, their gradients and partial results."""
     plan, group = helper_plan(2, case.mask.length), dist.group.WORLD
     assert group is not None
-    engine = Runtime(choose(kernel, request(case.heads, device.type)), P2PTransport(group, device), BufferPool(device))
+    runtime = Runtime(choose(kernel, request(case.heads, device.type)), P2PTransport(group, device), BufferPool(device))
     *leaves, grad_out = (shard(x, plan.queries, rank) for x in case.tensors(device))
     shapes = shapes_of(*leaves)
-    passes = Passes(plan, Target(shapes.workload, engine.kernel.takes), rank, shapes, engine)
+    passes = Passes(plan, Target(shapes.workload, runtime.kernel.takes), rank, shapes, runtime)
     strided = grad_out.transpose(0, 2).contiguous().transpose(0, 2)  # has to be copied before it is sent
     wrong = []
     for _ in range(3):

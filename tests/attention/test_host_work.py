@@ -140,15 +140,15 @@ class NoAttention(AttentionKernel):
 class Layer:
     """A rank's passes over tensors of zeros."""
 
-    def __init__(self, plan: Plan, rank: int, peers: bool = False, engine: Runtime | None = None) -> None:
-        self.transport: Any = engine.transport if engine else Silent(plan.n, peers)
-        self.engine = engine or Runtime(NoAttention(self.transport.events), self.transport, BufferPool(CPU))
+    def __init__(self, plan: Plan, rank: int, peers: bool = False, runtime: Runtime | None = None) -> None:
+        self.transport: Any = runtime.transport if runtime else Silent(plan.n, peers)
+        self.runtime = runtime or Runtime(NoAttention(self.transport.events), self.transport, BufferPool(CPU))
         self.q = torch.zeros(plan.queries.num_tokens(rank), 1, HEADS, DIM, dtype=BF16)
         self.k = torch.zeros(plan.keys.num_tokens(rank), 1, KV_HEADS, DIM, dtype=BF16)
         shapes = shapes_of(self.q, self.k, self.k)
         target = Target(shapes.workload, NoAttention.takes, self.transport.hosts)
         both = [plan] if plan.keys != plan.queries else [plan, backward_plan(plan)]
-        self.bound: list[Bound] = [bind(Lowering(each, target), rank, shapes, self.engine) for each in both]
+        self.bound: list[Bound] = [bind(Lowering(each, target), rank, shapes, self.runtime) for each in both]
 
     def forward(self) -> Run:
         run = Run(self.bound[0], {Kind.Q: (self.q,), Kind.KV: (self.k, self.k)}, 1.0)
@@ -307,7 +307,7 @@ def test_without_overlap_messages_are_awaited_immediately(schedule: str, peers: 
     for overlap in (True, False):
         transport = Silent(plan.n, peers)
         kernel = NoAttention(transport.events)
-        Layer(plan, 1, engine=Runtime(kernel, transport, BufferPool(CPU), overlap=overlap)).both()  # type: ignore[arg-type]
+        Layer(plan, 1, runtime=Runtime(kernel, transport, BufferPool(CPU), overlap=overlap)).both()  # type: ignore[arg-type]
         events.append(transport.events)
     on, off = events
     assert Counter(on) == Counter(off) and ("start" in off) == (not peers or schedule != "ulysses")
@@ -336,7 +336,7 @@ def test_rows_of_buffers_are_the_same_tensors_until_the_buffers_grow() -> None:
     passes(layer)  # allocates the buffers of backward
     first, again = passes(layer), passes(layer)
     assert any(first) and all(x is y for a, b in zip(first, again, strict=True) for x, y in zip(a, b, strict=True))
-    longer = Layer(plan_of("zigzag", 4, 1, False, None, tokens=64), 1, engine=layer.engine)
+    longer = Layer(plan_of("zigzag", 4, 1, False, None, tokens=64), 1, runtime=layer.runtime)
     larger = {x.untyped_storage().data_ptr() for each in passes(longer) for x in each}
     after = {x.untyped_storage().data_ptr() for each in passes(layer) for x in each}
     assert after == larger, "memory that the pool has replaced"
@@ -353,11 +353,11 @@ def test_passes_do_not_share_kept_memory() -> None:
 def test_a_batch_opens_one_channel_over_peer_memory() -> None:
     """All its layers use the first one's."""
     manager = CacheManager(4, 512, 16)
-    session, engine, channels = manager.open(), None, 0
+    session, runtime, channels = manager.open(), None, 0
     for number in range(1, 4):
         plan = Batch(4, manager.slots_per_rank, manager.append({session: 100 * number})).plan("pass_q")
-        layer = Layer(plan, 1, True, engine)
+        layer = Layer(plan, 1, True, runtime)
         for _ in range(3):
             layer.forward()
-        engine, channels = layer.engine, layer.transport.channels
+        runtime, channels = layer.runtime, layer.transport.channels
         assert channels == number

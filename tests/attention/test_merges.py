@@ -32,7 +32,7 @@ class Sums:
         program = SimpleNamespace(
             accumulators=(into._replace(space=Space.ACCUMULATOR),), results=(into,), backward=True
         )
-        bound: Any = SimpleNamespace(program=program, shapes=self.shapes, copies=self, channel=None, engine=None)
+        bound: Any = SimpleNamespace(program=program, shapes=self.shapes, copies=self, channel=None, runtime=None)
         self.run = Run(bound, {}, 1.0)
 
     def add(self, start: int, fields: tuple[Tensor, ...], heads: Heads = ALL_HEADS) -> None:

@@ -73,9 +73,9 @@ class Pass(Run):
     """A pass whose kernels and merges only check their inputs."""
 
     def __init__(self, rank: Rank, program: Program, channel: Any, number: int) -> None:
-        engine = Runtime(None, rank.links, None, overlap=rank.overlap)  # type: ignore[arg-type]
+        runtime = Runtime(None, rank.links, None, overlap=rank.overlap)  # type: ignore[arg-type]
         bound = SimpleNamespace(
-            program=program, channel=channel, engine=engine, shapes=None, begin=channel.begin, new_buffers=lambda: (),
+            program=program, channel=channel, runtime=runtime, shapes=None, begin=channel.begin, new_buffers=lambda: (),
             received=lambda step, _: [x for each in program.receives[step] for x in self.places(each)],
         )  # fmt: skip
         super().__init__(bound, {}, 1.0)  # type: ignore[arg-type]

@@ -72,12 +72,12 @@ def test_the_first_call_compiles_the_kinds_of_all_packs(windows: set[Window], mo
 def test_packs_over_ranks_need_no_other_kinds(name: str, keep: bool) -> None:
     n, draw = 4, random.Random(0)
     q, k, v, _ = random_qkv(LENGTH // n, 1, 8, 4, 32, torch.bfloat16)
-    shapes, engine = shapes_of(q, k, v), SimpleNamespace(kernel=Fa4Kernel())
+    shapes, runtime = shapes_of(q, k, v), SimpleNamespace(kernel=Fa4Kernel())
 
     def of(lengths: list[int], rank: int, window: Window, varied: bool) -> set[Any]:
         plan = build_plan(name, n, documents(lengths, window=window), ModeOptions())
         plan = keep_received(plan) if keep else plan
-        return call_kinds(Passes(plan, Target(shapes.workload, Fa4Kernel.takes), rank, shapes, engine), varied)  # type: ignore[arg-type]
+        return call_kinds(Passes(plan, Target(shapes.workload, Fa4Kernel.takes), rank, shapes, runtime), varied)  # type: ignore[arg-type]
 
     for window in (PLAIN, NEAR):
         warm = of([LENGTH], 1, window, True) | of([LENGTH // 16] * 16, 1, window, True)
@@ -94,11 +94,11 @@ def test_long_documents_on_one_rank_need_no_other_kinds() -> None:
     """Deterministic backward passes cut them into blocks, some of them full."""
     kernel = Fa4Kernel(deterministic=True)
     q, k, v, _ = (torch.empty(LENGTH, 1, heads, 32, device="meta") for heads in (4, 2, 2, 4))
-    shapes, engine = shapes_of(q, k, v), SimpleNamespace(kernel=kernel)
+    shapes, runtime = shapes_of(q, k, v), SimpleNamespace(kernel=kernel)
 
     def of(lengths: list[int], varied: bool) -> set[Any]:
         plan = build_plan("zigzag", 1, documents(lengths))
-        return call_kinds(Passes(plan, Target(shapes.workload, kernel.takes), 0, shapes, engine), varied)  # type: ignore[arg-type]
+        return call_kinds(Passes(plan, Target(shapes.workload, kernel.takes), 0, shapes, runtime), varied)  # type: ignore[arg-type]
 
     long = of([50_000, 100, 70_000], False)
     assert {each.kind.right for each in long if each.backward} == {True, False}

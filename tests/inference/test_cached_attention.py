@@ -75,7 +75,7 @@ def attention_of(case: Case, group: dist.ProcessGroup | None, transport: str) ->
 def in_threads(ranks: ThreadedRanks, rank: int, case: Case) -> CachedAttention:
     attention = CachedAttention(None, case.shape, manager_for(ranks.n).slots_per_rank, CPU)
     attention.rank, attention.world = rank, ranks.n
-    attention._engine = replace(attention._engine, transport=ranks.transport(rank))
+    attention._runtime = replace(attention._runtime, transport=ranks.transport(rank))
     return attention
 
 
@@ -200,7 +200,7 @@ def fall_back(rank: int) -> list[str]:
     warnings: list[str] = []
     attention = CachedAttention(dist.group.WORLD, CacheShape(1, 2, 1, 8, torch.float32), 16, CPU)
     attention.allocate_merge(8)  # point to point: nothing to allocate
-    object.__setattr__(attention._engine, "transport", PeerTransport.__new__(PeerTransport))
+    object.__setattr__(attention._runtime, "transport", PeerTransport.__new__(PeerTransport))
 
     def fails(*_: object) -> None:
         raise PeerMemoryError("no room on rank 1")

@@ -60,10 +60,10 @@ def attend(
         q, k, v, grad_out = (shard(x, plan.queries, rank) for x in inputs[:4])
         sink = None if inputs.sink is None else inputs.sink.detach().requires_grad_(inputs.sink.requires_grad)
         transport = ranks.transport(rank) if plan.n > 1 else None
-        engine = Runtime(kernel(), transport, BufferPool(q.device), overlap=overlap)
+        runtime = Runtime(kernel(), transport, BufferPool(q.device), overlap=overlap)
         shapes = shapes_of(q, k, v, kv)
-        target = Target(shapes.workload, engine.kernel.takes, ranks.hosts if plan.n > 1 else None)
-        passes = Passes(plan, target, rank, shapes, engine)
+        target = Target(shapes.workload, runtime.kernel.takes, ranks.hosts if plan.n > 1 else None)
+        passes = Passes(plan, target, rank, shapes, runtime)
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
         out = AttentionFunction.apply(*leaves, sink, passes, scale)  # type: ignore[no-untyped-call]
         found = {"out": out.detach()}
