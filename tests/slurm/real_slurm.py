@@ -78,7 +78,7 @@ class Run:
     def restarts(self) -> int:
         return int(self.slurm.field_of(self.job, "Restarts"))
 
-    def said(self) -> str:
+    def output(self) -> str:
         log = self.log.read_text() if self.log.exists() else ""
         return f"{self.slurm.command('scontrol', 'show', 'job', self.job)}\n{log}"
 
