@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost import Workload
+from .equal_ranks import ATTENDED, CALL, OWN, RECEIVED, SENT, PlanRows, distances, equal_rows
+from .kernel_calls import KernelSupport
 from .mask import Slice
 from .plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
 from .send_layout import ALIGNMENT
@@ -38,10 +40,6 @@ _EDGE = 6
 """Cycles at either end of a repetition that may differ from the others."""
 _LONGEST = 16
 """The most steps of a cycle."""
-
-_SENT, _RECEIVED, _CALL, _ATTENDED = range(4)
-_OWN = -1
-"""Marks the rank itself, where other homes have their distance to the row in which they came last (0: never)."""
 
 
 class Cut(NamedTuple):
@@ -79,9 +77,9 @@ class ShortPlan(NamedTuple):
 class ShortPlans:
     """The short plans of a plan's ranks."""
 
-    def __init__(self, plan: Plan, workload: Workload) -> None:
+    def __init__(self, plan: Plan, workload: Workload, takes: KernelSupport) -> None:
         self.plan = plan
-        self._parts = _Parts(plan, workload)
+        self._parts = _Parts(plan, workload, takes)
         self._names: dict[bytes, int] = {}
         self._known: dict[tuple[object, ...], ShortPlan] = {}
 
@@ -90,6 +88,8 @@ class ShortPlans:
         plan = self.plan
         names = [self._names.setdefault(rows, len(self._names)) for rows in self._parts.of(rank)]
         kept, cuts = _kept(names)
+        if self._parts.exchanges_heads:
+            names = [self._names.setdefault(rows, len(self._names)) for rows in self._parts.equal(rank)]
         where = [cut[:2] for cut in cuts]
         key = (plan.queries.num_tokens(rank), plan.keys.num_tokens(rank), *where, *(names[t] for t in kept))
         if key not in self._known:
@@ -125,17 +125,17 @@ class ShortPlans:
                 if since > len(homes) - oldest:
                     return ShortPlan((), self.plan)
                 kind, home, start, stop, origin, heads = thing
-                if since != _OWN:
+                if since != OWN:
                     home = homes[-since] if since else new
                     new += not since
                 homes.append(home)
                 block = Block(kind, home, start, start + times * (stop - start), origin, heads)
                 if times > 1 and kind in RESULTS:
                     joined.add((kind, block.tokens, heads))
-                if role == _ATTENDED:
+                if role == ATTENDED:
                     calls[-1][0][kind is not Kind.Q].append(block)
                 else:
-                    moves.append(Move(block, rank, -1) if role == _SENT else Move(block, -1, rank))
+                    moves.append(Move(block, rank, -1) if role == SENT else Move(block, -1, rank))
             attends = tuple(Attend(tuple(queries), tuple(keys), slices) for (queries, keys), slices in calls)
             steps.append(Step(tuple(moves), ((),) * rank + (attends,)))
         return short._replace(plan=replace(self.plan, steps=tuple(steps)), joined=frozenset(joined))
@@ -152,7 +152,7 @@ class _Parts:
         joined: indexed by rank, whether a row represents several blocks.
     """
 
-    def __init__(self, plan: Plan, workload: Workload) -> None:
+    def __init__(self, plan: Plan, workload: Workload, takes: KernelSupport) -> None:
         n, num_steps = plan.n, len(plan.steps)
         moves = list(chain.from_iterable(step.moves for step in plan.steps))
         calls_of = list(chain.from_iterable(step.attends for step in plan.steps))
@@ -168,7 +168,7 @@ class _Parts:
         is_call[sizes.cumsum() - sizes] = True
         called = np.where(is_call, len(blocks) + is_call.cumsum(), len(moves) + (~is_call).cumsum()) - 1
         things = np.concatenate((sent, sent, called))
-        roles = np.repeat((_SENT, _RECEIVED, _ATTENDED), (len(sent), len(sent), len(called)))
+        roles = np.repeat((SENT, RECEIVED, ATTENDED), (len(sent), len(sent), len(called)))
         steps = np.repeat(np.arange(num_steps), [len(step.moves) for step in plan.steps])
         ends = (np.fromiter(map(itemgetter(end), moves), int, len(moves)) for end in (1, 2))
         calling = np.repeat(np.repeat(np.arange(n * num_steps), list(map(len, calls_of))), sizes)
@@ -177,7 +177,7 @@ class _Parts:
         order = np.lexsort((steps.astype(small), ranks.astype(small)))
         things, roles, ranks, at = things[order], roles[order], ranks[order], (ranks * num_steps + steps)[order]
         is_call = things >= len(blocks)
-        roles[is_call] = _CALL
+        roles[is_call] = CALL
         # The number of the block's shape or of the call's slices, home and origin.
         objects, which = _distinct(blocks)
         shapes, of_objects = _number(map(itemgetter(0, 2, 3, 5), objects))
@@ -185,23 +185,24 @@ class _Parts:
         of_blocks = np.array(columns, np.int32).T.take(which, 0)
         objects_of_calls, which = _distinct(slices)
         of_calls = np.full((len(calls), 3), -1, np.int32)
-        of_calls[:, 0] = np.array(_number(objects_of_calls)[1], np.int32).take(which)
+        slices, of_objects = _number(objects_of_calls)
+        of_calls[:, 0] = np.array(of_objects, np.int32).take(which)
         numbers, homes, origins = np.concatenate((of_blocks, of_calls)).take(things, 0).T
         codes = 8 * numbers + 2 * roles + (origins == ranks)
         # The distance of each row to the one in which its home came last.
         is_own, is_other = homes == ranks, (homes != ranks) & ~is_call
-        others = np.flatnonzero(is_other)
-        others = others[np.lexsort((homes[others].astype(small), ranks[others].astype(small)))]
-        again = (homes[others[1:]] == homes[others[:-1]]) & (ranks[others[1:]] == ranks[others[:-1]])
-        before = np.arange(len(things))
-        before[others[1:][again]] = others[:-1][again]
-        since = np.where(is_own, _OWN, np.arange(len(things)) - before)
+        before, since = distances(homes, ranks, is_call)
+        # The rows in which ranks that exchange heads are equal.
+        self.exchanges_heads = any(heads.parts > 1 for *_, heads in shapes)
+        if self.exchanges_heads:
+            rows = PlanRows(at, ranks, roles, numbers, homes, origins, shapes, slices)
+            self._equal_rows = equal_rows(rows, workload, takes, plan.backward)
         # Which rows join the one before them. Results do only if their send memory is contiguous; those for this rank
         # do not, since they are merged one after the other.
         numbers[is_call] = 0
         spans, results, unpadded = _about(shapes, workload)
         to_send = (origins == ranks) & unpadded[numbers]
-        joins = (is_own & (roles == _SENT)) | (is_other & (~results[numbers] | to_send))
+        joins = (is_own & (roles == SENT)) | (is_other & (~results[numbers] | to_send))
         unlike = np.flatnonzero((since > 0) & (spans[numbers] != spans[numbers[before]]))
         joins[unlike] = joins[before[unlike]] = False
         joins[1:] &= joins[:-1]
@@ -215,17 +216,24 @@ class _Parts:
         times = np.where(is_own[first], 1, np.diff(first, append=len(things)))
         self._rows = np.column_stack((codes[first], since, times)).astype(np.int32)
         self._numbers = things[first]
-        ends_of = np.append(0, np.bincount(at, minlength=n * num_steps).cumsum())
+        self._equal_ends = ends_of = np.append(0, np.bincount(at, minlength=n * num_steps).cumsum())
         self._ends = np.searchsorted(first, ends_of)
         self.joined = np.diff(self._ends[::num_steps]) < np.diff(ends_of[::num_steps])
         self._num_steps = num_steps
 
     def of(self, rank: int) -> Iterator[bytes]:
         """Yield the rows of each step of a rank, as bytes."""
-        ends = self._ends[rank * self._num_steps : (rank + 1) * self._num_steps + 1]
-        rows = self._rows[ends[0] : ends[-1]].tobytes()
-        for start, stop in pairwise((self._rows.strides[0] * (ends - ends[0])).tolist()):
-            yield rows[start:stop]
+        return self._bytes(self._rows, self._ends, rank)
+
+    def equal(self, rank: int) -> Iterator[bytes]:
+        """Yield the same of `equal_rows`."""
+        return (b"equal" + rows for rows in self._bytes(self._equal_rows, self._equal_ends, rank))
+
+    def _bytes(self, rows: Ints, ends: NDArray[np.int_], rank: int) -> Iterator[bytes]:
+        ends = ends[rank * self._num_steps : (rank + 1) * self._num_steps + 1]
+        whole = rows[ends[0] : ends[-1]].tobytes()
+        for start, stop in pairwise((rows.strides[0] * (ends - ends[0])).tolist()):
+            yield whole[start:stop]
 
     def rows(self, rank: int, t: int) -> Iterator[tuple[int, Block | Attend, int, int]]:
         """Yield the rows of a step: role, block or call, distance and number of blocks."""

@@ -125,7 +125,7 @@ class _Simulator:
         lowering, known = Lowering(plan, target), dict[object, _PricedProgram]()
         # A timeline shows whose keys a call attends to, and peers read each other's memory: both need the real ranks.
         whole = timeline or target.hosts is not None or bool(plan.kept) or n < LEAST_RANKS
-        short_plans = None if whole else ShortPlans(plan, target.workload)
+        short_plans = None if whole else ShortPlans(plan, target.workload, lowering.takes)
         for rank in range(n):
             short = ShortPlan((rank,), plan) if short_plans is None else short_plans.of(rank)
             priced = known.get(short.key)

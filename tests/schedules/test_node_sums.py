@@ -274,7 +274,7 @@ def test_simulations_of_repeating_steps_hold_for_sums() -> None:
     """Lowering only a few of the repeating steps has the same result as lowering all."""
     cluster, target = replace(SLOW, nodes=48), Target(Workload(2, 2, 8), PACKED)
     plan = summed(build_plan("zigzag", 192, full(192 * 64)), 4)
-    assert all(ShortPlans(plan, target.workload).of(rank).cuts for rank in (0, 77, 191))
+    assert all(ShortPlans(plan, target.workload, target.takes).of(rank).cuts for rank in (0, 77, 191))
     short, whole = (simulate(plan, cluster, target, timeline=timeline) for timeline in (False, True))
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-12) and short.peak_bytes == whole.peak_bytes
 

@@ -259,7 +259,7 @@ def simulate_whole(plan: Plan, cluster: Cluster, target: Target, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("schedule", "n", "shares"),
-    [("ring", 160, (3, 1.5)), ("zigzag", 160, (2.5, 1.2)), ("all_gather", 96, (8, 1.2)), ("usp", 128, (1, 1))],
+    [("ring", 160, (3, 1.5)), ("zigzag", 160, (2.5, 1.2)), ("all_gather", 96, (8, 1.2)), ("usp", 128, (4, 4))],
 )
 def test_repeated_steps_are_lowered_once(
     schedule: str, n: int, shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
@@ -291,6 +291,10 @@ def test_repeated_steps_are_lowered_once(
         ("ulysses", 16, "auto", documents([24] * 5 + [8]), (4, 1, 8, 4)),  # more send memory than one block
         ("all_gather", 16, "striped", documents([24] * 4), (2, 2, 5, 2)),  # calls attend to some of a block's rows
         ("helper", 72, "auto", full(7203), (6, 3, 5, 2)),  # blocks of two sizes in send memory
+        ("usp", 18, "auto", documents([12] * 9, window=(3, 0)), (24, 8, 4, 4)),  # calls that divide a group's blocks
+        ("ulysses", 20, "auto", documents([1000, 281], window=(16, 0)), (6, 3, 8, 4)),  # more parts than heads
+        ("usp, helper", 16, "auto", documents([8], window=(3, 0)), (24, 8, 8, 4)),  # results of other groups, no tokens
+        ("usp, helper", 16, "contiguous", documents([16, 2, 257]), (8, 8, 4, 4)),  # results that come in another order
     ],
 )
 def test_short_plans_are_used_only_where_they_change_nothing(
@@ -300,8 +304,10 @@ def test_short_plans_are_used_only_where_they_change_nothing(
     target = Target(
         Workload(*heads[:3], element_bytes=heads[3]), KernelSupport(packed=True, rectangles=True, windows=True)
     )
-    options = ModeOptions(max_buffer_tokens=mask.length // 2 if schedule == "all_gather" else None)
-    forward = build_plan(schedule, n, mask, options, layout=layout)
+    mode, _, outer = schedule.partition(", ")
+    buffer_tokens = mask.length // 2 if mode == "all_gather" else None
+    options = ModeOptions(max_buffer_tokens=buffer_tokens, outer_schedule=outer or "zigzag")
+    forward = build_plan(mode, n, mask, options, layout=layout)
     for plan in (forward, backward_plan(forward)):
         short = simulate(plan, mesh(n, 1e-3), target, costs(2e-3))
         assert simulate_whole(plan, mesh(n, 1e-3), target, monkeypatch) == short
