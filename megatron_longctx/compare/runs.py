@@ -65,15 +65,15 @@ COLOURS = (
 )
 METRICS = (
     Metric("tokens/s", "tokens/s", names.TOKENS_PER_S, ",.0f", "high"),
-    Metric("tokens/s/GPU", "tokens/s a GPU", names.TOKENS_PER_S_PER_GPU, ",.0f", "high"),
-    Metric("TFLOP/s/GPU", "TFLOP/s a GPU", names.TFLOPS_PER_GPU, ".3g", "high"),
+    Metric("tokens/s/GPU", "tokens/s per GPU", names.TOKENS_PER_S_PER_GPU, ",.0f", "high"),
+    Metric("TFLOP/s/GPU", "TFLOP/s per GPU", names.TFLOPS_PER_GPU, ".3g", "high"),
     Metric("MFU causal %", "% of the peak", names.MFU_CAUSAL_PCT, ".1f", "high"),
     Metric("MFU dense %", "% of the peak", names.MFU_DENSE_PCT, ".1f", "high"),
-    Metric("exposed comm ms", "ms a step", names.EXPOSED_COMM_S, ",.1f", "low", scale=1e3),
-    Metric("data wait ms", "ms a step", names.DATA_WAIT_S, ",.1f", "low", scale=1e3),
+    Metric("exposed comm ms", "ms per step", names.EXPOSED_COMM_S, ",.1f", "low", scale=1e3),
+    Metric("data wait ms", "ms per step", names.DATA_WAIT_S, ",.1f", "low", scale=1e3),
     Metric("predicted imbalance %", "% over the mean", names.IMBALANCE_PCT, ".1f", "low"),
     Metric("measured imbalance %", "% over the mean", names.MEASURED_IMBALANCE_PCT, ".1f", "low"),
-    Metric("peak mem GiB", "GiB a GPU", names.PEAK_ACTIVE_GIB, ".2f", "low", pick=max),
+    Metric("peak mem GiB", "GiB per GPU", names.PEAK_ACTIVE_GIB, ".2f", "low", pick=max),
 )
 
 
