@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_longctx.schedules import (
     ALL_HEADS,
@@ -250,10 +252,10 @@ def test_a_thousand_ranks_are_planned_and_simulated(monkeypatch: pytest.MonkeyPa
         assert found.seconds > 0 and min(found.compute_s) > 0
 
 
-def simulate_whole(plan: Plan, cluster: Cluster, target: Target, monkeypatch: pytest.MonkeyPatch) -> Simulation:
-    """Simulate a plan without short plans."""
-    with monkeypatch.context() as patch:
-        patch.setattr("megatron_longctx.schedules.simulate.LEAST_RANKS", plan.n + 1)
+def simulate_whole(plan: Plan, cluster: Cluster, target: Target, least_ranks: int | None = None) -> Simulation:
+    """Simulate a plan without short plans, or with them from `least_ranks` on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_longctx.schedules.simulate.LEAST_RANKS", least_ranks or plan.n + 1)
         return simulate(plan, cluster, target, costs(2e-3))
 
 
@@ -280,7 +282,7 @@ def test_repeated_steps_are_lowered_once(
         lowered[0] = 0
         short = simulate(plan, cluster, target, costs(2e-3))
         of_short, lowered[0] = lowered[0], 0
-        assert simulate_whole(plan, cluster, target, monkeypatch) == short
+        assert simulate_whole(plan, cluster, target) == short
         assert lowered[0] > share * of_short
 
 
@@ -298,7 +300,7 @@ def test_repeated_steps_are_lowered_once(
     ],
 )
 def test_short_plans_are_used_only_where_they_change_nothing(
-    schedule: str, n: int, layout: str, mask: Mask, heads: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+    schedule: str, n: int, layout: str, mask: Mask, heads: tuple[int, int, int, int]
 ) -> None:
     assert n >= LEAST_RANKS
     target = Target(
@@ -310,7 +312,26 @@ def test_short_plans_are_used_only_where_they_change_nothing(
     forward = build_plan(mode, n, mask, options, layout=layout)
     for plan in (forward, backward_plan(forward)):
         short = simulate(plan, mesh(n, 1e-3), target, costs(2e-3))
-        assert simulate_whole(plan, mesh(n, 1e-3), target, monkeypatch) == short
+        assert simulate_whole(plan, mesh(n, 1e-3), target) == short
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_ranks_that_exchange_heads_share_simulations_only_where_they_are_equal(data: st.DataObject) -> None:
+    n = data.draw(st.sampled_from((4, 6, 8, 9, 12)))
+    inner = data.draw(st.sampled_from([size for size in range(1, n + 1) if n % size == 0]))
+    lengths = data.draw(st.lists(st.sampled_from((1, 2, 5, 12, 37, 100, 7 * n)), min_size=1, max_size=9))
+    window = data.draw(st.sampled_from((None, None, (0, 0), (3, 0), (16, 0))))
+    mode = data.draw(st.sampled_from(("ulysses", "usp", "usp")))
+    options = ModeOptions(inner_size=inner, outer_schedule=data.draw(st.sampled_from(("zigzag", "ring", "helper"))))
+    heads = data.draw(st.sampled_from(((8, 8), (8, 2), (6, 3), (24, 8))))
+    support = KernelSupport(packed=data.draw(st.booleans()), rectangles=True, windows=True)
+    mask = documents(lengths) if window is None else documents(lengths, window=window)
+    forward = build_plan(mode, n, mask, options)
+    for plan in (forward, backward_plan(forward)):
+        target = Target(Workload(*heads, head_dim=8, element_bytes=4), support)
+        short = simulate_whole(plan, mesh(n, 1e-3), target, least_ranks=1)
+        assert simulate_whole(plan, mesh(n, 1e-3), target) == short
 
 
 def test_bytes_of_a_token() -> None:
