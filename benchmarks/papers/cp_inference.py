@@ -96,7 +96,7 @@ def long_contexts() -> Table:
             them = 502 if (length, n) == (1000, 16) else None
             figures = (cell(ours[0], "d", 1), paper(theirs.get((length, n)), 1), cell(ours[1], "d", 1))
             rows.append([f"{length}K", str(n), *figures, cell(rate, "d", 0), paper(them, 0)])
-    columns = ["tokens", "nodes", "RDMA, s", "paper", "TCP, s", "TFLOP/s a GPU", "paper"]
+    columns = ["tokens", "nodes", "RDMA, s", "paper", "TCP, s", "TFLOP/s per GPU", "paper"]
     return Table("long", "up to a million tokens", columns, rows, ["figure 8"])
 
 

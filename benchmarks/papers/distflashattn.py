@@ -202,7 +202,7 @@ def table_5() -> Table:
             *(cell(again / once, "d"), paper(plain / better), on_h200s),
         ])  # fmt: skip
     columns = [
-        "tokens a GPU", "whole layers again, s", "paper", "attention kept, s", "paper", "speed-up", "paper",
+        "tokens per GPU", "whole layers again, s", "paper", "attention kept, s", "paper", "speed-up", "paper",
         "4 H200s",
     ]  # fmt: skip
     return Table("checkpoints", "checkpoints at the outputs of attention", columns, rows, ["table 5"])

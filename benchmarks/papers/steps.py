@@ -101,7 +101,7 @@ def table_1() -> Table:
                     cell(megatron / ours, "d"), paper(them / us),
                 ])  # fmt: skip
     columns = [
-        "GPUs", "model", "tokens a GPU", "helper, s", "paper", "Megatron TP + SP, s", "paper", "speed-up", "paper",
+        "GPUs", "model", "tokens per GPU", "helper, s", "paper", "Megatron TP + SP, s", "paper", "speed-up", "paper",
     ]  # fmt: skip
     return Table("steps", "whole steps beside Megatron's tensor parallelism", columns, rows, ["table 1"])
 
@@ -126,8 +126,8 @@ def table_2() -> Table:
                 cell(copies / ours, "d"), cell(stages / ours, "d"), cell(rest, "f", 0),
             ])  # fmt: skip
     columns = [
-        "model", "tokens", "helper, s", "Megatron TP, one sequence, s", "TP x DP, s a sequence",
-        "TP x PP, s a sequence", "speed-up, DP", "speed-up, PP", "tokens a GPU holds, of helper's",
+        "model", "tokens", "helper, s", "Megatron TP, one sequence, s", "TP x DP, s per sequence",
+        "TP x PP, s per sequence", "speed-up, DP", "speed-up, PP", "tokens a GPU holds, of helper's",
     ]  # fmt: skip
     return Table("heads", "fewer heads than GPUs", columns, rows, ["table 2"])
 
@@ -162,7 +162,7 @@ def table_4() -> Table:
                 *(cell(again / ours, "d"), paper(faster), cell(once, "d")),
             ])  # fmt: skip
     columns = [
-        "model", "tokens a GPU", "helper, s", "paper", "Ulysses, s", "paper", "speed-up", "paper",
+        "model", "tokens per GPU", "helper, s", "paper", "Ulysses, s", "paper", "speed-up", "paper",
         "Ulysses, attention kept, s",
     ]  # fmt: skip
     return Table("ulysses", "whole steps beside DeepSpeed-Ulysses", columns, rows, ["table 4"])
