@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = ("attention", "packed", "planning", "all_reduce", "inference", "prefill", "parts", "fit")
+BENCHMARKS = ("attention", "packed", "planning", "simulation", "all_reduce", "inference", "prefill", "parts", "fit")
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, argparse.Namespace]:

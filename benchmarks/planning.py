@@ -73,7 +73,7 @@ def milliseconds(schedule: str, n: int, lengths: tuple[int, ...], batches: int) 
     target = Target(shapes.workload, KernelSupport(packed=True, rectangles=True, windows=True), hosts)
     peers: Any = SimpleNamespace(hosts=hosts, peers=range(n))
     peers.channel = lambda program, num_bytes, _: SymmetricExchange(peers, program, num_bytes)
-    engine = Runtime(PROVIDERS["cpu"](deterministic=False), peers, BufferPool(torch.device("cpu")))
+    runtime = Runtime(PROVIDERS["cpu"](deterministic=False), peers, BufferPool(torch.device("cpu")))
     draw = random.Random(0)
     for _ in range(batches):
         times = [time.thread_time()]
@@ -86,6 +86,6 @@ def milliseconds(schedule: str, n: int, lengths: tuple[int, ...], batches: int) 
             lowering.program(n // 2), lowering.send_bytes()
         times.append(time.thread_time())
         for lowering in lowerings:
-            bind(lowering, n // 2, shapes, engine)
+            bind(lowering, n // 2, shapes, runtime)
         times.append(time.thread_time())
         yield [1e3 * (after - before) for before, after in pairwise(times)]

@@ -137,7 +137,7 @@ def transformer_config(config: Config) -> TransformerConfig:
 def _latent_settings(config: Config) -> dict[str, Any]:
     """Return Megatron's settings of MLA; none for other models.
 
-    RoPE frequencies and the scale are our own, but only layers with `rope_type="yarn"` apply a stretch.
+    RoPE frequencies and the scale are our own, but only layers with `rope_type="yarn"` apply an attention factor.
     """
     model = config.model
     if not model.latent:

@@ -245,11 +245,11 @@ class _LatentRope:
     """RoPE of a model with MLA: its `ShardedSequence.rope`, and the `rotary_pos_emb` that Megatron's layers call.
 
     Args:
-        returns_factor: whether Megatron expects angles and their attention_factor.
+        returns_factor: whether Megatron expects angles and their attention factor.
     """
 
     def __init__(self, sequence: ShardedSequence, frequencies: Frequencies, returns_factor: bool) -> None:
-        self._sequence, self._frequencies, self._returns_stretch = sequence, frequencies, returns_factor
+        self._sequence, self._frequencies, self._returns_factor = sequence, frequencies, returns_factor
 
     def equals(self, other: Rope) -> bool:
         return isinstance(other, _LatentRope) and other._frequencies.equals(self._frequencies)
@@ -275,7 +275,7 @@ class _LatentRope:
         angles = pack.rotations
         assert isinstance(angles, _Angles), "the sequence belongs to this model"
         radians = angles.radians.view(-1, *(1,) * (ndim - 2), angles.radians.shape[-1])
-        return (radians, angles.attention_factor) if self._returns_stretch else radians
+        return (radians, angles.attention_factor) if self._returns_factor else radians
 
 
 def _frequencies_of(original: RotaryEmbedding) -> Frequencies:

@@ -1,4 +1,4 @@
-"""`parts`, `prefill` and `planning` of `python -m benchmarks` on CPU: their results and tables."""
+"""`parts`, `prefill`, `planning` and `simulation` of `python -m benchmarks` on CPU: their results and tables."""
 
 from __future__ import annotations
 
@@ -50,6 +50,15 @@ def test_planning_times_all_phases_of_new_batches(tmp_path: Path) -> None:
     for schedule, medians in data["medians"].items():
         assert medians["sum"] == sorted(map(sum, zip(*data["milliseconds"][schedule], strict=True)))[1]
     assert text.startswith("24 documents in 65,536 tokens, 2 ranks") and "\n| ulysses | " in text
+
+
+def test_simulation_times_plans_and_simulations_of_both_passes(tmp_path: Path) -> None:
+    data, text = run(tmp_path, "simulation --ranks 16 --tokens 8 --schedules zigzag,usp")
+    assert data["ranks"] == 16 and data["tokens"] == 128 and list(data["measurements"]) == ["zigzag", "usp"]
+    for times in data["measurements"].values():
+        *phases, whole = times.values()
+        assert len(phases) == 4 and min(phases) > 0 and whole == sum(phases)
+    assert text.startswith("causal, 16 ranks, 128 tokens") and "\n| usp | " in text
 
 
 def test_tables_show_shares_and_ratios() -> None:

@@ -331,11 +331,13 @@ class Compiled:
 def test_each_specialization_is_inspected_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_compiled", {})
     kernel = StandIn()
-    for number, constants in ((32, {"ROWS": 4}), (48, {"ROWS": 4}), (33, {"ROWS": 4}), (32, {"ROWS": 8})):
-        fused.launch(kernel, (3,), (number,), constants, fused.specialization_of(number), num_warps=8)
+    for number, rows, warps in ((32, 4, 8), (48, 4, 8), (33, 4, 8), (32, 8, 8), (48, 4, 4), (16, 4, 4)):
+        fused.launch(kernel, (3,), (number,), {"ROWS": rows}, num_warps=warps)
     assert kernel.launches == [
         ("first", ((3,), (32,), {"ROWS": 4, "num_warps": 8})),
         ("again", ((3, 1, 1), (48, 4))),
         ("first", ((3,), (33,), {"ROWS": 4, "num_warps": 8})),
         ("first", ((3,), (32,), {"ROWS": 8, "num_warps": 8})),
+        ("first", ((3,), (48,), {"ROWS": 4, "num_warps": 4})),
+        ("again", ((3, 1, 1), (16, 4))),
     ]
