@@ -115,6 +115,12 @@ class SeededExperts(torch.nn.Module):
                 if weight.ndim == 2:
                     torch.manual_seed(seed + int(expert_name(name, first).split(".")[1]) * 2 + ("linear_fc2" in name))
                     _init_shard(weight, name, config, pg_collection.expt_tp)
+        for parameter in self.parameters():
+            # No other tensor-parallel rank has a copy, since biases need whole experts: gradients are not summed over
+            # these ranks (`finalize_model_grads`), and all of them count in the norm.
+            # Megatron marks the second biases the other way round, and TransformerEngine's grouped layers mark none.
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         if config.add_bias_linear:
             for module in self.modules():
                 if isinstance(module, RowParallelLinear):

@@ -202,11 +202,13 @@ def _parser() -> argparse.ArgumentParser:
 
     check = verbs.add_parser(
         "check",
-        help="check that a recipe trains the same with context parallelism as without",
-        description="Trains the recipe for a few steps at its context-parallel size and at 1, with all else equal. "
+        help="check that a recipe trains the same with parallelism as without",
+        description="Trains the recipe for a few steps at its parallel sizes, and with data parallelism alone. If no "
+        "rank can hold the whole model, the second run differs in its context-parallel size alone, which is 1. "
         "Compares every loss and gradient norm (before clipping), and the gradients of the first and the last step. "
-        "The exit code is 0 if all agree, otherwise 1. A rank at CP=1 holds a whole sequence, and the temporary folder "
-        "(TMPDIR) holds two copies of the gradients of two steps: reduce large models with model.num_layers=2.",
+        "The exit code is 0 if all agree, otherwise 1. A rank of the second run holds a whole sequence, and the "
+        "temporary folder (TMPDIR) holds the weights, and two copies of the gradients of two steps: reduce large "
+        "models with model.num_layers=2.",
     )
     check.add_settings()
     hydra_options.add_options(check)
