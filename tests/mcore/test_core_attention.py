@@ -172,7 +172,24 @@ def test_windows_follow_megatrons_rule(skip: Any) -> None:
         seen = visible([LENGTH], window=core.window)
         expected = dense_attention(*_inputs(), torch.zeros(LENGTH, BATCH, HEADS, DIM), seen=seen)["out"]
         torch.testing.assert_close(out, expected.flatten(2), rtol=1e-12, atol=1e-12)
-    assert _core(config={"window_size": (-1, -1)}).window == (None, None)
+
+
+def test_windows_that_megatron_sees_differently_are_refused() -> None:
+    """Megatron's own attention shows later tokens in causal layers, and takes negative sizes literally."""
+    with pytest.raises(ValueError, match=re.escape("window_size=(3, 2): expected (3, 0) with a causal mask")):
+        _core(config={"window_size": (3, 2)})
+    core = _core(config={"window_size": (3, 2)}, attn_mask_type=AttnMaskType.no_mask)
+    expected = dense_attention(
+        *_inputs(), torch.zeros(LENGTH, BATCH, HEADS, DIM), seen=visible([LENGTH], causal=False, window=(3, 2))
+    )
+    torch.testing.assert_close(core(*_inputs(), None), expected["out"].flatten(2), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=re.escape("window_size=(3, 2): expected (3, 0) with a causal mask")):
+        core(*_inputs(), None, attn_mask_type=AttnMaskType.causal)
+    for size in ((-1, 0), (3, -1), (-1, -1)):
+        with pytest.raises(ValueError, match=re.escape(f"window_size={size}: expected numbers of tokens from 0 on")):
+            _core(config={"window_size": size})
+        skipped = {"window_size": size, "window_attn_skip_freq": [1, 0], "num_layers": 2}
+        assert _core(config=skipped, layer_number=2).window == (None, None)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
