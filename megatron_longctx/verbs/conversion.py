@@ -114,7 +114,7 @@ def export_model(words: Sequence[str]) -> None:
         raise refuse("word", others[0], "checkpoint=RUN, out=FOLDER or iteration=N", "A run is exported unchanged.")
     run, iteration = checkpoint_of(own)
     config = load_config(run / RESOLVED)
-    saved = preflight.check_saved_weights("checkpoint", run, config, iteration)
+    saved = preflight.check_saved_weights("checkpoint", run, config, iteration, tensor_files=True)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     model = replace(config.model, vocab_size=padded_vocab_size(config.model, tokenizer.vocab_size))
     family = family_of_model(model)

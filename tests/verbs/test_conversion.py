@@ -361,6 +361,23 @@ def _alive(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
     return found
 
 
+def test_damaged_weights_are_not_exported(
+    runs: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = shutil.copytree(runs["llama"], tmp_path / "run")
+    path = run / "checkpoints/iter_0000000"
+    words = [f"checkpoint={run}", f"out={tmp_path / 'back'}"]
+    content = bytearray((path / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 0x40
+    (path / "__0_0.distcp").write_bytes(content)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is damaged: its sha256 is not the one it was saved with"):
+        export_model(words)
+    assert {each.name for each in tmp_path.iterdir()} == {"run"}
+    (path / "digests.json").unlink()
+    export_model(words)
+    assert f"{path} was saved without digests: damage to it may go unnoticed" in caplog.text
+
+
 def test_the_commands_log_what_they_did(published: Published, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="megatron_longctx")
     folder, _ = published["llama"]
