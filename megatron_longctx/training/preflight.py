@@ -189,7 +189,12 @@ def check_kernel(config: Config, device: str) -> None:
 
 
 def check_saved_weights(
-    key: str, run: Path, config: Config, iteration: int | None = None, ignore: tuple[str, ...] = ()
+    key: str,
+    run: Path,
+    config: Config,
+    iteration: int | None = None,
+    ignore: tuple[str, ...] = (),
+    tensor_files: bool = False,
 ) -> Saved:
     """Refuse a checkpoint of `run` whose weights do not fit the configured model and tokenizer.
 
@@ -197,10 +202,11 @@ def check_saved_weights(
         key: the setting that names the run.
         iteration: the checkpoint; None for the latest.
         ignore: prefixes of fingerprint keys that may differ.
+        tensor_files: also compare the digests of files with tensors. Needed if no ranks load them afterwards.
     """
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
-    saved = checkpoint.check(run / "checkpoints", fingerprint(config, vocab_size), iteration, ignore)
+    saved = checkpoint.check(run / "checkpoints", fingerprint(config, vocab_size), iteration, ignore, tensor_files)
     if saved is None:
         raise refuse(key, run, "a run with a checkpoint", "Train it with train.save=true first.")
     error = identity_error(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)

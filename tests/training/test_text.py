@@ -15,7 +15,8 @@ from megatron_longctx.config import DataConfig
 from megatron_longctx.models.chat import Chat
 from megatron_longctx.models.chat_template import ChatTemplate
 from megatron_longctx.training import text
-from megatron_longctx.training.text import Source, conversations
+from megatron_longctx.training.conversations import conversations
+from megatron_longctx.training.text import Source
 from tests.shared.training import tiny_corpus
 
 TALK = [
