@@ -25,8 +25,8 @@ from .program import Acquire, Compute, Copy, Mark, Merge, Op, Program, Release, 
 
 logger = logging.getLogger(__name__)
 
-_TELL_S = 10.0
-"""The seconds after which progress is logged: thousands of messages on each of 1,024 ranks take minutes."""
+_TELL_S = 5.0
+"""The seconds after which progress is logged: a plan of 1,024 ranks may take minutes."""
 
 
 class Span(NamedTuple):
