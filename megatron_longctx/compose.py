@@ -27,6 +27,14 @@ from .files import bundled, read_yaml
 
 RESOLVED = "resolved.yaml"
 _KEYS = keys_of(Config)
+_REMOVED = {
+    "attention.baseline": None,
+    "inference.rule": "auto",
+    "inference.rule_alpha": -1.059,
+    "inference.rule_beta": 1.145,
+    "inference.rule_gamma": 12.112,
+}
+"""Keys that earlier versions had, with the values by which they changed nothing. Other values are refused."""
 _MAX_TEXT, _MAX_FIGURE = 10_000, 200  # characters of an override's value
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _own_recipes: list[Path] = []
@@ -101,6 +109,10 @@ def load_config(path: Path) -> Config:
         # run.root is written last. Without this check, a file that is cut short would leave other keys at defaults.
         if OmegaConf.select(loaded, "run.root") is None or not path.read_bytes().endswith(b"\n"):
             raise ValueError("it is empty or cut short")
+        for key, unused in _REMOVED.items():  # of runs of earlier versions
+            section, _, name = key.partition(".")
+            if OmegaConf.select(loaded, key, default=...) == unused:
+                del loaded[section][name]
         config = config_from_dict(loaded)
     except (FileNotFoundError, NotADirectoryError):
         remedy = "Start the run with `megatron-longctx train`."

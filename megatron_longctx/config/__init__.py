@@ -28,7 +28,6 @@ from .planned import (
     workload_of,
 )
 from .tree import (
-    CACHE_RULES,
     TOKENIZERS,
     Config,
     DataConfig,

@@ -29,7 +29,6 @@ def _is_not(*values: object) -> Callable[[object], bool]:
 
 
 _Rule = tuple[str, Callable[[object], bool], tuple[str, ...], tuple[object, ...] | str | None, str]
-_NO_BASELINE = "Change it, or leave attention.baseline null."
 _BOTH_ON = "It needs both overlap_grad_reduce and optim.distributed."
 # Rules for keys beside another key: that key, the values of it to which the rule applies, the restricted keys, their
 # allowed values (None: their defaults; text: anything but null, in words), and the remedy.
@@ -76,7 +75,6 @@ _RULES: tuple[_Rule, ...] = (
      "Megatron's MLA rotates queries and keys, equally in all layers."),
     ("model.kv_lora_rank", _is_not(None), ("model.bias", "model.qkv_bias"), None,
      "Megatron's MLA has no biases of queries, keys and values."),
-    ("model.kv_lora_rank", _is_not(None), ("attention.baseline",), None, "It is compared without latents."),
     ("model.num_moe_experts", _is(None), tuple(key for key in keys_of(Config) if key.startswith("model.moe_")), None,
      "Set model.num_moe_experts: without experts nothing reads it."),
     ("model.num_moe_experts", _is(None),
@@ -94,13 +92,6 @@ _RULES: tuple[_Rule, ...] = (
      "A pack is one sequence of many documents; raise data.seq_length instead."),
     ("data.tokenizer", _is_not("byte-level"), ("data.tokenizer_path",), "a path", "Set data.tokenizer_path."),
     ("inference.exact_reuse", _is(True), ("inference.prefill_chunk",), "a number", "Set it to 2048."),
-
-    ("attention.baseline", _is_not(None), ("recompute.mode",), ("none", "layer"), _NO_BASELINE),
-    ("attention.baseline", _is_not(None), ("attention.deterministic",), (False,), _NO_BASELINE),
-    ("attention.baseline", _is_not(None), ("attention.overlap",), (True,), _NO_BASELINE),
-    ("attention.baseline", _is_not(None), ("model.sinks",), ("none",), _NO_BASELINE),
-    ("attention.baseline", _is("te_p2p"), ("model.window",), (None,), _NO_BASELINE),
-    ("attention.baseline", _is_not(None), ("train.device",), ("auto", "cuda"), _NO_BASELINE),
 )  # fmt: skip
 
 
@@ -239,7 +230,7 @@ def _check_expert_layers(model: ModelConfig, experts: int) -> None:
 
 
 def _check_parallelism(config: Config) -> None:
-    par, model, attention, data = config.parallelism, config.model, config.attention, config.data
+    par, model, attention = config.parallelism, config.model, config.attention
     tp, cp = par.tensor_parallel_size, par.context_parallel_size
     if par.inner_size is not None:
         _check_divides("parallelism.inner_size", par.inner_size, {"parallelism.context_parallel_size": cp})
@@ -271,8 +262,6 @@ def _check_parallelism(config: Config) -> None:
         _check_is("attention.kv_int8", attention.kv_int8, (False,), condition, remedy)
     if par.cluster is None:
         node_size_to_sum(attention.sum_in_node, None, cp)
-    if attention.baseline is not None and cp > 1:
-        _check_divides("2 x parallelism.context_parallel_size", 2 * cp, {"data.seq_length": data.seq_length})
 
 
 def _check_expert_sizes(config: Config, experts: int) -> None:

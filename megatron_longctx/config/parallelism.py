@@ -93,10 +93,6 @@ class AttentionConfig:
     sum_in_node: str = choice("auto", ("auto", "true", "false"))
     # For ablations, in training: false waits for each step's messages before anything is computed beside them.
     overlap: bool = True
-    # For comparison, in training: TransformerEngine's context parallelism instead of this project's; schedule,
-    # layout, kernel and transport then have no effect. Document lengths must be multiples of 2 x
-    # context_parallel_size. null: none.
-    baseline: str | None = choice(None, ("te_p2p", "te_all_gather", "te_a2a"))
 
     def __post_init__(self) -> None:
         # OmegaConf converts the truth value of YAML to the text `True`.

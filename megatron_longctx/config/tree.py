@@ -23,7 +23,6 @@ from .parallelism import (
     ReductionConfig,
 )
 
-CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
 
 _MAX_COUNT = 10**9  # of steps, samples and tokens: no key is meant for more
@@ -136,17 +135,10 @@ class InferenceConfig:
     top_k: int | None = number(None, 1, _MAX_COUNT)  # number of most likely tokens to draw from; null: all
     top_p: float = number(1.0, 0, 1, above=True)  # 1: draw from all tokens
     seed: int = number(0, -(2**63), 2**63 - 1)  # seed of the draws
-    # How ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
+    # How ranks share attention over the cache: auto | pass_kv | pass_q | one_hop. auto simulates all three if the
+    # links between ranks are known from a calibration (`megatron-longctx calibrate` with attention.transport as
+    # `transport` below) or from parallelism.cluster; otherwise it sends the smaller messages.
     mode: str = choice("auto", CACHE_MODES, "auto")
-    # How mode=auto chooses: auto | simulate | algorithm_1 | algorithm_5 | empirical | bytes. auto: simulate if
-    # the links between ranks are known from a calibration (`megatron-longctx calibrate` with attention.transport
-    # as `transport` below) or from parallelism.cluster, otherwise bytes.
-    rule: str = choice("auto", CACHE_RULES)
-    # rule=empirical: pass K and V if alpha ln T + beta ln(T / (T + P)) + gamma > 0, for T new and P cached
-    # tokens. The defaults are the paper's, for its hardware; `python -m benchmarks fit` fits others.
-    rule_alpha: float = number(-1.059, -1e6, 1e6)
-    rule_beta: float = number(1.145, -1e6, 1e6)  # see rule_alpha
-    rule_gamma: float = number(12.112, -1e6, 1e6)  # see rule_alpha
     # How small numbers of new tokens are computed: single tokens of several sequences, and prompts of up to 512
     # tokens together. replicated: every rank computes the whole model for all of them but attends only to its
     # part of the cache, with one exchange of partial results per layer. plan: as any other batch, by `mode`.

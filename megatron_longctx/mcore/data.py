@@ -199,22 +199,12 @@ def _padded(lengths: Sequence[int], unit: int) -> tuple[int, ...]:
 def check_packs(config: Config) -> None:
     """Refuse datasets with a pack that leaves a context-parallel rank without tokens, which Megatron's layers require.
 
-    If TransformerEngine is the baseline, refuse packs that it does not support.
-
     Raises:
         ValueError: the message names the dataset, the pack's tokens and how many are enough.
     """
     par, data = config.parallelism, config.data
     n, unit = par.context_parallel_size, token_unit(par)
     parts = (0,) if config.train.eval_interval is None else (0, 1)  # for training, and for validation
-    if n > 1 and data.packing != "none" and config.attention.baseline is not None:
-        for (_, prefix), part in product(data.datasets, parts):
-            lengths = _lengths(data, prefix, part)
-            if odd := lengths[lengths % (2 * n) != 0][:1].tolist():
-                expected = f"null for documents that are no multiples of {2 * n} tokens; {prefix} has one of {odd[0]}"
-                remedy = "Pad them, or leave it null: ours takes any."
-                raise refuse("attention.baseline", config.attention.baseline, expected, remedy)
-        return
     if data.packing != "best_fit" or n == 1:
         return
     mode, enough = configured_mode(par), 2 * n * unit  # two pieces per rank, enough in any layout

@@ -22,7 +22,7 @@ from ..config import Config, ParallelismConfig, RecomputeConfig
 from ..errors import refuse
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention, CacheShape
-from ..inference.choice import Chooser, rule_inputs_of_rank_0
+from ..inference.choice import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
 from ..lowbit.crossover import Crossover
 from ..lowbit.reduction import ReductionPolicy
@@ -227,7 +227,7 @@ def build_engine(
     )
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
-    chooser = Chooser(rule_inputs_of_rank_0(config, device), inference.mode, inference.rule if n > 1 else "bytes")
+    chooser = Chooser(facts_of_rank_0(config, device), inference.mode)
     return LongContextEngine(cached, manager, chooser, inference), tokenizer
 
 

@@ -16,7 +16,6 @@ from ..attention.kv_format import int8_kv
 from ..config import Config, mode_options, token_unit
 from ..errors import refuse
 from ..schedules.mask import Window
-from .baseline import TransformerEngineAttention
 from .pack import UNBOUNDED, Pack, PackRotations, document_lengths
 
 
@@ -177,23 +176,18 @@ def _versions(params: PackedSeqParams) -> list[tuple[Tensor | None, int]]:
 def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
     """Build the sequence of `config.data.seq_length` tokens over the context-parallel `group`."""
     par, settings, unit = config.parallelism, config.attention, token_unit(config.parallelism)
-    attention: ContextParallelAttention
-    if settings.baseline is not None:
-        kind = settings.baseline.removeprefix("te_")
-        attention = TransformerEngineAttention(group, kind, unit=unit, deterministic=settings.deterministic)
-    else:
-        attention = ContextParallelAttention(
-            group,
-            schedule=par.schedule,
-            kernel=settings.kernel,
-            options=mode_options(par),
-            unit=unit,
-            layout=par.layout,
-            deterministic=settings.deterministic,
-            transport=settings.transport,
-            kv_format=int8_kv if settings.kv_int8 else None,
-            keep_received=settings.keep_received,
-            overlap=settings.overlap,
-            sum_in_node=settings.sum_in_node,
-        )
+    attention = ContextParallelAttention(
+        group,
+        schedule=par.schedule,
+        kernel=settings.kernel,
+        options=mode_options(par),
+        unit=unit,
+        layout=par.layout,
+        deterministic=settings.deterministic,
+        transport=settings.transport,
+        kv_format=int8_kv if settings.kv_int8 else None,
+        keep_received=settings.keep_received,
+        overlap=settings.overlap,
+        sum_in_node=settings.sum_in_node,
+    )
     return ShardedSequence(attention, config.data.seq_length)

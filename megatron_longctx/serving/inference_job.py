@@ -106,10 +106,9 @@ def build_job(
     """
     run, iteration = checkpoint_of(own)
     loaded = load_config(run / RESOLVED)
-    # Drop training's own sizes and attention.
+    # Drop training's own sizes.
     parallelism = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
-    attention = replace(loaded.attention, baseline=None)
-    config = adapted(override_config(replace(loaded, parallelism=parallelism, attention=attention), settings))
+    config = adapted(override_config(replace(loaded, parallelism=parallelism), settings))
     check_saved_weights("checkpoint", run, config, iteration, ignore=RETRAINABLE)
     job = InferenceJob(config, run / "checkpoints", iteration, options)
     device = device_type(config)

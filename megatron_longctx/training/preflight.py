@@ -72,14 +72,12 @@ def check(config: Config, world_size: int) -> int | None:
     data_parallel_size(config, world_size)
     _check_host(config, world_size)
     check_kernel(config, device)
-    if device == "cpu" and config.attention.baseline is not None:
-        raise refuse("attention.baseline", config.attention.baseline, "null on CPUs", "TransformerEngine needs GPUs.")
     if device == "cpu" and config.attention.transport == "peer":
         raise refuse("attention.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
     if config.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
         remedy = "Install it with pip install 'megatron-longctx[tensorboard]', or set it to false."
         raise refuse("logging.tensorboard", True, "the package tensorboard, which is not installed here", remedy)
-    if uses_transformer_engine(config.model) or config.attention.baseline is not None:
+    if uses_transformer_engine(config.model):
         require_transformer_engine()
     check_mode(config, config.data.seq_length, "data.seq_length", needs_tokens=config.data.packing != "best_fit")
     check_corpus(config.data)

@@ -29,6 +29,7 @@ def test_committed_cases_compose(path: Path) -> None:
         ("cases: {a: []}", "`title:`"),
         ("{", "a readable YAML file"),
         ("{title: a, cases: {a: [model.num_layers=0]}}", "model.num_layers=0"),
+        ("{title: a, cases: {a: [baseline=p2p]}}", "baseline=p2p: expected one of te_p2p, te_all_gather, te_a2a."),
     ],
 )
 def test_invalid_files_are_refused(tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

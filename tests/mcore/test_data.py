@@ -222,17 +222,6 @@ def test_packs_too_short_for_the_ranks_are_refused(tmp_path: Path) -> None:
         check(str(tmp_path / "ones"), layout="per_document")
 
 
-@pytest.mark.parametrize("packing", ["documents", "best_fit"])
-def test_documents_that_the_baseline_does_not_support_are_refused(tmp_path: Path, packing: str) -> None:
-    for name, lengths in (("even", (LENGTH, 16, 8)), ("odd", (LENGTH, 12))):
-        write_documents((([7] * length, None) for length in lengths), tmp_path / name, TOKENIZER, masked=False)
-    settings = {"data.packing": packing, "attention.baseline": "te_a2a", "parallelism.context_parallel_size": 4}
-    settings["train.device"] = "auto"
-    check_packs(_config(tmp_path, {**settings, "data.prefix": f"{tmp_path}/even"}))
-    with pytest.raises(ValueError, match=r"te_a2a: expected null .* multiples of 8 tokens; .*/odd has one of 12\. Pad"):
-        check_packs(_config(tmp_path, {**settings, "data.prefix": f"{tmp_path}/odd"}))
-
-
 def test_packs_are_padded_for_sequence_parallelism(root: Path) -> None:
     """Padding is a separate document without loss, and `describe` counts it."""
     padded = {"data.packing": "best_fit", "parallelism.tensor_parallel_size": 2}
