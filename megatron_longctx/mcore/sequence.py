@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention import ContextParallelAttention
 from ..attention.kv_format import int8_kv
-from ..config import Config, mode_options, token_unit
+from ..config import SWITCHES, Config, mode_options, names_as_keys, token_unit
 from ..errors import refuse
 from ..schedules.mask import Window
 from .baseline import TransformerEngineAttention
@@ -182,18 +182,19 @@ def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
         kind = settings.baseline.removeprefix("te_")
         attention = TransformerEngineAttention(group, kind, unit=unit, deterministic=settings.deterministic)
     else:
-        attention = ContextParallelAttention(
-            group,
-            schedule=par.schedule,
-            kernel=settings.kernel,
-            options=mode_options(par),
-            unit=unit,
-            layout=par.layout,
-            deterministic=settings.deterministic,
-            transport=settings.transport,
-            kv_format=int8_kv if settings.kv_int8 else None,
-            keep_received=settings.keep_received,
-            overlap=settings.overlap,
-            sum_in_node=settings.sum_in_node,
-        )
+        with names_as_keys():
+            attention = ContextParallelAttention(
+                group,
+                schedule=par.schedule,
+                kernel=settings.kernel,
+                options=mode_options(par),
+                unit=unit,
+                layout=par.layout,
+                deterministic=settings.deterministic,
+                transport=settings.transport,
+                kv_format=int8_kv if settings.kv_int8 else None,
+                keep_received=SWITCHES[settings.keep_received],
+                overlap=settings.overlap,
+                sum_in_node=config.sum_in_node,
+            )
     return ShardedSequence(attention, config.data.seq_length)

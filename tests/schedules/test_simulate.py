@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 from megatron_longctx.schedules import (
     ALL_HEADS,
     MODES,
-    Costs,
     Heads,
     KernelCall,
-    KernelSample,
     KernelSupport,
     Kind,
-    MessageSample,
     ModeOptions,
     Plan,
     Segment,
@@ -30,7 +27,7 @@ from megatron_longctx.schedules import (
     kernel_calls,
     lower,
 )
-from megatron_longctx.schedules.cost import GIB
+from megatron_longctx.schedules.cost import GIB, Costs, KernelSample, MessageSample
 from megatron_longctx.schedules.footprint import footprint
 from megatron_longctx.schedules.lower import Lowering
 from megatron_longctx.schedules.mask import Mask, causal, documents, full
