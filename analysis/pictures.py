@@ -273,7 +273,7 @@ def schedules(out: Path) -> None:
     for name in MODES:
         plan = build_plan(name, n, length, ModeOptions(inner_size=4))
         draw_timeline(simulate(plan, cluster, WORKLOAD, timeline=True), out / f"{name}.png")
-    problem = Problem(n, causal(length), Target(WORKLOAD), keep_received="auto")
+    problem = Problem(n, causal(length), Target(WORKLOAD), keep_received=None)
     ranking = rank_modes(problem, cluster, timeline=True)
     draw_modes(ranking, out / "all.png", f"{length:,} tokens on {n} H200s, heads 32:8, simulated")
 

@@ -15,6 +15,8 @@ _HEAD = """# Rooms
 This page lists the packages and modules ("rooms") of `megatron_longctx` in the order of imports: a room may import only
 rooms above it. Only `mcore` imports Megatron, and only `serving` imports Starlette and uvicorn. No room imports
 `benchmarks`, `analysis` or `tests`. Files have at most 400 lines.
+The core of `layout`, `schedules`, `kernels`, `comm` and `attention` imports nothing but itself, torch and numpy;
+[`tests/shared/core.py`](../tests/shared/core.py) lists its modules.
 [`tests/test_import_law.py`](../tests/test_import_law.py) enforces all of this.
 
 `python -m analysis.rooms_page` generates this page from the docstrings of the packages; a test compares it with them.
@@ -24,6 +26,7 @@ rooms above it. Only `mcore` imports Megatron, and only `serving` imports Starle
 _TESTS = {
     "names": ("tests/metrics", "tests/training"),
     "errors": ("tests/config",),
+    "cache": ("tests/schedules/test_select.py",),
     "files": ("tests/test_files.py",),
     "gpus": ("tests/comm/test_gpus.py",),
     "compose": ("tests/config",),

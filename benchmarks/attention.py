@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.calibrate.passes import candidate_modes
-from megatron_longctx.config import TRANSPORTS
+from megatron_longctx.config import SWITCHES, TRANSPORTS
 from megatron_longctx.errors import refuse
 from megatron_longctx.kernels import auto_order
 from megatron_longctx.kernels.interface import PROVIDERS
@@ -67,8 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default="all", help=f"all, or some of {','.join(MODES)}")
     parser.add_argument("--kernel", choices=("auto", *PROVIDERS), default="auto")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how blocks travel")
-    settings = ("auto", "true", "false")
-    parser.add_argument("--keep-received", choices=settings, default="auto", help="as attention.keep_received")
+    parser.add_argument("--keep-received", choices=SWITCHES, default="auto", help="as attention.keep_received")
     parser.add_argument("--deterministic", action="store_true", help="as attention.deterministic, for the modes")
     parser.add_argument(
         "--no-overlap", dest="overlap", action="store_false", help="as attention.overlap=false, for the modes"
@@ -163,7 +162,8 @@ def _modes(group: dist.ProcessGroup, case: Case, options: Options) -> list[Conte
 
 def _ours(group: dist.ProcessGroup, mode: Mode, options: Options, case: Case) -> Prepared:
     attention = ContextParallelAttention(
-        group, schedule=mode, kernel=options.kernel, transport=options.transport, keep_received=options.keep_received,
+        group, schedule=mode, kernel=options.kernel, transport=options.transport, 
+        keep_received=SWITCHES[options.keep_received],
         deterministic=options.deterministic, overlap=options.overlap,
     )  # fmt: skip
     tokens = list(attention.layout(case.mask).tokens(dist.get_rank(group)))

@@ -11,9 +11,14 @@ class JobFailed(RuntimeError):
     """A rank failed; the message is that rank's."""
 
 
-def refuse(key: str, value: object, expected: str, remedy: str) -> ValueError:
-    """Return a configuration error in its only form: one line with the value, what is expected and the remedy."""
-    return ValueError(f"{key}={shown(value)}: expected {expected}. {remedy}")
+def refuse(name: str, value: object, expected: str, remedy: str) -> ValueError:
+    """Return an error in its only form: one line with the value, what is expected and the remedy.
+
+    name: the argument or key that has the value; the message begins with it, and the error has it as `argument`.
+    """
+    error = ValueError(f"{name}={shown(value)}: expected {expected}. {remedy}")
+    error.argument = name  # type: ignore[attr-defined]
+    return error
 
 
 def shown(value: object) -> str:

@@ -68,7 +68,7 @@ def sums() -> list[Job]:
         modes = [
             Mode(name, ModeOptions(inner_size=inner, cluster=cluster), setting)
             for name, inner in named
-            for setting in ("false", "true")
+            for setting in (False, True)
         ]
         jobs.append(Job(cluster, tuple(modes), length=256, workload=HEADS))
     return jobs

@@ -18,18 +18,18 @@ CLOSE = 0.25
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode with its options; `sum_in_node` and `overlap` are those of `attention.*`."""
+    """A mode with its options; `sum_in_node` and `overlap` are those of `ContextParallelAttention`."""
 
     schedule: str
     options: ModeOptions = field(default_factory=ModeOptions)
-    sum_in_node: str = "false"
+    sum_in_node: bool = False
     overlap: bool = True
 
     @property
     def name(self) -> str:
         inner = self.options.inner_size
         name = f"{self.schedule} ({inner})" if inner is not None else self.schedule
-        return name + ", summed" * (self.sum_in_node == "true") + ", no overlap" * (not self.overlap)
+        return name + ", summed" * self.sum_in_node + ", no overlap" * (not self.overlap)
 
 
 @dataclass(frozen=True)

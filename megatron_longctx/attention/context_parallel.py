@@ -6,15 +6,16 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import AttentionTimes, BufferPool, StreamClock, Transport, choose_transport
-from ..comm.symmetric import on_one_machine
-from ..config import check_value
+from .. import comm
+from ..comm import AttentionTimes, BufferPool, StreamClock, Transport
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.interface import check_tensors
@@ -36,6 +37,7 @@ from ..schedules import mask as masks
 from .bind import Runtime, Shapes
 from .function import AttentionFunction, AttentionResult, Passes, compile_kinds, forward_pass, shapes_of
 from .kv_format import MakeFormat
+from .sharding import gather, group_of, shard, token_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +53,11 @@ class ContextParallelAttention:
 
     One object serves every layer: they share its buffers and its stream.
 
+    `torch.compile` does not look into a call: the graph ends before it and another one begins after it. So all ranks
+    exchange messages in the order of the program, whatever a compiler reorders. `fullgraph=True` is not possible.
+
     Args:
-        group: the context-parallel process group, or None for one rank.
+        group: the context-parallel process group, a device mesh of one dimension, or None for one rank.
         schedule: a mode, or its name in `schedules.MODES`.
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
         options: options of a schedule given by name. unit, layout: see `build_plan`.
@@ -61,10 +66,10 @@ class ContextParallelAttention:
         kv_format: makes the format in which keys and values are sent and attended in calls with `inference`, from their
             head dims and dtype (`kv_format.int8_kv`, or a class); None to leave them unconverted. One rank alone sends
             nothing and stays exact.
-        keep_received: auto, true or false: whether calls that will be differentiated keep received blocks, so that
-            backward does not exchange them again (see `schedules.backward`).
-        sum_in_node: auto, true or false: whether partial gradients are summed within a node of `options.cluster` before
-            they are sent to another one (see `schedules.backward`).
+        keep_received: whether calls that will be differentiated keep received blocks, so that backward does not
+            exchange them again. None for whether it pays (see `schedules.backward`).
+        sum_in_node: whether partial gradients are summed within a node of `options.cluster` before they are sent to
+            another one. None for whether it pays, if the ranks of a node really are on one machine.
         overlap: False waits for each step's messages before it computes anything beside them, for ablations.
 
     Raises:
@@ -74,7 +79,7 @@ class ContextParallelAttention:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         schedule: str | Mode = "zigzag",
         kernel: str = "auto",
@@ -84,13 +89,14 @@ class ContextParallelAttention:
         deterministic: bool = False,
         transport: str = "auto",
         kv_format: MakeFormat | None = None,
-        keep_received: str = "auto",
-        sum_in_node: str = "auto",
+        keep_received: bool | None = None,
+        sum_in_node: bool | None = None,
         overlap: bool = True,
     ) -> None:
-        check_value("attention.keep_received", keep_received)
-        check_value("attention.sum_in_node", sum_in_node)
-        self._group = group
+        for name, value in (("keep_received", keep_received), ("sum_in_node", sum_in_node)):
+            if value not in (None, True, False):
+                raise refuse(name, value, "True, False or None", "None chooses what is faster.")
+        self._group = group = group_of(group)
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world = dist.get_world_size(group) if group is not None else 1
         options = options or ModeOptions()
@@ -151,6 +157,28 @@ class ContextParallelAttention:
         """Return which rank holds which token."""
         return self.plan(mask).queries
 
+    def tokens(self, mask: Mask | int, device: torch.device | str | None = None) -> Tensor:
+        """Return the numbers in the sequence of this rank's tokens, int64 `[s]`, in the order of its local tensors."""
+        return token_numbers(self.layout(mask), self.rank, device)
+
+    def shard(self, x: Tensor, mask: Mask | int, dim: int = 0) -> Tensor:
+        """Return this rank's tokens of `x`, which has the tokens of the whole sequence in `dim`. Differentiable.
+
+        Raises:
+            ValueError: `x` has another number of tokens than the mask.
+        """
+        return shard(x, self.layout(mask), self.rank, dim)
+
+    def gather(self, x: Tensor, mask: Mask | int, dim: int = 0) -> Tensor:
+        """Return the tokens of the whole sequence, in its order, of which `x` has this rank's in `dim`.
+
+        It is the inverse of `shard`. All ranks call it together, and each gets the whole. It is not differentiable.
+
+        Raises:
+            ValueError: `x` requires gradients, or has another number of tokens than this rank.
+        """
+        return gather(x, self.layout(mask), self._group if self.world > 1 else None, self.rank, dim)
+
     def __call__(
         self,
         q: Tensor,
@@ -182,10 +210,25 @@ class ContextParallelAttention:
             ValueError: shapes that do not fit each other or the layout, no kernel that supports them, or a `kv_format`
                 in a call with gradients.
         """
+        if torch.compiler.is_compiling():
+            return _uncompiled(self, q, k, v, mask, scale, sink, result, inference)
+        return self._attend(q, k, v, mask, scale, sink, result, inference)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | int,
+        scale: float | None,
+        sink: Tensor | None,
+        result: AttentionResult | None,
+        inference: bool,
+    ) -> Tensor:
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sink) if x is not None)
         kv_format = self._kv_format if inference and self.world > 1 else None
         if kv_format is not None and differentiated:
-            remedy = "Call under torch.no_grad(), or leave the format out (attention.kv_int8=false)."
+            remedy = "Call under torch.no_grad(), or leave the format out."
             raise refuse("kv_format", "given", "none in a call with gradients", remedy)
         # A given result was computed without a graph, and kept nothing.
         passes = self._passes(q, k, v, mask, sink, may_keep=differentiated and result is None, kv_format=kv_format)
@@ -284,7 +327,7 @@ class ContextParallelAttention:
             kernel = choose(self._kernel, request)
             if device not in self._devices:
                 group = self._group if self.world > 1 else None
-                transport = None if group is None else choose_transport(self._transport, group, device)
+                transport = None if group is None else comm.choose_transport(self._transport, group, device)
                 waits, passes = StreamClock(device), StreamClock(device)
                 waits.running = passes.running = self._measures_times
                 self._devices[device] = _DeviceState(transport, BufferPool(device), waits, passes, self._ranks_to_sum())
@@ -295,19 +338,27 @@ class ContextParallelAttention:
     def _ranks_to_sum(self) -> int:
         """Return how many ranks of a node sum their gradients. All ranks call this together; the first one logs it.
 
-        `auto` uses the cluster's description if the ranks of a node really are on one machine.
+        None uses the cluster's description if the ranks of a node really are on one machine.
         """
         if not self._summed or self._group is None:
             return 0
-        sums = self._sum_in_node == "true" or on_one_machine(self._group, self._summed)
+        from ..comm.symmetric import on_one_machine
+
+        sums = self._sum_in_node or on_one_machine(self._group, self._summed)
         if self.rank == 0:
-            which = f"every {self._summed} neighbouring ranks (attention.sum_in_node={self._sum_in_node})"
+            which = f"every {self._summed} neighbouring ranks (sum_in_node={self._sum_in_node})"
             if sums:
                 logger.info("partial gradients for other nodes are summed by %s", which)
             else:
-                reason = "some of these, of a node by parallelism.cluster, are on several machines"
+                reason = "some of these, of a node by the described cluster, are on several machines"
                 logger.warning("partial gradients for other nodes are not summed by %s: %s", which, reason)
         return self._summed if sums else 0
+
+
+@_disable_dynamo
+def _uncompiled(attention: ContextParallelAttention, *arguments: Any) -> Tensor:
+    """Attend, where a compiler may not look. (`torch.compiler.disable` would load the compiler with this module.)"""
+    return attention._attend(*arguments)
 
 
 class _DeviceState(NamedTuple):

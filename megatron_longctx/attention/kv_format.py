@@ -69,7 +69,7 @@ def int8_kv(head_dim: int, value_dim: int, dtype: torch.dtype) -> KVFormat:
         ValueError: the head dims differ.
     """
     if head_dim != value_dim:
-        raise refuse("head dimension of values", value_dim, f"{head_dim}, as of keys", "Leave attention.kv_int8 out.")
+        raise refuse("head dimension of values", value_dim, f"{head_dim}, as of keys", "Take another format.")
     return Int8KV(head_dim, dtype)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from ..comm import Exchange, SymmetricExchange, timed
+from ..comm import Exchange, timed
 from ..kernels import Partial, merge_partials, sum_partials
 from ..kernels.batched_copy import Pair
 from ..schedules import Kind
@@ -17,6 +17,9 @@ from ..schedules.plan import NUM_FIELDS
 from ..schedules.program import Acquire, Compute, Copy, Mark, Merge, Part, Release, Rows, Send, Space, Wait
 from .bind import Bound, Fields
 from .kv_format import TensorSpec
+
+if TYPE_CHECKING:
+    from ..comm import SymmetricExchange
 
 
 class Run:
@@ -96,14 +99,14 @@ class Run:
         self._exchange = None
 
     def _acquire(self, op: Acquire, _: int) -> None:
-        channel = cast(SymmetricExchange, self._bound.channel)
+        channel = cast("SymmetricExchange", self._bound.channel)
         with timed(self._bound.runtime.waits):
             self._acquired = channel.acquire(op.step, self._bound.received(op.step, self._buffers))
         sizes = (NUM_FIELDS[each.block.kind] for each in self._program.receives[op.step])
         self._first_fields = list(accumulate(sizes, initial=0))
 
     def _release(self, op: Release, _: int) -> None:
-        cast(SymmetricExchange, self._bound.channel).release(op.step)
+        cast("SymmetricExchange", self._bound.channel).release(op.step)
 
     def _compute(self, op: Compute, _: int) -> None:
         kernel, scale = self._bound.runtime.kernel, self._scale

@@ -15,22 +15,8 @@ from ..kernels import Partial, dense_call, merge_partials
 from ..kernels.interface import sum_dtype
 from ..layout import contiguous
 from ..metrics.environment import environment
-from ..schedules import (
-    Attend,
-    Block,
-    Costs,
-    Heads,
-    KernelSample,
-    Kind,
-    Lowering,
-    MessageSample,
-    Move,
-    Plan,
-    Step,
-    Target,
-    Workload,
-)
-from ..schedules.cost import GIB
+from ..schedules import Attend, Block, Heads, Kind, Lowering, Move, Plan, Step, Target, Workload
+from ..schedules.cost import GIB, Costs, KernelSample, MessageSample
 from ..schedules.mask import full
 from ..topology import Cluster, Device
 from ..topology.measure import measure_links, to_cluster

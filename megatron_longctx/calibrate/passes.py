@@ -17,9 +17,9 @@ from ..comm import BufferPool, gather_objects
 from ..inference.batch import Batch
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CacheShape
-from ..schedules import MODES, Costs, Kind, Lowering, Mode, Target, Workload
+from ..schedules import MODES, Kind, Lowering, Mode, Target, Workload
 from ..schedules.cache_modes import CACHE_MODES
-from ..schedules.cost import ModeSample
+from ..schedules.cost import Costs, ModeSample
 from ..schedules.mask import causal
 from ..schedules.modes import SearchContext
 from ..schedules.modes.ulysses import Ulysses
@@ -113,7 +113,7 @@ def mode_samples(testbed: Testbed, cluster: Cluster, costs: Costs, lengths: Sequ
     assert testbed.transport is not None
     target, samples = Target(testbed.workload, testbed.choose_kernel().takes, testbed.transport.hosts), []
     for length in lengths:
-        problem = Problem(testbed.n, causal(length), target, keep_received="auto")
+        problem = Problem(testbed.n, causal(length), target, keep_received=None)
         modes = candidate_modes(testbed.n, testbed.workload, cluster, length)
         ranking = [each for each in rank_modes(problem, cluster, costs, candidates=modes) if not each.reason]
         # Rank 0's choice, since costs may differ among ranks.

@@ -6,6 +6,9 @@ transport. `BufferPool` provides memory for received messages, and `StreamClock`
 them. `PeerMerge` merges the partial results of several ranks for the same queries.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .collectives import (
     PeerMemoryError,
     all_gather_rows,
@@ -16,7 +19,19 @@ from .collectives import (
     on_rank_0,
 )
 from .device import AttentionTimes, BufferPool, StreamClock, timed
-from .hybrid import HybridTransport, choose_transport
 from .p2p import Channel, Exchange, P2PTransport, Transport
-from .peer import PeerTransport, SymmetricExchange
-from .peer_memory import PeerMerge
+
+if TYPE_CHECKING:
+    from .hybrid import HybridTransport, choose_transport
+    from .peer import PeerTransport, SymmetricExchange
+    from .peer_memory import PeerMerge
+
+_ON_FIRST_USE = {"HybridTransport": "hybrid", "choose_transport": "hybrid", "PeerMerge": "peer_memory"}
+_ON_FIRST_USE |= {"PeerTransport": "peer", "SymmetricExchange": "peer"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what uses peer memory on first use: one rank, and ranks of CPUs, do without."""
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -116,3 +117,12 @@ def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], what: str, reme
             f"{what} failed on {named} of the group's {len(failures)}: {failures[ranks[0]]}. {remedy}"
         )
     return result  # type: ignore[return-value]
+
+
+def timeout_of(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
+    """Return the timeout of the collectives of `group`, by default of all ranks. (New groups get torch's default.)"""
+    group = group or dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    limit: datetime.timedelta = group._get_backend(device).options._timeout
+    return limit

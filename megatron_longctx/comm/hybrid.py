@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import check_value
+from ..errors import refuse
 from ..schedules.plan import NUM_FIELDS
 from ..schedules.program import Program
 from .collectives import PeerMemoryError
@@ -20,9 +20,11 @@ from .symmetric import find_hosts
 
 logger = logging.getLogger(__name__)
 
+TRANSPORTS = "auto", "peer", "p2p"
+
 
 def choose_transport(
-    name: str, group: dist.ProcessGroup, device: torch.device, growth: float = 1.0, key: str = "attention.transport"
+    name: str, group: dist.ProcessGroup, device: torch.device, growth: float = 1.0, key: str = "transport"
 ) -> Transport:
     """Return the transport of `group`, of the same kind on all ranks. Collective.
 
@@ -31,12 +33,13 @@ def choose_transport(
             can read each other's memory and point-to-point messages otherwise, which may mix the two
             (`HybridTransport`). If it does not use peer memory alone, rank 0 logs the reason.
         growth: of peer memory, see `PeerTransport`.
-        key: the setting that `name` comes from, for messages.
+        key: what `name` is called where it comes from, for messages.
 
     Raises:
         ValueError: an unknown name, or `peer` where peer memory is not available.
     """
-    check_value(key, name)
+    if name not in TRANSPORTS:
+        raise refuse(key, name, "one of " + ", ".join(TRANSPORTS), f"Set {key} to one of these.")
     if name == "p2p" or (name == "auto" and device.type != "cuda"):
         return P2PTransport(group, device)
     hosts = find_hosts(group, device)

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..schedules.program import Program
-from .collectives import PeerMemoryError, all_or_none, gather_objects
+from .collectives import PeerMemoryError, all_or_none, gather_objects, timeout_of
 from .device import synchronize
 from .p2p import Exchange, Transport
-from .rendezvous import timeout_of
 from .symmetric import FlagOperations, Hosts, allocate, free_cached_memory, memory_remedy
 
 _READY, _READ = 0, 1
@@ -55,7 +54,7 @@ class PeerTransport(Transport):
         device: torch.device,
         hosts: Hosts | None = None,
         growth: float = 1.0,
-        key: str = "attention.transport",
+        key: str = "transport",
     ) -> None:
         super().__init__(group, device)
         self._growth, self._key = growth, key
@@ -241,7 +240,7 @@ class SymmetricExchange:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "attention over peer memory was captured into a CUDA graph, which cannot be replayed: passes alternate "
-                "between two memories. Leave attention out of the graph, or choose attention.transport=p2p."
+                "between two memories. Leave attention out of the graph, or choose transport=p2p."
             )
         self._transport.ensure_capacity(self._num_bytes, len(self._incoming))
         if self._prepared_generation != self._transport.generation:

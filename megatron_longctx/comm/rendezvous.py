@@ -179,15 +179,6 @@ def join_group(place: RankInfo, store: Store | None, timeout_s: float, cuda: boo
         dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
-def timeout_of(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
-    """Return the timeout of the collectives of `group`, by default of all ranks. (New groups get torch's default.)"""
-    group = group or dist.group.WORLD
-    assert group is not None
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    limit: datetime.timedelta = group._get_backend(device).options._timeout
-    return limit
-
-
 def interface_to(host: str) -> str:
     """Return the network interface that leads to `host`, or that has its address if it is this host; never loopback.
 

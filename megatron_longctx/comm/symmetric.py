@@ -133,7 +133,7 @@ def memory_remedy(key: str) -> str:
     """Return the remedy for peer memory that cannot be allocated for attention; `key` is the setting that chose it."""
     return (
         f"Choose {key}=p2p, which needs none, or let ranks send less: shorter sequences, more context-parallel ranks, "
-        "another parallelism.schedule."
+        "another schedule."
     )
 
 

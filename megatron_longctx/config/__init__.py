@@ -11,6 +11,7 @@ from .model import LATENT_KEYS, MAX_TOKENS, ModelConfig, RopeScaling, layer_list
 from .parallelism import (
     RECOMPUTES,
     REDUCTIONS,
+    SWITCHES,
     TRANSPORTS,
     AttentionConfig,
     ParallelismConfig,
@@ -22,6 +23,7 @@ from .planned import (
     data_parallel_size,
     layout_of,
     mode_options,
+    names_as_keys,
     planned_mask,
     summed_node_size,
     token_unit,

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..errors import refuse
-from ..schedules.backward import node_size_to_sum
 from ..schedules.mask import causal
 from .bounds import check, keys_of
 from .model import LATENT_KEYS, ModelConfig
-from .planned import configured_mode
+from .planned import configured_mode, names_as_keys
 from .tree import Config, InferenceConfig
 
 # The least weight of a dataset as a part of all weights: less might not come up before a blend repeats.
@@ -235,7 +234,8 @@ def _check_parallelism(config: Config) -> None:
     if par.inner_size is not None:
         _check_divides("parallelism.inner_size", par.inner_size, {"parallelism.context_parallel_size": cp})
     if par.layout != "auto" and par.schedule != "auto":
-        configured_mode(par).layout_of(causal(0), par.layout)
+        with names_as_keys():
+            configured_mode(par).layout_of(causal(0), par.layout)
     vocab = "model.vocab_multiple" if model.vocab_size is None else "model.vocab_size"
     names = ["model.num_kv_heads", "model.ffn_hidden_size", vocab]
     if par.uses_sequence_parallel:
@@ -260,8 +260,9 @@ def _check_parallelism(config: Config) -> None:
         condition = f"with model.head_dim={model.kv_channels}, which 4 does not divide"
         remedy = "Set it to false: an exact cache has no such condition."
         _check_is("attention.kv_int8", attention.kv_int8, (False,), condition, remedy)
-    if par.cluster is None:
-        node_size_to_sum(attention.sum_in_node, None, cp)
+    if par.cluster is None and attention.sum_in_node == "true" and cp > 1:
+        remedy = "Name the cluster, or set it to auto or false."
+        raise refuse("attention.sum_in_node", "true", "parallelism.cluster, which defines the nodes", remedy)
 
 
 def _check_expert_sizes(config: Config, experts: int) -> None:

@@ -11,6 +11,8 @@ from .bounds import choice, number, path, text
 MAX_RANKS = 1024
 SECONDS_PER_YEAR = 31_536_000.0
 TRANSPORTS = ("auto", "peer", "p2p")
+SWITCHES: dict[str, bool | None] = {"auto": None, "true": True, "false": False}
+"""The words of a key that is decided automatically unless it is set, and the arguments that they stand for."""
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
 
@@ -51,7 +53,7 @@ class ParallelismConfig:
     overlap_grad_reduce: bool = True  # Reduce gradients during backward, bucket by bucket (Megatron's DDP).
     # Gather updated parameters during the next forward, bucket by bucket: auto (if overlap_grad_reduce and
     # optim.distributed, which it requires, are on) | true | false
-    overlap_param_gather: str = choice("auto", ("auto", "true", "false"))
+    overlap_param_gather: str = choice("auto", SWITCHES)
     timeout_s: float = number(600.0, 1, SECONDS_PER_YEAR)  # a collective that takes longer fails the job
 
     def __post_init__(self) -> None:
@@ -86,11 +88,11 @@ class AttentionConfig:
     # Whether a call keeps blocks received from other ranks for its backward, which then does not exchange them
     # again: auto (with ulysses, up to 32,768 tokens per rank; this needs the memory of one more output) | true |
     # false. With recompute=attention_output nothing can be kept, since forward runs without a graph.
-    keep_received: str = choice("auto", ("auto", "true", "false"))
+    keep_received: str = choice("auto", SWITCHES)
     # Whether partial gradients that ranks of a node have for a rank of another node are summed within the node
     # and sent as one message: auto (if parallelism.cluster has several nodes whose ranks have faster links to
     # each other than their share of the network) | true | false.
-    sum_in_node: str = choice("auto", ("auto", "true", "false"))
+    sum_in_node: str = choice("auto", SWITCHES)
     # For ablations, in training: false waits for each step's messages before anything is computed beside them.
     overlap: bool = True
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from ..errors import refuse
@@ -13,6 +14,24 @@ from ..schedules.modes import Mode, ModeOptions, find_mode
 from ..topology import load_cluster
 from .parallelism import ParallelismConfig
 from .tree import Config
+
+_KEYS = {
+    "ranks": "parallelism.context_parallel_size",
+    **{name: f"parallelism.{name}" for name in ("schedule", "layout", "max_buffer_tokens", "inner_size")},
+    **{name: f"parallelism.{name}" for name in ("head_chunks", "outer_schedule")},
+}
+
+
+@contextmanager
+def names_as_keys() -> Iterator[None]:
+    """Name the key, not the argument of a plan that it is passed as, in errors that are raised inside."""
+    try:
+        yield
+    except ValueError as error:
+        name = getattr(error, "argument", "")
+        if name not in _KEYS:
+            raise
+        raise ValueError(_KEYS[name] + str(error).removeprefix(name)) from None
 
 
 def workload_of(config: Config) -> Workload:
@@ -43,6 +62,7 @@ def mode_options(par: ParallelismConfig) -> ModeOptions:
     return ModeOptions(par.max_buffer_tokens, par.inner_size, par.head_chunks, par.outer_schedule, cluster)
 
 
+@names_as_keys()
 def configured_mode(par: ParallelismConfig) -> Mode:
     """Return the mode with its options.
 
@@ -59,7 +79,7 @@ def summed_node_size(config: Config) -> int:
         ValueError: the cluster cannot be read, cannot have this number of ranks, or is missing but required.
     """
     par = config.parallelism
-    return node_size_to_sum(config.attention.sum_in_node, mode_options(par).cluster, par.context_parallel_size)
+    return node_size_to_sum(config.sum_in_node, mode_options(par).cluster, par.context_parallel_size)
 
 
 def layout_of(config: Config) -> str:

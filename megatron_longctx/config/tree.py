@@ -16,6 +16,7 @@ from .model import MAX_TOKENS, ModelConfig
 from .parallelism import (
     MAX_RANKS,
     SECONDS_PER_YEAR,
+    SWITCHES,
     TRANSPORTS,
     AttentionConfig,
     ParallelismConfig,
@@ -234,9 +235,15 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     @property
-    def keep_received(self) -> str:
-        """`attention.keep_received`, but false if attention's forward runs without a graph."""
-        return "false" if self.recompute.mode.startswith("attention_output") else self.attention.keep_received
+    def keep_received(self) -> bool | None:
+        """`attention.keep_received`, but False if attention's forward runs without a graph. None: what pays."""
+        without_graph = self.recompute.mode.startswith("attention_output")
+        return False if without_graph else SWITCHES[self.attention.keep_received]
+
+    @property
+    def sum_in_node(self) -> bool | None:
+        """`attention.sum_in_node`. None: what pays."""
+        return SWITCHES[self.attention.sum_in_node]
 
     @property
     def no_param_gather(self) -> str | None:

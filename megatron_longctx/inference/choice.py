@@ -14,9 +14,10 @@ from ..attention.kv_format import Int8KV
 from ..comm import on_rank_0
 from ..config import Config, check_value, workload_of
 from ..metrics.environment import environment
-from ..schedules import Costs, Kind, Target, Workload
+from ..schedules import Kind, Target, Workload
 from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.calibration import find_calibration, load_calibration
+from ..schedules.cost import Costs
 from ..schedules.simulate import simulate
 from ..topology import Cluster, load_cluster
 from .batch import Batch

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import files
+from ..cache import cache_folder
 from ..comm.collectives import gather_objects
 from ..comm.device import synchronize
-from ..schedules.calibration import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from ..comm.rendezvous import timeout_of
+from ..comm.collectives import timeout_of
 from ..config import ParallelismConfig
 from ..errors import refuse
 from . import cpu

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention import ContextParallelAttention
 from ..attention.kv_format import int8_kv
-from ..config import Config, mode_options, token_unit
+from ..config import SWITCHES, Config, mode_options, names_as_keys, token_unit
 from ..errors import refuse
 from ..schedules.mask import Window
 from .pack import UNBOUNDED, Pack, PackRotations, document_lengths
@@ -176,18 +176,19 @@ def _versions(params: PackedSeqParams) -> list[tuple[Tensor | None, int]]:
 def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
     """Build the sequence of `config.data.seq_length` tokens over the context-parallel `group`."""
     par, settings, unit = config.parallelism, config.attention, token_unit(config.parallelism)
-    attention = ContextParallelAttention(
-        group,
-        schedule=par.schedule,
-        kernel=settings.kernel,
-        options=mode_options(par),
-        unit=unit,
-        layout=par.layout,
-        deterministic=settings.deterministic,
-        transport=settings.transport,
-        kv_format=int8_kv if settings.kv_int8 else None,
-        keep_received=settings.keep_received,
-        overlap=settings.overlap,
-        sum_in_node=settings.sum_in_node,
-    )
+    with names_as_keys():
+        attention = ContextParallelAttention(
+            group,
+            schedule=par.schedule,
+            kernel=settings.kernel,
+            options=mode_options(par),
+            unit=unit,
+            layout=par.layout,
+            deterministic=settings.deterministic,
+            transport=settings.transport,
+            kv_format=int8_kv if settings.kv_int8 else None,
+            keep_received=SWITCHES[settings.keep_received],
+            overlap=settings.overlap,
+            sum_in_node=config.sum_in_node,
+        )
     return ShardedSequence(attention, config.data.seq_length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from ..config import Config, mode_options, planned_mask, summed_node_size, token_unit, workload_of
+from ..config import Config, mode_options, names_as_keys, planned_mask, summed_node_size, token_unit, workload_of
 from ..errors import refuse
 from ..schedules import (
     Kind,
@@ -58,7 +58,8 @@ class Job:
         if par.schedule == "auto":
             raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
         mask, unit = planned_mask(self.config), token_unit(par)
-        plan = build_plan(par.schedule, par.context_parallel_size, mask, mode_options(par), unit, par.layout)
+        with names_as_keys():
+            plan = build_plan(par.schedule, par.context_parallel_size, mask, mode_options(par), unit, par.layout)
         return sum_in_nodes(keep_received(plan) if self.keeps_received else plan, summed_node_size(self.config))
 
     @cached_property

@@ -9,7 +9,6 @@
 
 from .backward import backward_plan, keep_received, keeps_received, node_size_to_sum, sum_in_nodes, transpose
 from .build import build_plan
-from .cost import Costs, KernelSample, MessageSample, Workload
 from .kernel_calls import KernelCall, KernelSupport, Segment, kernel_calls
 from .lower import Lowering, Target, lower
 from .mask import Document, Mask, Slice
@@ -17,3 +16,4 @@ from .modes import MODES, Mode, ModeOptions, find_mode
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
 from .program import Program
 from .verify import PlanError, verify
+from .workload import Workload

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from .cost import Workload
 from .kernel_calls import KernelCall
 from .plan import Block, Heads, Kind
 from .program import Copy, Merge, Op, Part, Rows, Space
+from .workload import Workload
 
 MAX_PARTIALS = 4
 """The most partial results that one kernel merges. Later ones are merged with what it has written."""

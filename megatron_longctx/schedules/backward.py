@@ -8,26 +8,27 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..errors import refuse
-from ..topology import Cluster
 from .collector import collector_paused
+from .links import Links
 from .plan import Attend, Block, Heads, Kind, Move, Plan, Step, trim
 
 KEPT_TOKENS = 32_768
-"""The most tokens of a rank (times sequences) for which `auto` keeps what it receives. Keeping saves an exchange, whose
-time grows with the tokens, while attention's time grows with their square. For more tokens, memory is worth more."""
+"""The most tokens of a rank (times sequences) for which ulysses keeps what it receives, unless told otherwise. Keeping
+saves an exchange, whose time grows with the tokens, while attention's time grows with their square. For more tokens,
+memory is worth more."""
 LEAST_TOKENS = 2048
 """The tokens of a rank below which its own block is not divided: smaller calls take as long as their launch."""
 
 
-def keeps_received(setting: str, schedule: str, n: int, length: int, batch: int = 1) -> bool:
-    """Whether calls keep received blocks for backward: `auto` does for ulysses, up to `KEPT_TOKENS`.
+def keeps_received(setting: bool | None, schedule: str, n: int, length: int, batch: int = 1) -> bool:
+    """Whether calls keep received blocks for backward: None does for ulysses, up to `KEPT_TOKENS`.
 
     With ulysses this takes the memory of a single additional tensor, the output of the rank's heads. The received
     queries, keys and values replace the rank's own.
     """
-    if setting == "auto":
+    if setting is None:
         return n > 1 and schedule == "ulysses" and -(-length // n) * batch <= KEPT_TOKENS
-    return n > 1 and setting == "true"
+    return n > 1 and setting
 
 
 def keep_received(plan: Plan) -> Plan:
@@ -67,25 +68,24 @@ def calls_by_home(plan: Plan) -> list[list[tuple[Block, Attend]]]:
     return calls
 
 
-def node_size_to_sum(setting: str, cluster: Cluster | None, n: int) -> int:
+def node_size_to_sum(setting: bool | None, cluster: Links | None, n: int) -> int:
     """Return the number of ranks of a node if their partial gradients are summed before they leave the node; else 0.
 
-    Every byte that no longer crosses between nodes is sent within a node instead. So `auto` sums if links within a node
+    Every byte that no longer crosses between nodes is sent within a node instead. So None sums if links within a node
     are faster than a rank's share of its node's NICs.
 
     Args:
         cluster: the cluster of `n` ranks; None if none is described.
 
     Raises:
-        ValueError: `true` for several ranks without a cluster, which defines the nodes.
+        ValueError: True for several ranks without a cluster, which defines the nodes.
     """
-    if setting == "true" and cluster is None and n > 1:
-        remedy = "Name the cluster, or set it to auto or false."
-        raise refuse("attention.sum_in_node", "true", "parallelism.cluster, which defines the nodes", remedy)
-    if setting == "false" or cluster is None or cluster.ranks_per_node == 1 or cluster.ranks_per_node >= n:
+    if setting and cluster is None and n > 1:
+        remedy = "Give the options a cluster, or leave it at None or False."
+        raise refuse("sum_in_node", True, "a cluster, which defines the nodes", remedy)
+    if setting is False or cluster is None or cluster.ranks_per_node == 1 or cluster.ranks_per_node >= n:
         return 0
-    pays = cluster.route(0, 1).gibps > cluster.network_share_gibps
-    return cluster.ranks_per_node if setting == "true" or pays else 0
+    return cluster.ranks_per_node if setting or cluster.network_is_slower else 0
 
 
 def sum_in_nodes(plan: Plan, ranks: int) -> Plan:

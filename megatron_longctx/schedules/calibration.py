@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from .. import files
+from ..cache import cache_folder
 from ..topology import Cluster, as_data, cluster_from
 from .cost import Costs, KernelSample, MessageSample, ModeSample, Workload
 
@@ -27,11 +27,6 @@ class Calibration:
     workload: Workload
     costs: Costs
     environment: dict[str, Any] = field(default_factory=dict)  # what it was measured on, and when
-
-
-def cache_folder() -> Path:
-    """Return the folder of calibrations: `$XDG_CACHE_HOME/megatron_longctx`, or `~/.cache/megatron_longctx`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_longctx"
 
 
 def calibration_path(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:

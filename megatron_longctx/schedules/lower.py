@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from .accumulators import Accumulator, by_block, call_results
 from .buffers import BufferMap, LiveRange, assign_buffers, live_ranges
-from .cost import Workload
 from .kernel_calls import PLAINEST, KernelCall, KernelSupport, kernel_calls
 from .mask import FAR, Slice, canonical
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Plan
@@ -33,6 +32,7 @@ from .program import (
     rows_read,
 )
 from .send_layout import ResultMessage, SentResults, send_layout, sent_results
+from .workload import Workload
 
 Copies = Sequence[tuple[Rows, Rows]]
 

@@ -27,8 +27,8 @@ class Problem:
     layout: str = "auto"
     options: ModeOptions = field(default_factory=ModeOptions)  # the configured ones
     max_bytes: int | None = None  # the most memory of one attention call on any rank; None for no bound
-    keep_received: str = "false"  # auto, true or false: see `keeps_received`
-    sum_in_node: str = "false"  # auto, true or false: see `node_size_to_sum`
+    keep_received: bool | None = False  # see `keeps_received`
+    sum_in_node: bool | None = False  # see `node_size_to_sum`
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 - `cluster`: a `Cluster` describes how ranks are linked. `Cluster.route(a, b)` returns the shared resources that a
   message from a to b occupies, with its rate and latency. `load_cluster` reads a cluster from YAML, `save_cluster`
   writes one.
-- `hamiltonian`: decomposes complete digraphs into edge-disjoint Hamiltonian cycles and paths.
 - `rings`: the rings of u nodes with m ranks, and those that suit a cluster.
 - `measure`: measures the links of a process group and turns them into a `Cluster`. It imports torch, so import it by
   name.
@@ -14,5 +13,4 @@ messages of tens of MiB. Latencies are in seconds per message, including softwar
 """
 
 from .cluster import Cluster, Device, Mesh, Network, Resource, Switch, as_data, cluster_from, load_cluster, save_cluster
-from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
-from .rings import Decomposition, Rings, choose, decompositions, multi_node_rings, seconds_per_gib
+from .rings import Decomposition, choose, decompositions, multi_node_rings, seconds_per_gib

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from ..errors import refuse
 from ..files import bundled, read_yaml
+from ..schedules.links import Rings
 
 GIB = 2**30
 _MAX = 10**6  # GiB, GiB/s, TFLOP/s, seconds, nodes: more than any cluster has
@@ -161,6 +162,18 @@ class Cluster:
         """A rank's share of its node's NICs while all ranks of the node send, in GiB/s."""
         assert self.network is not None
         return self.network.nic_gibps * self.network.nics / self.ranks_per_node
+
+    @property
+    def network_is_slower(self) -> bool:
+        """Whether a rank's share of the network is slower than its links within its node. False for one node."""
+        return self.nodes > 1 < self.ranks_per_node and self.route(0, 1).gibps > self.network_share_gibps
+
+    def rings(self) -> tuple[Rings, str]:
+        """Return the rings over which all ranks pass on blocks in the least time together, and the reason, to log."""
+        from .rings import choose
+
+        decomposition, why = choose(self)
+        return decomposition.rings, why
 
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node

@@ -7,11 +7,9 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..schedules.hamiltonian import hamiltonian_cycles, hamiltonian_paths
+from ..schedules.links import Rings
 from .cluster import Cluster, Resource
-from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
-
-Rings = tuple[tuple[int, ...], ...]
-"""Rings that each list all ranks. A rank sends to the next rank of the ring, the last to the first."""
 
 _MAX_OF_A_MESH = 64  # ranks; for more, cycles take seconds to find and have never been faster
 _LEAST_GAIN = 1.01  # several rings must be faster than one ring by more than this factor

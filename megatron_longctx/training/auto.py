@@ -11,8 +11,9 @@ from ..config import Config, ParallelismConfig, mode_options, planned_mask, toke
 from ..errors import refuse
 from ..mcore.data import first_pack
 from ..metrics.environment import environment
-from ..schedules import Costs, Target
+from ..schedules import Target
 from ..schedules.calibration import find_calibration, load_calibration
+from ..schedules.cost import Costs
 from ..schedules.kernel_calls import fa4_takes
 from ..schedules.select import Candidate, Problem, select, table
 from ..topology import Cluster, load_cluster
@@ -84,7 +85,7 @@ def _ranking(
         layout=par.layout,
         options=mode_options(par),
         keep_received=config.keep_received,
-        sum_in_node=config.attention.sum_in_node,
+        sum_in_node=config.sum_in_node,
         max_bytes=None if par.max_attention_gib is None else int(par.max_attention_gib * 2**30),
     )
     return select(problem, cluster, costs)

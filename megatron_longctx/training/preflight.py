@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .. import memory
-from ..config import Config, configured_mode, data_parallel_size, token_unit, workload_of
+from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, workload_of
 from ..errors import refuse
 from ..gpus import max_gpu_ranks, ranks_per_gpu
 from ..kernels import KernelRequest, auto_order, available
@@ -106,6 +106,7 @@ def check(config: Config, world_size: int) -> int | None:
     return saved.iteration
 
 
+@names_as_keys()
 def check_mode(config: Config, length: int, key: str, needs_tokens: bool = True) -> None:
     """Refuse a mode that cannot divide the heads or plan sequences of `length` tokens, the value of the setting `key`.
 

@@ -8,11 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..compose import compose_config
-from ..config import Config, configured_mode, mode_options, planned_mask, summed_node_size, token_unit, workload_of
+from ..config import (
+    Config,
+    configured_mode,
+    mode_options,
+    names_as_keys,
+    planned_mask,
+    summed_node_size,
+    token_unit,
+    workload_of,
+)
 from ..errors import refuse
 from ..memory import command
 from ..schedules import (
-    Costs,
     KernelSupport,
     Plan,
     Target,
@@ -23,6 +31,7 @@ from ..schedules import (
     sum_in_nodes,
 )
 from ..schedules import mask as masks
+from ..schedules.cost import Costs
 from ..schedules.describe import describe, describe_placement, summary
 from ..schedules.draw import draw, draw_modes, draw_placement, draw_timeline
 from ..schedules.select import Problem, rank_modes, table
@@ -116,7 +125,7 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
         par.layout,
         replace(mode_options(par), inner_size=None, max_buffer_tokens=None, head_chunks=1),
         keep_received=config.keep_received,
-        sum_in_node=config.attention.sum_in_node,
+        sum_in_node=config.sum_in_node,
     )
     ranking = rank_modes(problem, cluster, timeline=drawn is not None)
     heads = problem.target.workload
@@ -172,6 +181,7 @@ def _with_mode(config: Config) -> Config:
     return resolved
 
 
+@names_as_keys()
 def _check_heads(config: Config) -> None:
     """Refuse what training would refuse: no mode, or one that cannot divide the heads among the ranks."""
     par, workload = config.parallelism, workload_of(config)
@@ -206,6 +216,7 @@ def _lengths(documents: str) -> list[int]:
     return lengths
 
 
+@names_as_keys()
 def _configured_plan(config: Config, mask: masks.Mask) -> Plan:
     par = config.parallelism
     _check_heads(config)

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longctx.attention import ContextParallelAttention, context_parallel
+from megatron_longctx import comm
+from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.attention.bind import Runtime
 from megatron_longctx.attention.function import AttentionFunction, Passes, shapes_of
 from megatron_longctx.comm import (
@@ -269,7 +270,7 @@ def _kept(rank: int, transport: str) -> list[str]:
                 keep_received=keep,
                 kernel="flash",  # which prepares nothing per shape, of which there are many
             )
-            for keep in ("true", "false")
+            for keep in (True, False)
         )
         for case in (Case((LENGTH + 3,), True, "GQA"), Case((LENGTH,), False, "MHA"), Case((8 * LENGTH,), True, "GQA")):
             layout = keeping.layout(case.mask)
@@ -319,7 +320,7 @@ def _hybrid(rank: int, n: int, per_host: int, kernels: list[str]) -> dict[str, A
         choose_transport("peer", group, device)
     except ValueError as error:
         found["refused"] = str(error)
-    context_parallel.choose_transport = _forced
+    comm.choose_transport = _forced
     found["wrong"] = _every_case(rank, n, kernels, "auto")
     return found
 

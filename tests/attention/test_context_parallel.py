@@ -45,7 +45,7 @@ class Case:
     batch: int = 2
     kernel: str = "reference"
     dtype: torch.dtype = torch.float64
-    keep: str = "auto"
+    keep: bool | None = None
 
     @property
     def documents(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Case:
     @property
     def plain(self) -> Case:
         """The same problem for any schedule."""
-        return replace(self, schedule="", keep="auto")
+        return replace(self, schedule="", keep=None)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return random_qkv(self.mask.length, self.batch, *self.heads, 8, self.dtype, seed=self.mask.length, e=self.e)
@@ -79,9 +79,9 @@ def cases(n: int) -> list[Case]:
     for schedule in MODES:
         found += [
             Case(schedule, (4 * n + 3,), gqa),
-            Case(schedule, (4 * n,), mha, causal=False, batch=1, keep="true"),
+            Case(schedule, (4 * n,), mha, causal=False, batch=1, keep=True),
             Case(schedule, (9, 1, 2 * n + 3), mqa, window=(6, None), e=12, sinks=True),
-            Case(schedule, (9, 1, 2 * n + 3), gqa, window=(6, None), e=12, sinks=True, keep="true"),
+            Case(schedule, (9, 1, 2 * n + 3), gqa, window=(6, None), e=12, sinks=True, keep=True),
             Case(schedule, (max(n - 1, 1),), mha),
             Case(schedule, (0,), mha),
         ]
@@ -123,14 +123,14 @@ class Rank:
     def case(self, case: Case) -> dict[str, Tensor]:
         return gradients(*self.call(case))
 
-    def in_flight(self, schedule: str, keep: str) -> list[bool]:
+    def in_flight(self, schedule: str, keep: bool | None) -> list[bool]:
         """Return whether calls are right whose backwards follow several forwards, in any order."""
         some = [
             Case(schedule, (4 * self.n + 3,), (2 * self.n, self.n), keep=keep),
             Case(schedule, (4 * self.n,), (2 * self.n, 2 * self.n), causal=False, batch=1, keep=keep),
             Case(schedule, (5, 4 * self.n), (2 * self.n, self.n), keep=keep),
         ]
-        alone = [self.case(replace(case, keep="false")) for case in some]
+        alone = [self.case(replace(case, keep=False)) for case in some]
         found = []
         for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
             calls = [self.call(case) for case in some]
@@ -148,7 +148,7 @@ class Rank:
             held.append(state.pool.num_bytes)
         return held
 
-    def gradients_of_all_kinds(self, schedule: str, keep: str) -> dict[str, bool]:
+    def gradients_of_all_kinds(self, schedule: str, keep: bool | None) -> dict[str, bool]:
         """Return what is right for expanded, strided and missing gradients, strided inputs and given results."""
         case = Case(schedule, (4 * self.n + 3,), (2 * self.n, self.n), sinks=True, keep=keep)
         attention = self.attention(case)
@@ -188,7 +188,7 @@ class Rank:
             "the default scale": torch.equal(call(q, k, v, sink=sink, scale=8**-0.5), plain["out"]),
         }
 
-    def saved(self, keep: str) -> tuple[int, int]:
+    def saved(self, keep: bool | None) -> tuple[int, int]:
         """Return the bytes that autograd saves in a call of Ulysses, and those among them of the caller's tensors."""
         case = Case("ulysses", (64 * self.n,), (2 * self.n, 2 * self.n), batch=1, dtype=torch.float32, keep=keep)
         found: dict[int, int] = {}
@@ -266,10 +266,10 @@ def _run(number: int, n: int) -> dict[str, Any]:
         same(rank.case(case), found["cases"][i]) for i, case in enumerate(cases(n)) if case.kernel == "cpu"
     ]
     for schedule in FEW:
-        for keep in ("false", "true"):
+        for keep in (False, True):
             found["in flight", schedule, keep] = rank.in_flight(schedule, keep)
             found["gradients", schedule, keep] = rank.gradients_of_all_kinds(schedule, keep)
-    found["saved"] = [rank.saved(keep) for keep in ("false", "true", "auto")]
+    found["saved"] = [rank.saved(keep) for keep in (False, True, None)]
     found["int8"] = [rank.int8(schedule) for schedule in FEW]
     found["refusals"] = rank.refusals()
     found["buffers"] = {schedule: rank.buffers(schedule) for schedule in MODES}
@@ -332,7 +332,7 @@ def test_runs_are_bit_equal(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("schedule", FEW)
 def test_calls_in_flight_do_not_disturb_each_other(schedule: str, ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        for keep in ("false", "true"):
+        for keep in (False, True):
             assert found["in flight", schedule, keep] == [True] * 9
 
 
@@ -346,7 +346,7 @@ def test_buffers_are_reused_and_grow_only_for_more_tokens(schedule: str, ranks: 
 @pytest.mark.parametrize("schedule", FEW)
 def test_gradients_and_inputs_of_all_kinds(schedule: str, ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(ranks):
-        for keep in ("false", "true"):
+        for keep in (False, True):
             wrong = [name for name, right in found["gradients", schedule, keep].items() if not right]
             assert not wrong, f"rank {rank}, keep={keep}"
 

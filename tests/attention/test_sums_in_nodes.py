@@ -37,9 +37,9 @@ def cases(node: int) -> list[Case]:
     for schedule in SCHEDULES:
         found += [
             Case(schedule, (8 * n + 3,), (2 * n, n)),
-            Case(schedule, (8 * n,), (n, n), causal=False, keep="true"),
+            Case(schedule, (8 * n,), (n, n), causal=False, keep=True),
             Case(schedule, (9, 1, 6 * n + 3), (2 * n, n), window=(13, None)),
-            Case(schedule, (3 * n, 5 * n + 1), (2 * n, n), keep="true"),
+            Case(schedule, (3 * n, 5 * n + 1), (2 * n, n), keep=True),
             Case(schedule, (16 * n,), (2 * n, n), kernel="cpu", dtype=torch.bfloat16),
         ]
     return found
@@ -67,7 +67,7 @@ class Rank:
         logger.setLevel(logging.INFO)
         logger.addFilter(lambda record: self.logged.append(record.getMessage()) is None)
 
-    def call(self, case: Case, setting: str) -> tuple[dict[str, Tensor], int]:
+    def call(self, case: Case, setting: bool | None) -> tuple[dict[str, Tensor], int]:
         """Return out and gradients, and the bytes that backward sent to the other node."""
         attention = ContextParallelAttention(
             dist.group.WORLD,
@@ -85,7 +85,7 @@ class Rank:
 
 def _run(number: int, node: int) -> dict[str, Any]:
     rank = Rank(number, node)
-    runs = {"false": "false", "auto": "auto", "auto again": "auto"}
+    runs = {"false": False, "auto": None, "auto again": None}
     cases_of = [{name: rank.call(case, setting) for name, setting in runs.items()} for case in cases(node)]
     found: dict[str, Any] = {"results": [{name: of[0] for name, of in each.items()} for each in cases_of]}
     found["sent"] = [{name: of[1] for name, of in each.items()} for each in cases_of]
@@ -93,7 +93,7 @@ def _run(number: int, node: int) -> dict[str, Any]:
     rank.logged.clear()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(symmetric.os, "uname", lambda: SimpleNamespace(nodename=f"host{number % 2}"))
-        found["elsewhere"] = [rank.call(cases(node)[0], setting)[1] for setting in ("auto", "true")]
+        found["elsewhere"] = [rank.call(cases(node)[0], setting)[1] for setting in (None, True)]
     return {**found, "logged elsewhere": rank.logged}
 
 
@@ -133,7 +133,7 @@ def test_less_crosses_between_nodes(node: int, ranks: list[dict[str, Any]]) -> N
 
 def test_the_first_rank_logs_it_once(node: int, ranks: list[dict[str, Any]]) -> None:
     expected = f"partial gradients for other nodes are summed by every {node} neighbouring ranks "
-    assert ranks[0]["logged"] == [f"{expected}(attention.sum_in_node=auto)"] * 2 * len(cases(node))
+    assert ranks[0]["logged"] == [f"{expected}(sum_in_node=None)"] * 2 * len(cases(node))
     assert not any(found["logged"] for found in ranks[1:])
 
 
@@ -143,4 +143,4 @@ def test_auto_checks_the_description_of_the_cluster(node: int, ranks: list[dict[
     assert [sum(found["elsewhere"][i] for found in ranks) for i in (0, 1)] == [plain, less]
     auto, true = ranks[0]["logged elsewhere"]
     assert "are not summed by" in auto and "are on several machines" in auto
-    assert true.endswith("(attention.sum_in_node=true)") and "are summed by" in true
+    assert true.endswith("(sum_in_node=True)") and "are summed by" in true

@@ -18,8 +18,8 @@ from megatron_longctx.config import workload_of
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.choice import calibration_file
 from megatron_longctx.mcore.inference import inference_config
-from megatron_longctx.schedules import Costs
 from megatron_longctx.schedules.calibration import Calibration, save_calibration
+from megatron_longctx.schedules.cost import Costs
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.topology import Cluster, Network
 

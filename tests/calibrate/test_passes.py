@@ -8,8 +8,8 @@ import torch
 from megatron_longctx.calibrate.measure import Effort, Testbed, num_warm_up_calls, sustained_seconds, warm_up
 from megatron_longctx.calibrate.passes import candidate_modes, host_operation_seconds, mode_samples, modes_to_measure
 from megatron_longctx.comm import choose_transport
-from megatron_longctx.schedules import MODES, Costs, Target, Workload
-from megatron_longctx.schedules.cost import ModeSample
+from megatron_longctx.schedules import MODES, Target, Workload
+from megatron_longctx.schedules.cost import Costs, ModeSample
 from megatron_longctx.schedules.mask import causal
 from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.testing.distributed import run_distributed

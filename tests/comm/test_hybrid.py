@@ -54,7 +54,7 @@ def test_all_ranks_refuse_peer_memory_on_cpus() -> None:
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    expected = "attention.transport=pigeon: expected one of auto, peer, p2p. Set attention.transport to one of these."
+    expected = "transport=pigeon: expected one of auto, peer, p2p. Set transport to one of these."
     assert run_distributed(_chosen, 1, "pigeon") == [expected]
 
 

@@ -144,7 +144,7 @@ def test_addresses_are_exchanged_only_if_all_ranks_have_memory(ranks: Results) -
     assert one[:4] == other[:4]
     refused, calls, not_exchanged, zeroed = one[:4]
     assert "failed on rank 1 of the group's 2: OutOfMemoryError: CUDA out of memory" in refused and calls == 0
-    assert "attention.transport=p2p" in refused and "more lines" not in refused
+    assert "transport=p2p" in refused and "more lines" not in refused
     assert "failed on rank 0 of the group's 2: RuntimeError: handles could not be exchanged" in not_exchanged
     assert zeroed == [[0] * 8, [0] * 4]
     assert (one[4], other[4]) == (True, False)

@@ -20,9 +20,10 @@ from megatron_longctx.inference.choice import (
     find_facts,
 )
 from megatron_longctx.mcore.inference import inference_config
-from megatron_longctx.schedules import Costs, Workload
+from megatron_longctx.schedules import Workload
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.calibration import Calibration, save_calibration
+from megatron_longctx.schedules.cost import Costs
 from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.topology import Cluster, Network, load_cluster
 from tests.inference.histories import batch_with_past

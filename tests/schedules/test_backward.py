@@ -13,7 +13,6 @@ import pytest
 from megatron_longctx.schedules import (
     MODES,
     Block,
-    Costs,
     Heads,
     KernelSupport,
     Kind,
@@ -33,6 +32,7 @@ from megatron_longctx.schedules import (
     verify,
 )
 from megatron_longctx.schedules.backward import KEPT_TOKENS, LEAST_TOKENS
+from megatron_longctx.schedules.cost import Costs
 from megatron_longctx.schedules.describe import describe, moved_tokens
 from megatron_longctx.schedules.footprint import Footprint, footprint
 from megatron_longctx.schedules.mask import causal, documents, full
@@ -73,12 +73,12 @@ def test_kept_blocks_do_not_travel_again(mask: Mask) -> None:
 
 
 def test_auto_keeps_with_ulysses_up_to_a_number_of_tokens() -> None:
-    assert keeps_received("auto", "ulysses", 4, 4 * KEPT_TOKENS)
-    assert not keeps_received("auto", "ulysses", 4, 4 * KEPT_TOKENS + 1)
-    assert not keeps_received("auto", "ulysses", 4, 4 * KEPT_TOKENS, batch=2)
-    assert not keeps_received("auto", "usp", 4, 64)
-    assert keeps_received("true", "usp", 4, 2**24) and not keeps_received("true", "usp", 1, 64)
-    assert not keeps_received("false", "ulysses", 4, 64)
+    assert keeps_received(None, "ulysses", 4, 4 * KEPT_TOKENS)
+    assert not keeps_received(None, "ulysses", 4, 4 * KEPT_TOKENS + 1)
+    assert not keeps_received(None, "ulysses", 4, 4 * KEPT_TOKENS, batch=2)
+    assert not keeps_received(None, "usp", 4, 64)
+    assert keeps_received(True, "usp", 4, 2**24) and not keeps_received(True, "usp", 1, 64)
+    assert not keeps_received(False, "ulysses", 4, 64)
 
 
 def refuse(plan: Plan, message: str, forward: Plan | None = None) -> None:
@@ -159,14 +159,14 @@ def test_memory_of_kept_blocks() -> None:
 def test_modes_are_chosen_by_what_they_will_keep() -> None:
     cluster, target = load_cluster("h200_x8").resized(4), Target(Workload(32, 32, 128), PACKED)
 
-    def ulysses(length: int, keep: str) -> float:
+    def ulysses(length: int, keep: bool | None) -> float:
         problem = Problem(4, causal(length), target, keep_received=keep)
         (candidate,) = rank_modes(problem, cluster, candidates=[Ulysses()])
         return candidate.seconds
 
     short, long = 4 * KEPT_TOKENS, 4 * KEPT_TOKENS + 4
-    assert ulysses(short, "auto") == ulysses(short, "true") < ulysses(short, "false")
-    assert ulysses(long, "auto") == ulysses(long, "false") > ulysses(long, "true")
+    assert ulysses(short, None) == ulysses(short, True) < ulysses(short, False)
+    assert ulysses(long, None) == ulysses(long, False) > ulysses(long, True)
 
 
 def test_descriptions_name_kept_blocks() -> None:

@@ -84,7 +84,7 @@ def test_every_layout_can_be_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ulysses", "usp"])
 def test_a_layout_that_a_mode_cannot_take_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"parallelism.layout=balanced: expected .* another schedule than {name}"):
+    with pytest.raises(ValueError, match=f"layout=balanced: expected .* another schedule than {name}"):
         build_plan(name, 4, documents([4, 4]), layout="balanced")
 
 

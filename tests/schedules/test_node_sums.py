@@ -225,24 +225,19 @@ SLOW = Cluster("two", 2, 4, Mesh(50.0), Network(1, 5.0), Device("fast", 900.0, 0
 
 def test_auto_sums_if_links_within_a_node_are_faster() -> None:
     assert (
-        node_size_to_sum("auto", SLOW, 8) == node_size_to_sum("true", SLOW, 8) == 4
-        and node_size_to_sum("false", SLOW, 8) == 0
+        node_size_to_sum(None, SLOW, 8) == node_size_to_sum(True, SLOW, 8) == 4
+        and node_size_to_sum(False, SLOW, 8) == 0
     )
     fast = replace(SLOW, network=Network(4, 60.0))
-    assert node_size_to_sum("auto", fast, 8) == 0 and node_size_to_sum("true", fast, 8) == 4
-    assert node_size_to_sum("auto", replace(fast, network=Network(2, 60.0)), 8) == 4, "two ranks share a NIC"
+    assert node_size_to_sum(None, fast, 8) == 0 and node_size_to_sum(True, fast, 8) == 4
+    assert node_size_to_sum(None, replace(fast, network=Network(2, 60.0)), 8) == 4, "two ranks share a NIC"
     alone = load_cluster("dgx_h100_x1")
-    for setting in ("auto", "true", "false"):
+    for setting in (None, True, False):
         assert node_size_to_sum(setting, alone, 8) == node_size_to_sum(setting, load_cluster("h200_8x1_ib400"), 8) == 0
         assert node_size_to_sum(setting, SLOW, 4) == 0
-    assert (
-        node_size_to_sum("auto", None, 8)
-        == node_size_to_sum("false", None, 8)
-        == node_size_to_sum("true", None, 1)
-        == 0
-    )
-    with pytest.raises(ValueError, match=r"attention.sum_in_node=true: expected parallelism.cluster, which defines"):
-        node_size_to_sum("true", None, 8)
+    assert node_size_to_sum(None, None, 8) == node_size_to_sum(False, None, 8) == node_size_to_sum(True, None, 1) == 0
+    with pytest.raises(ValueError, match=r"sum_in_node=True: expected a cluster, which defines"):
+        node_size_to_sum(True, None, 8)
 
 
 @pytest.mark.parametrize("schedule", ["zigzag", "ring", "double_ring", "tasp"])
@@ -301,11 +296,11 @@ def test_descriptions_name_sums() -> None:
 
 
 def test_modes_are_chosen_by_sums() -> None:
-    def backward(setting: str) -> float:
+    def backward(setting: bool | None) -> float:
         options = ModeOptions(cluster=SLOW)
         target = Target(Workload(8, 8, 64), PACKED)
         problem = Problem(8, full(8192), target, options=options, sum_in_node=setting)
         (found,) = rank_modes(problem, SLOW, candidates=[find_mode("zigzag", 8, options)])
         return found.predicted[1]
 
-    assert backward("auto") == backward("true") < backward("false")
+    assert backward(None) == backward(True) < backward(False)

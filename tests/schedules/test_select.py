@@ -9,25 +9,14 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.schedules import (
-    ALL_HEADS,
-    MODES,
-    Costs,
-    KernelCall,
-    KernelSample,
-    Mask,
-    MessageSample,
-    Segment,
-    Target,
-    Workload,
-)
+from megatron_longctx.schedules import ALL_HEADS, MODES, KernelCall, Mask, Segment, Target, Workload
 from megatron_longctx.schedules.calibration import (
     Calibration,
     calibration_path,
     load_calibration,
     save_calibration,
 )
-from megatron_longctx.schedules.cost import ModeSample
+from megatron_longctx.schedules.cost import Costs, KernelSample, MessageSample, ModeSample
 from megatron_longctx.schedules.draw import draw_modes, draw_timeline
 from megatron_longctx.schedules.mask import causal, documents, full
 from megatron_longctx.schedules.modes.ulysses import Ulysses

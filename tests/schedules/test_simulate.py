@@ -11,13 +11,10 @@ import pytest
 from megatron_longctx.schedules import (
     ALL_HEADS,
     MODES,
-    Costs,
     Heads,
     KernelCall,
-    KernelSample,
     KernelSupport,
     Kind,
-    MessageSample,
     ModeOptions,
     Plan,
     Segment,
@@ -28,7 +25,7 @@ from megatron_longctx.schedules import (
     kernel_calls,
     lower,
 )
-from megatron_longctx.schedules.cost import GIB
+from megatron_longctx.schedules.cost import GIB, Costs, KernelSample, MessageSample
 from megatron_longctx.schedules.footprint import footprint
 from megatron_longctx.schedules.mask import causal, documents, full
 from megatron_longctx.schedules.program import Compute, Merge

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_longctx.schedules.hamiltonian import hamiltonian_cycles
 from megatron_longctx.topology import (
     Cluster,
     Device,
@@ -16,7 +17,6 @@ from megatron_longctx.topology import (
     Switch,
     choose,
     decompositions,
-    hamiltonian_cycles,
     load_cluster,
     multi_node_rings,
     save_cluster,

@@ -11,8 +11,8 @@ import pytest
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config, workload_of
 from megatron_longctx.mcore.data import first_pack
-from megatron_longctx.schedules import Costs
 from megatron_longctx.schedules.calibration import Calibration, calibration_path, save_calibration
+from megatron_longctx.schedules.cost import Costs
 from megatron_longctx.schedules.select import Candidate, Problem, select
 from megatron_longctx.topology import Cluster, Mesh
 from megatron_longctx.training import auto

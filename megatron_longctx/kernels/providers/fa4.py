@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...schedules.calibration import cache_folder
+from ...cache import cache_folder
 from ...schedules.kernel_calls import fa4_takes
 from ...schedules.mask import FAR
 from ..interface import BlockInputs, CallKind, KernelRequest

@@ -55,7 +55,7 @@ class AllGather(Mode):
         room = total if most is None or most >= total else most // 2
         if total and room < 1:
             raise refuse(
-                "parallelism.max_buffer_tokens", most, "at least 2: one group arrives while another is attended",
+                "max_buffer_tokens", most, "at least 2: one group arrives while another is attended",
                 f"Raise it; all remote keys at once would take {total}.",
             )  # fmt: skip
         groups = [(visible.all_keys[r], *_groups(remote[r], room)) for r in range(n)]

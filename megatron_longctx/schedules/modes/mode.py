@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from ...errors import refuse
 from ...layout import LAYOUTS
-from ...topology import Cluster
+from ..links import Links
 from ..mask import Mask
 from ..plan import Plan
 from ..visibility import Visibility
@@ -28,14 +28,14 @@ class ModeOptions:
     inner_size: see `DoubleRing` and `Usp`; None for a node of `cluster` if it is described and smaller than all ranks,
         otherwise for the largest proper divisor of their number up to 8.
     head_chunks: see `Ulysses`. outer_schedule: see `Usp`.
-    cluster: the ranks' links, by which TASP chooses its rings; None for a full mesh.
+    cluster: how ranks are linked (`topology.Cluster`), by which TASP chooses its rings; None for a full mesh.
     """
 
     max_buffer_tokens: int | None = None
     inner_size: int | None = None
     head_chunks: int = 1
     outer_schedule: str = "zigzag"
-    cluster: Cluster | None = None
+    cluster: Links | None = None
 
     def resolve_inner_size(self, n: int) -> int:
         """Return `inner_size`, or the default for `n` ranks."""
@@ -57,7 +57,7 @@ class SearchContext:
     n: int
     length: int
     num_kv_heads: int
-    cluster: Cluster
+    cluster: Links
     options: ModeOptions = field(default_factory=ModeOptions)
     bounded_memory: bool = False
     measured_modes: frozenset[str] = frozenset()
@@ -111,7 +111,7 @@ class Mode(ABC):
         """
         if layout not in (expected := ("auto", *LAYOUTS) if self.takes_any_layout else ("auto", self.layout)):
             remedy = f"Leave it at auto, or choose another schedule than {self.name}."
-            raise refuse("parallelism.layout", layout, "one of " + ", ".join(expected), remedy)
+            raise refuse("layout", layout, "one of " + ", ".join(expected), remedy)
         if layout != "auto":
             return layout
         return self.packed_layout if self.takes_any_layout and len(mask.documents) > 1 else self.layout
@@ -141,7 +141,7 @@ def find_mode(schedule: str, n: int, options: ModeOptions) -> Mode:
         ValueError: there is no such mode, or it refuses its options.
     """
     if schedule not in MODES:
-        raise refuse("parallelism.schedule", schedule, "one of " + ", ".join(MODES), "Choose one of these.")
+        raise refuse("schedule", schedule, "one of " + ", ".join(MODES), "Choose one of these.")
     return MODES[schedule].from_options(options, n)
 
 
@@ -162,8 +162,8 @@ def check_messages(what: str, n: int, messages: int) -> None:
     """
     if messages > _MAX_MESSAGES:
         expected = f"a plan of at most {_MAX_MESSAGES:,} messages; that of {what} would have {messages:,}"
-        remedy = "Choose zigzag or fewer ranks, or raise parallelism.max_buffer_tokens where it is set."
-        raise refuse("parallelism.context_parallel_size", n, expected, remedy)
+        remedy = "Choose zigzag or fewer ranks, or raise max_buffer_tokens where it is set."
+        raise refuse("ranks", n, expected, remedy)
 
 
 def check_divides(inner: int, n: int) -> None:
@@ -174,7 +174,7 @@ def check_divides(inner: int, n: int) -> None:
     """
     if inner < 1 or n % inner:
         legal = ", ".join(str(k) for k in range(1, n + 1) if n % k == 0)
-        raise refuse("parallelism.inner_size", inner, f"a divisor of the {n} ranks", f"Choose one of {legal}.")
+        raise refuse("inner_size", inner, f"a divisor of the {n} ranks", f"Choose one of {legal}.")
 
 
 def check_shared_heads(sharing: int, num_heads: int, num_kv_heads: int, what: str, possible: Iterable[int]) -> None:

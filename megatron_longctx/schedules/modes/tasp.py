@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from ...topology import Rings, choose, hamiltonian_cycles
+from ..hamiltonian import hamiltonian_cycles
+from ..links import Rings
 from ..plan import Block, Kind, Move, Plan, Step
 from ..visibility import Visibility
 from .mode import Mode, ModeOptions, check_messages
@@ -36,9 +37,9 @@ class Tasp(Mode):
             check_messages(cls.name, n, n * n * links)
         if options.cluster is None:
             return cls(hamiltonian_cycles(n))
-        decomposition, why = choose(options.cluster)
+        rings, why = options.cluster.rings()
         logger.info("tasp uses %s", why)
-        return cls(decomposition.rings)
+        return cls(rings)
 
     def num_messages(self, n: int, length: int) -> int:
         return n * n * len(self.rings)

@@ -71,5 +71,5 @@ class Ulysses(Mode):
         if chunks > 1 and n > 1 and num_kv_heads % (n * chunks):
             legal = ", ".join(str(k) for k in range(1, num_kv_heads + 1) if num_kv_heads % (n * k) == 0) or "1"
             expected = f"a number that times {n} ranks divides the {num_kv_heads} key/value heads"
-            raise refuse("parallelism.head_chunks", chunks, expected, f"Choose one of {legal}.")
+            raise refuse("head_chunks", chunks, expected, f"Choose one of {legal}.")
         check_shared_heads(n, num_heads, num_kv_heads, "schedule ulysses", range(1, num_heads + 1))

@@ -32,7 +32,7 @@ class Usp(Mode):
     def from_options(cls, options: ModeOptions, n: int) -> Mode:
         if options.outer_schedule not in outer_modes():
             expected = "one of " + ", ".join(outer_modes())
-            raise refuse("parallelism.outer_schedule", options.outer_schedule, expected, "Choose one of these.")
+            raise refuse("outer_schedule", options.outer_schedule, expected, "Choose one of these.")
         inner = options.resolve_inner_size(n)
         check_divides(inner, n)
         outer_options = replace(options, inner_size=None, head_chunks=1, cluster=None)

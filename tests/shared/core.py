@@ -1,0 +1,17 @@
+"""Which modules of the package are its core: exact attention over a sharded sequence, with torch and numpy alone."""
+
+from __future__ import annotations
+
+import re
+
+_COMM = ["__init__", "collectives", "device", "hybrid", "p2p", "peer", "peer_kernels", "peer_memory", "symmetric"]
+_SCHEDULES = ["__init__", "accumulators", "backward", "buffers", "build", "collector", "hamiltonian", "kernel_calls", "links", "lower", "mask", "plan", "program", "send_layout", "slices", "verify", "visibility", "workload"]
+_CORE = re.compile(
+    r"__init__|cache|errors|layout|(attention|kernels|schedules/modes)/.*"
+    rf"|comm/({'|'.join(_COMM)})|schedules/({'|'.join(_SCHEDULES)})"
+)
+
+
+def is_core(path: str) -> bool:
+    """Whether `path`, inside the package and without `.py`, is a module of the core."""
+    return _CORE.fullmatch(path) is not None
