@@ -77,6 +77,9 @@ class ContextParallelAttention:
             The first call, which knows shapes, refuses a kernel that does not support them.
     """
 
+    _executor = "program"
+    """`program`, `plan` or `calls first` (see `execute.Pass`), to compare them."""
+
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -296,7 +299,7 @@ class ContextParallelAttention:
         plan = sum_in_nodes(self.plan(mask), self._devices[shapes.device].summed)
         hosts = None if runtime.transport is None else runtime.transport.hosts
         target = Target(shapes.workload, runtime.kernel.takes, hosts)
-        passes = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, runtime)
+        passes = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, runtime, self._executor)
         with self._lock:
             self._kinds.add(kind)
             passes = self._bound.setdefault(key, passes)  # another thread may have been faster
