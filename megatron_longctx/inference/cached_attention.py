@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ..attention.bind import Bound, Runtime, Shapes, bind
 from ..attention.function import add_sink_, merge_sink
-from ..attention.kv_format import Int8KV, KVFormat, StackedKV
+from ..attention.kv_format import KVFormat, StackedKV
 from ..attention.run import Run
 from ..comm import (
     BufferPool,
     PeerMemoryError,
-    PeerMerge,
     PeerTransport,
     all_gather_rows,
     choose_transport,
@@ -43,6 +42,8 @@ from ..schedules import Kind, Lowering, Target, Workload
 from ..topology.cluster import GIB
 from .batch import Batch
 from .cache_manager import ScheduledChunk
+from .kv_int8 import Int8KV
+from .peer_merge import PeerMerge
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from ..attention.kv_format import Int8KV
 from ..comm import on_rank_0
 from ..config import Config, check_value, workload_of
 from ..metrics.environment import environment
@@ -21,6 +20,7 @@ from ..schedules.cost import Costs
 from ..schedules.simulate import simulate
 from ..topology import Cluster, load_cluster
 from .batch import Batch
+from .kv_int8 import Int8KV
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ..attention import ContextParallelAttention
-from ..attention.kv_format import int8_kv
 from ..config import SWITCHES, Config, mode_options, names_as_keys, token_unit
 from ..errors import refuse
+from ..inference.kv_int8 import int8_kv
 from ..schedules.mask import Window
 from .pack import UNBOUNDED, Pack, PackRotations, document_lengths
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.attention.kv_format import Int8KV
 from megatron_longctx.comm import P2PTransport
 from megatron_longctx.config import Config
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.inference.choice import find_facts, kv_per_q
+from megatron_longctx.inference.kv_int8 import Int8KV
 from megatron_longctx.kernels.paged import Pages
 from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
 from megatron_longctx.schedules import Kind, Workload
