@@ -201,7 +201,8 @@ class ContextParallelAttention:
             k, v: this rank's keys `[s, b, g, d]` and values `[s, b, g, e]`; `g` divides `h`.
             mask: what the tokens of the whole sequence see (`schedules.mask`); a number of tokens for a causal mask.
             scale: factor of the scores; default `d ** -0.5`.
-            sink: `[h]`, a logit per head that takes part in every softmax and has no value; None for none.
+            sink: `[h]`, a logit per head that takes part in every softmax and has no value; None for none. Its gradient
+                has its dtype and is this rank's part: in fp32, the sum over ranks is not a sum of rounded parts.
             result: the result of `forward` for these inputs; it is returned unchanged, differentiably, and nothing is
                 computed or sent before backward.
             inference: whether nothing will be differentiated; only then `kv_format` has an effect.

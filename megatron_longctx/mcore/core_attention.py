@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from ..errors import refuse
+from ..kernels.no_grad import first_order
 from ..recompute import AttentionTape
 from ..schedules.mask import Window
 from .sequence import ShardedSequence
@@ -109,6 +110,28 @@ def _check_window(window: Window, causal: bool) -> None:
         raise refuse("window_size", window, expected, "Set the second number to 0, or attn_mask_type to no_mask.")
 
 
+class _SinksInFp32(torch.autograd.Function):
+    """Learnable sinks of 16 bits, in fp32. Their gradient is added to DDP's fp32 sum without being rounded first.
+
+    Otherwise the part of every rank and micro-batch would be rounded to 16 bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sinks: torch.nn.Parameter) -> Tensor:
+        ctx.sinks = sinks
+        return sinks.float()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        sinks, (grad,) = ctx.sinks, grads
+        if getattr(sinks, "main_grad", None) is None:
+            return grad.to(sinks.dtype)
+        sinks.main_grad.add_(grad)
+        sinks.grad_added_to_main_grad = True
+        return torch.zeros_like(sinks)  # DDP's hook needs a gradient, which it ignores
+
+
 class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
     """Context-parallel attention with the interface of Megatron's `core_attention`.
 
@@ -121,7 +144,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         rotates: whether this layer applies RoPE (`no_rope_freq`).
         softmax_offset: the sinks `[h/tp]` that `softmax_type` requires, or None. With `learnable` it is a parameter
             with Megatron's name and sharding. Every context-parallel rank holds the gradient of its own queries, as
-            for any other weight.
+            for any other weight; in DDP it is summed in fp32 over micro-batches and ranks.
 
     Raises:
         ValueError: a setting of the model whose results would depend on how ranks divide a sequence, or heads that the
@@ -263,6 +286,8 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             query, key = rotation(query), rotation(key)
         attention, mask = sequence.attention, pack.mask(causal[mask_type], self.window)
         scale, sink = self.softmax_scale, self.softmax_offset
+        if sink is not None and sink.requires_grad and sink.dtype.itemsize < 4:
+            sink = _SinksInFp32.apply(sink)  # type: ignore[no-untyped-call]
         if self._tape is not None:
             out = self._tape.attend(attention, (query, key, value), mask=mask, scale=scale, sink=sink)
         else:
