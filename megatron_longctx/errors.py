@@ -13,7 +13,7 @@ class JobFailed(RuntimeError):
 
 def refuse(key: str, value: object, expected: str, remedy: str) -> ValueError:
     """Return a configuration error in its only form: one line with the value, what is expected and the remedy."""
-    return ValueError(f"{key}={shown(value)}: expected {expected}. {remedy}")
+    return ValueError(f"{shown(key)}={shown(value)}: expected {expected}. {remedy}")
 
 
 def shown(value: object) -> str:
@@ -22,6 +22,11 @@ def shown(value: object) -> str:
     if not is_line(text):
         text = ascii(text)[1:-1]
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}… ({len(text):,} characters)"
+
+
+def printable(text: str) -> str:
+    """Return `text` for a terminal: control characters, which files may have, are escaped, except line breaks."""
+    return "".join(letter if letter == "\n" or is_line(letter) else ascii(letter)[1:-1] for letter in text)
 
 
 def is_line(value: str) -> bool:
