@@ -86,8 +86,8 @@ def _reader(path: Path) -> Any:
     import gguf
 
     class Reader(gguf.GGUFReader):
-        def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
-            found = super()._get(offset, dtype, count, **order)
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
             if len(found) < count:
                 raise ValueError("it ends too early")
             return found
