@@ -35,6 +35,7 @@ REMEDY = "restore the checkpoint, or choose another iteration or directory"
 # The fastest algorithm of hashlib on processors with SHA instructions, which servers have.
 _ALGORITHM = "sha256"
 _MAX_THREADS = 8
+_MAX_TRACKER_BYTES = 2**12
 _TENSOR_FILES = ".distcp"  # nearly all bytes of a checkpoint are in files with this suffix
 
 Digests = dict[str, tuple[int, str]]
@@ -64,9 +65,11 @@ def latest(directory: Path) -> int | None:
     """
     tracker = Path(directory) / TRACKER
     try:
-        text = tracker.read_text(errors="replace").strip()
+        text = files.read_bytes(tracker, _MAX_TRACKER_BYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        text = str(error)
     if not (text.isascii() and text.isdecimal()):
         there = ", ".join(map(str, iterations(directory))) or "none"
         raise ValueError(
@@ -196,6 +199,9 @@ def _examine(directory: Path, iteration: int, collective: bool, tensor_files: bo
 def _damage(path: Path, part: int, parts: int, tensor_files: bool) -> str | None:
     """Compare all sizes, and the digests of one of ``parts`` equal parts of the files; return the first difference."""
     try:
+        for each in path.iterdir() if path.is_dir() else ():
+            if not each.is_file():  # a pipe has no end
+                return f"{each} is not a file, expected the files of a checkpoint"
         if not (path / DIGESTS).exists():  # saved by an earlier version
             return None
         expected = _read_digests(path)

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import time
 import traceback
 from multiprocessing import reduction
@@ -24,6 +25,8 @@ from ..errors import refuse
 logger = logging.getLogger(__name__)
 
 _STATUS_PERIOD_S = 5.0
+_HOLDER_BYTES = 300  # spaces fill the rest
+_MAX_STATUS_BYTES = 2**20  # a failure's message may be long
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_DISK_REASONS = tuple(map(os.strerror, _FULL_DISK))
 _TORCH_SAVE_FAILED = ("unexpected pos", "iostream error", "PytorchStreamWriter failed")  # it does not report the cause
@@ -133,7 +136,7 @@ class RunStatus:
     def read(self) -> dict[str, Any]:
         """Return the content, or an empty dict if there is none."""
         with contextlib.suppress(OSError, ValueError):
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            content = json.loads(files.read_bytes(self.path, _MAX_STATUS_BYTES))
             return content if isinstance(content, dict) else {}
         return {}
 
@@ -174,7 +177,14 @@ class RunLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # no file object: nothing else may close it
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, f"{path.name} is a link to {os.readlink(path)}: delete it")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        self._fd = os.open(path, flags, 0o666)  # no file object: nothing else may close it
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            self._close()
+            raise OSError(errno.EEXIST, f"{path.name} is not a file of its own: delete it")
         host = os.uname().nodename
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -210,9 +220,8 @@ class RunLock:
         return os.pread(self._fd, 1000, 0).decode(errors="replace").strip()
 
     def _write_holder(self, text: str) -> None:
-        os.ftruncate(self._fd, 0)
         with contextlib.suppress(OSError):  # on a full disk, the lock does not name its holder
-            os.pwrite(self._fd, text.encode(), 0)
+            os.pwrite(self._fd, text.encode().ljust(_HOLDER_BYTES), 0)
 
     def _close(self) -> None:
         os.close(self._fd)

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import TOKENIZERS
-from ..errors import JobFailed
+from ..errors import JobFailed, printable
 from . import hydra_options, wandb_runs
 
 _EPILOG = """\
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # inside `try`, which handles a closed pipe
         return code
     except ValueError as error:
-        print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
+        print(printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
         return 2
     except JobFailed as error:
-        print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
+        print(printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         reason = error.strerror or error
-        print(f"megatron-longctx {arguments.verb}: {place}{reason}. Check the path and the disk.", file=sys.stderr)
+        message = f"megatron-longctx {arguments.verb}: {place}{reason}. Check the path and the disk."
+        print(printable(message), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"megatron-longctx {arguments.verb}: interrupted", file=sys.stderr)

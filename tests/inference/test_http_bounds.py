@@ -206,11 +206,19 @@ def test_the_allowed_hosts_of_a_server(host: str, allowed: str | None, accepted:
 
 def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n  two \nfirst\n")
+    for mode in (0o644, 0o640, 0o606):
+        (tmp_path / "keys").chmod(mode)
+        with pytest.raises(
+            ValueError, match=rf"a file that only its owner can read; its mode is {mode:o}\. Run chmod 600"
+        ):
+            build_access(ServeConfig(api_keys=str(tmp_path / "keys")), {})
+    (tmp_path / "keys").chmod(0o600)
     access = build_access(ServeConfig(host="::", api_keys=str(tmp_path / "keys")), {API_KEY: "first\nsecond"})
     assert access.keys == ("first", "second", "one", "two")
     assert [access.client(f"Bearer {key}".encode()) for key in (*access.keys, "three", "")] == [1, 2, 3, 4, None, None]
     assert build_access(ServeConfig(), {}).client(b"Bearer whatever") == 0
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "empty").chmod(0o600)
     for name, reason in (("gone", "No such file"), ("empty", "it has none")):
         with pytest.raises(ValueError, match=rf"serve.api_keys=.*{name}: expected a file with a key a line \({reason}"):
             build_access(ServeConfig(api_keys=str(tmp_path / name)), {})

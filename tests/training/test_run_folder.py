@@ -85,6 +85,21 @@ def test_ranks_that_outlive_their_launcher_hold_the_lock(path: Path) -> None:
     RunLock(path).release()
 
 
+def test_a_lock_does_not_change_another_file(path: Path) -> None:
+    precious = path.parent / "precious"
+    precious.write_text("kept")
+    for link in (path.symlink_to, path.hardlink_to):
+        link(precious)
+        with pytest.raises(OSError, match=r"lock is (a link to .*precious|not a file of its own): delete it"):
+            RunLock(path)
+        assert precious.read_text() == "kept"
+        path.unlink()
+    path.write_text("a longer text than the name of a holder " * 5)
+    with RunLock(path):
+        assert path.read_text().strip().startswith(f"{os.uname().nodename}, process {os.getpid()}")
+    assert path.read_text().strip() == ""
+
+
 def test_a_file_system_without_locks_causes_a_warning(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
