@@ -19,4 +19,4 @@ from .device import AttentionTimes, BufferPool, StreamClock, timed
 from .hybrid import HybridTransport, choose_transport
 from .p2p import Channel, Exchange, P2PTransport, Transport
 from .peer import PeerTransport, SymmetricExchange
-from .peer_memory import PeerMerge
+from .peer_merge import PeerMerge

@@ -190,7 +190,8 @@ def peers(draw: Draw, rng: random.Random) -> None:
 
 def merged_over_peers(draw: Draw, rng: random.Random) -> None:
     """Launch a merge over peers; not on a GPU, where it would wait."""
-    from megatron_longctx.comm.peer_memory import PeerMemory, PeerMerge
+    from megatron_longctx.comm.peer_memory import PeerMemory
+    from megatron_longctx.comm.peer_merge import PeerMerge
 
     addresses, state = draw(4, dtype=torch.int64), draw(2, dtype=torch.int64)
     q = draw(size(rng, 40), KV_HEADS * GROUP, D, dtype=BF16)
