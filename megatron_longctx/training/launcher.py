@@ -24,6 +24,7 @@ from ..comm.rendezvous import RankInfo
 from ..compose import compose_config, config_from_dict, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed
+from ..gpus import uses_cuda
 from . import worker
 from .heartbeat import enable_flight_recorder, last_operations, suspects
 from .run_folder import RunFolder, RunLock
@@ -162,7 +163,7 @@ def _join(config: Config, place: RankInfo) -> None:
     limit = config.parallelism.timeout_s
     enable_flight_recorder(RunFolder.of(config).ranks)
     try:
-        rendezvous.join_group(place, rendezvous.rendezvous_store(place, limit), limit, worker.uses_cuda(config))
+        rendezvous.join_group(place, rendezvous.rendezvous_store(place, limit), limit, uses_cuda(config.train.device))
     except (RuntimeError, OSError) as error:
         address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise JobFailed(f"rank {place.rank} cannot join the other ranks at {address}: {error}") from None

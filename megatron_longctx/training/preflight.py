@@ -15,7 +15,7 @@ import torch
 from .. import memory
 from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, workload_of
 from ..errors import refuse
-from ..gpus import max_gpu_ranks, ranks_per_gpu
+from ..gpus import max_gpu_ranks, ranks_per_gpu, uses_cuda
 from ..kernels import KernelRequest, auto_order, available
 from ..mcore import checkpoint
 from ..mcore.checkpoint import Saved
@@ -33,7 +33,6 @@ from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
 from ..schedules import build_plan
 from .run_folder import RunFolder
-from .worker import uses_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ _SAMPLE_BYTES = 28  # host memory of a batch's token: its id, label, mask and po
 
 def device_type(config: Config) -> str:
     """Return `cuda` or `cpu`, as `train.device` and the machine allow. Refuse `cuda` without a CUDA device."""
-    cuda = uses_cuda(config)
+    cuda = uses_cuda(config.train.device)
     if config.train.device == "cuda" and not cuda:
         remedy = "Set train.device=cpu, or see doctor."
         raise refuse("train.device", "cuda", "a CUDA device here; torch sees none", remedy)

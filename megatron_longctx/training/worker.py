@@ -9,12 +9,12 @@ import socket
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from ..comm.rendezvous import RankInfo, connect_store, host_store, join_group
 from ..compose import load_config
 from ..config import Config
+from ..gpus import uses_cuda
 from .heartbeat import Heartbeat, enable_flight_recorder
 from .run_folder import RunFolder, RunLock, disk_full
 from .signals import StopRequest
@@ -46,15 +46,11 @@ def run_spawned(local_rank: int, world_size: int, listener: socket.socket, run_f
             listener.close()  # otherwise connections would wait here once rank 0 has ended
             store = connect_store(port, limit)
         enable_flight_recorder(folder.ranks)
-        join_group(place, store, limit, uses_cuda(config))
+        join_group(place, store, limit, uses_cuda(config.train.device))
     except BaseException as error:
         folder.record_error(local_rank, error)
         raise
     run(config)
-
-
-def uses_cuda(config: Config) -> bool:
-    return torch.cuda.is_available() and config.train.device != "cpu"
 
 
 def run(config: Config) -> None:
