@@ -243,14 +243,17 @@ class Pass:
             for rows in (*rows_read(op), *rows_written(op)):
                 last[rows.memory] = i
         remain = {rows.memory for rows in (*program.own.values(), *(rows for entry in program.kept for rows in entry))}
+        # Messages fill kept memory: they start after the mark below, and so after all earlier uses of the same bytes.
+        arriving = [each.into for receives in program.receives for each in receives if each.into is not None]
+        written = [rows for op in program.ops for rows in rows_written(op)]
+        for memory in dict.fromkeys(cast(Rows, rows).memory for rows in (*arriving, *written)):
+            if memory.place is Place.HELD and memory.number < 0:
+                steps.append(self._allocate(memory))
         if -1 in marks:
             steps.append(self._mark(-1))
         for i, op in enumerate(program.ops):
-            into = program.receives[op.step] if isinstance(op, Send | Acquire) else ()
-            for rows in (*rows_written(op), *(cast(Rows, each.into) for each in into if each.into is not None)):
-                memory = rows.memory
-                fresh = memory.place in (Place.SUM, Place.RESULT) or (memory.place is Place.HELD and memory.number < 0)
-                if fresh and memory not in ready:
+            for memory in {rows.memory for rows in rows_written(op)} - ready:
+                if memory.place in (Place.SUM, Place.RESULT):
                     ready.add(memory)
                     steps.append(self._allocate(memory))
             steps.append(self._step(op, i))
@@ -443,27 +446,19 @@ class Pass:
             found = channel.acquire(step, receives(registers))
             if running:
                 clock.stop()  # type: ignore[union-attr]
-            if registers[filled]:
+            if not found or registers[filled] is found[0]:
                 return
             template, whole, at = registers[_TEMPLATE], list[Fields](), 0
             for size in sizes:
                 whole.append(tuple(found[at : at + size]))
                 at += size
             with torch.inference_mode(False):
-                for memory, some in views.items():
-                    for number, of in some if memory in mine else ():
+                for memory in op.peers:
+                    for number, of in views.get(memory, ()):
                         template[number] = registers[number] = of(whole[memory.number])
-            template[filled] = True
+            template[filled] = found[0]
 
-        mine = self._peer_memories(step)
         return acquire
-
-    def _peer_memories(self, step: int) -> set[Memory]:
-        """Return the memories of peers that are read after the acquisition of a step."""
-        ops = self.program.ops
-        start = ops.index(Acquire(step))
-        stop = ops.index(Release(step))
-        return {rows.memory for op in ops[start:stop] for rows in rows_read(op) if rows.memory.place is Place.PEER}
 
 
 class Replay:

@@ -177,7 +177,7 @@ class _Recorder:
             own |= {kind: each.finish() for kind, each in self.own.items() if kind in late}
         elif ends_in_place:
             self.ops.append(Release(self.last))
-        if calls_first and Send(0) in self.ops:
+        if calls_first:
             self._delay_first_messages()
         receives = tuple(tuple(self._receives(t)) for t in range(len(self.receives)))
         passed = tuple(
@@ -255,11 +255,10 @@ class _Recorder:
 
     def _acquire(self, t: int, ends_in_place: bool, own_copies: Pairs) -> None:
         """Read a step's messages in the memory of all peers, together with own rows among them."""
-        self.ops.append(Acquire(t))
-        found = [
-            (block, Memory(Place.PEER, block.kind, block.tokens, block.heads, number).rows())
-            for number, (block, _, _) in enumerate(self.receives[t])
-        ]
+        blocks = [block for block, _, _ in self.receives[t]]
+        peers = tuple(Memory(Place.PEER, b.kind, b.tokens, b.heads, number) for number, b in enumerate(blocks))
+        self.ops.append(Acquire(t, peers))
+        found = [(block, memory.rows()) for block, memory in zip(blocks, peers, strict=True)]
         if ends_in_place:  # released once they are merged
             for block, rows in found:
                 self.own[block.kind].add(Part(rows, block.start))
@@ -278,10 +277,12 @@ class _Recorder:
             yield Receive(block, source, self.arriving[t].get(block), spans)  # type: ignore[arg-type]
 
     def _delay_first_messages(self) -> None:
-        at = self.ops.index(Send(0))
-        stop = self.ops.index(Wait(0))
-        first = next((i for i in range(at, stop) if isinstance(self.ops[i], Compute)), at)
-        self.ops.insert(first, self.ops.pop(at))
+        kinds = list(map(type, self.ops))
+        if Send in kinds:
+            at = kinds.index(Send)
+            before = kinds[at : kinds.index(Wait)]
+            if self.ops[at].step == 0 and Compute in before:  # type: ignore[union-attr]
+                self.ops.insert(at + before.index(Compute), self.ops.pop(at))
 
     def _lifetimes(self, passed: Sequence[Sequence[Rows]]) -> tuple[dict[int, int], tuple[Slot, ...]]:
         """Give held memory slots, which are used again after the last operation on what they hold.
@@ -291,7 +292,7 @@ class _Recorder:
         """
         first: dict[Memory, int] = {}
         last: dict[Memory, int] = {}
-        sent = [-1] * len(self.sent)  # the operation that completes each region
+        written: dict[Memory, int] = {}  # the last operation that writes it
         filled: dict[Memory, int] = {}  # the step whose messages fill it
         after: dict[int, int] = {}
         for i, op in enumerate(self.ops):
@@ -301,11 +302,10 @@ class _Recorder:
                 touched += [*arriving, *passed[op.step]]
             if isinstance(op, Send):
                 filled.update((rows.memory, op.step) for rows in arriving)
-                regions = [m.region for m in self.layout.messages[op.step] if not m.passed]
-                after[op.step] = max((sent[region] for region in regions), default=-1)
-            for rows in rows_written(op):
-                if rows.memory.place is Place.SENT:
-                    sent[rows.memory.number] = i
+                regions = [self.sent[m.region] for m in self.layout.messages[op.step] if not m.passed]
+                read = [*regions, *(rows.memory for rows in passed[op.step])]
+                after[op.step] = max((written.get(memory, -1) for memory in read), default=-1)
+            written |= dict.fromkeys((rows.memory for rows in rows_written(op)), i)
             for memory in {rows.memory for rows in touched if rows.memory.place is Place.HELD}:
                 first.setdefault(memory, i)
                 last[memory] = i

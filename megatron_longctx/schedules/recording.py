@@ -119,6 +119,7 @@ class Acquire(NamedTuple):
     """The wait until a step's messages are complete in the senders' memory, to be read there up to `Release`."""
 
     step: int
+    peers: tuple[Memory, ...]
 
 
 class Release(NamedTuple):
