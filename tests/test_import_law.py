@@ -112,9 +112,9 @@ def violations(root: Path) -> list[str]:
         if room not in (INIT, *ROOMS):
             found.append(f"{module}: {room} is no room known to this test; give it its place in ROOMS")
             continue
-        source = path.read_text(encoding="utf-8")
+        source, from_core = path.read_text(encoding="utf-8"), is_core(str(module.with_suffix("")))
         for line, name in imported_modules(ast.parse(source), module):
-            found += [f"{module}:{line}: {law}" for law in broken_laws(name, room, path.name, is_core(str(module.with_suffix(""))))]
+            found += [f"{module}:{line}: {law}" for law in broken_laws(name, room, path.name, from_core)]
         if (lines := len(source.splitlines())) > MAX_LINES:
             found.append(f"{module}: {lines} lines, at most {MAX_LINES}; split it")
     return found

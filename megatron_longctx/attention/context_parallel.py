@@ -60,7 +60,9 @@ class ContextParallelAttention:
         group: the context-parallel process group, a device mesh of one dimension, or None for one rank.
         schedule: a mode, or its name in `schedules.MODES`.
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
-        options: options of a schedule given by name. unit, layout: see `build_plan`.
+        options: the `schedules.ModeOptions` of a schedule given by name.
+        unit: the number of tokens of every rank is a multiple of this.
+        layout: a name in `layout.LAYOUTS`, or auto for the one that balances the schedule.
         deterministic: whether to use only kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
         kv_format: makes the format in which keys and values are sent and attended in calls with `inference`, from their
@@ -136,7 +138,11 @@ class ContextParallelAttention:
         return AttentionTimes(waited, sum(state.passes.take() for state in self._devices.values()) - waited)
 
     def plan(self, mask: Mask | int) -> Plan:
-        """Return the forward plan of a mask, or of a causal sequence of `mask` tokens."""
+        """Return the forward plan of a mask, or of a causal sequence of `mask` tokens.
+
+        Raises:
+            ValueError: numbers of ranks or tokens that the schedule does not support.
+        """
         return build_plan(self.mode, self.world, mask, unit=self._unit, layout=self._layout)
 
     def prepare(self, mask: Mask) -> None:
@@ -198,7 +204,8 @@ class ContextParallelAttention:
 
         Args:
             q: this rank's queries `[s, b, h, d]`, `s = layout(mask).num_tokens(rank)`.
-            k, v: this rank's keys `[s, b, g, d]` and values `[s, b, g, e]`; `g` divides `h`.
+            k: this rank's keys `[s, b, g, d]`; `g` divides `h`.
+            v: this rank's values `[s, b, g, e]`.
             mask: what the tokens of the whole sequence see (`schedules.mask`); a number of tokens for a causal mask.
             scale: factor of the scores; default `d ** -0.5`.
             sink: `[h]`, a logit per head that takes part in every softmax and has no value; None for none. Its gradient

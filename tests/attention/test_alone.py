@@ -14,21 +14,21 @@ MAX_FILES, MAX_LINES = 60, 8000
 
 # torch, what it requires, and numpy: the packages of a new environment after `pip install torch numpy`.
 _INSTALLED = (
-    "torch functorch torchgen numpy sympy mpmath networkx jinja2 markupsafe fsspec filelock typing_extensions setuptools "
-    "pkg_resources _distutils_hack distutils triton nvidia cuda"
+    "torch functorch torchgen numpy sympy mpmath networkx jinja2 markupsafe fsspec filelock typing_extensions "
+    "setuptools pkg_resources _distutils_hack distutils triton nvidia cuda"
 )
 ALONE = f"""
-import importlib.util, sys
+import sys
 from importlib.machinery import PathFinder
 installed = set({_INSTALLED!r}.split()) | sys.stdlib_module_names | {{"{PACKAGE}", "__main__"}}
 
-class Absent:
-    def find_spec(self, name, path=None, target=None):
+class Installed(PathFinder):
+    @staticmethod
+    def find_spec(name, path=None, target=None):
         top = name.split(".")[0]
-        if top not in installed and not top.startswith("_"):
-            raise ModuleNotFoundError(f"No module named {{name!r}}: not in this environment", name=name)
+        return PathFinder.find_spec(name, path, target) if top in installed or top.startswith("_") else None
 
-sys.meta_path.insert(0, Absent())
+sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
 sys.path.insert(0, {str(ROOT)!r})
 """
 """Lines of Python after which a process has nothing but torch, numpy and this package."""

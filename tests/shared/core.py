@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
-_COMM = ["__init__", "collectives", "device", "hybrid", "p2p", "peer", "peer_kernels", "peer_memory", "symmetric"]
-_SCHEDULES = ["__init__", "accumulators", "backward", "buffers", "build", "collector", "hamiltonian", "kernel_calls", "links", "lower", "mask", "plan", "program", "send_layout", "slices", "verify", "visibility", "workload"]
 _CORE = re.compile(
-    r"__init__|cache|errors|layout|(attention|kernels|schedules/modes)/.*"
-    rf"|comm/({'|'.join(_COMM)})|schedules/({'|'.join(_SCHEDULES)})"
+    """__init__|cache|errors|layout
+    |(attention|kernels|schedules/modes)/.*
+    |comm/(__init__|collectives|device|hybrid|p2p|peer|peer_kernels|peer_memory|symmetric)
+    |schedules/(__init__|accumulators|backward|buffers|build|collector|hamiltonian|kernel_calls|links|lower|mask|plan
+    |program|record|recording|send_layout|slices|verify|visibility|workload)""",
+    re.VERBOSE,
 )
 
 
