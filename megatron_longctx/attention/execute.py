@@ -71,7 +71,6 @@ class Pass:
         self.program: Recording = record(lowering, rank, calls_first)
         self._shapes, self._runtime, self._packed = shapes, runtime, packed
         self._copies = BatchedCopy()
-        self._views = shapes.kv == shapes.kv_grad  # a packed row's keys and values are parts of it, not decoded
         self._channel = None
         if runtime.transport is not None:
             self._channel = runtime.transport.channel(
@@ -193,7 +192,7 @@ class Pass:
         memory, cut = rows.memory, self._cut(rows)
         form = self._shapes.kv if memory.kind is Kind.KV else self._shapes.kv_grad
         if self._is_shared(memory):
-            decode = split and memory.kind is Kind.KV and not self._views  # the content changes, so it is decoded anew
+            decode = split and not form.splits_into_views  # the content changes, so it is decoded anew
             key = rows, split and not decode
             if key not in self._registers:
                 number = self._register(key)
