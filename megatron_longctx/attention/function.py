@@ -52,17 +52,23 @@ class Passes:
         return self._bind(backward_plan(self.plan))
 
     def _bind(self, plan: Plan) -> Bound | Pass:
-        lowering = Lowering(plan, self.target)
-        if self.executor == "program":
-            return bind(lowering, self.rank, self.shapes, self.runtime)
-        packed = self.shapes.kv != self.shapes.kv_grad
-        return Pass(lowering, self.rank, self.shapes, self.runtime, packed, self.executor == "calls first")
+        lowering, packed = Lowering(plan, self.target), self.shapes.kv != self.shapes.kv_grad
+        return bind_pass(lowering, self.rank, self.shapes, self.runtime, packed, self.executor)
 
     @cached_property
     def kept_heads(self) -> list[range | None]:
         """For each kept entry the heads of its queries; None for keys."""
         entries = self.forward.program.kept
         return [self.shapes.heads(Kind.OUT, each[1].heads) if len(each) == 2 else None for each in entries]
+
+
+def bind_pass(
+    lowering: Lowering, rank: int, shapes: Shapes, runtime: Runtime, packed: bool, executor: str
+) -> Bound | Pass:
+    """Return a pass for an executor: `program` for the present one, `plan` or `calls first` (see `Pass`)."""
+    if executor == "program":
+        return bind(lowering, rank, shapes, runtime)
+    return Pass(lowering, rank, shapes, runtime, packed, executor == "calls first")
 
 
 def run_pass(of: Bound | Pass, own: dict[Kind, Fields], scale: float, kept: Sequence[Fields] = ()) -> Run | Replay:

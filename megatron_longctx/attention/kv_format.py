@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ class TensorSpec(NamedTuple):
 
 class KVFormat(ABC):
     """A way to store and send keys `[t, b, g, d]` and values `[t, b, g, e]`."""
+
+    splits_into_views: ClassVar[bool] = True
+    """Whether `split` returns parts of the rows, which change with them."""
 
     @property
     def row_bytes(self) -> int:

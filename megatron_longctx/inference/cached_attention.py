@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.bind import Bound, Runtime, Shapes, bind
-from ..attention.function import add_sink_, merge_sink
+from ..attention.bind import Bound, Runtime, Shapes
+from ..attention.execute import Pass
+from ..attention.function import add_sink_, bind_pass, merge_sink, run_pass
 from ..attention.kv_format import KVFormat, StackedKV
-from ..attention.run import Run
 from ..comm import (
     BufferPool,
     PeerMemoryError,
@@ -116,6 +116,9 @@ class CachedAttention:
             memory.
     """
 
+    _executor = "program"
+    """See `bind_pass`."""
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -142,7 +145,7 @@ class CachedAttention:
         self._window_kernel = choose(kernel, replace(request, windows=True)) if has_windows else self._runtime.kernel
         self._shapes = Shapes(shape.workload, shape.dtype, device, shape.kv, shape.kv)
         self._merge: PeerMerge | None = None
-        self._bound: dict[int | None, Bound] = {}  # keyed by the window of layers
+        self._bound: dict[int | None, Bound | Pass] = {}  # keyed by the window of layers
         self._new_slots: slice | Tensor = slice(0, 0)
         self._num_new = 0
         self._pages: Mapping[int | None, Pages] | None = None  # of replicated tokens
@@ -202,11 +205,13 @@ class CachedAttention:
             )
         self._pages = None
         self._bound = {
-            window: bind(
+            window: bind_pass(
                 Lowering(batch.with_window(window).plan(mode), self.target(joined, window)),
                 self.rank,
                 self._shapes,
                 self._runtime_for(window),
+                packed=True,
+                executor=self._executor,
             )
             for window in self.shape.distinct_windows
         }
@@ -281,8 +286,7 @@ class CachedAttention:
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._pages is not None:
             return self._attend_replicated(layer, self._pages[shape.window(layer)], q, scale, sink)
-        run = Run(self._bound[shape.window(layer)], {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
-        run()
+        run = run_pass(self._bound[shape.window(layer)], {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
         out, lse = run.result(Kind.OUT)
         return out if sink is None else merge_sink(out, lse, sink, range(shape.num_heads))[0]
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 
-from .cost import Workload
-from .kernel_calls import KernelCall, kernel_calls
+from .kernel_calls import kernel_calls
+from .lifetimes import assign_slots
 from .lower import Lowering
 from .mask import Slice, canonical
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind
@@ -23,7 +23,6 @@ from .recording import (
     Compute,
     Copy,
     Memory,
-    Merge,
     Op,
     Part,
     Place,
@@ -31,20 +30,13 @@ from .recording import (
     Release,
     Rows,
     Send,
-    Slot,
     Wait,
-    rows_read,
-    rows_written,
 )
 from .send_layout import ResultMessage, sent_results
+from .sums import Sum, by_block, call_results
 
-MAX_PARTIALS = 4
-"""The most partial results that one kernel merges. Later ones are merged with what it has written."""
 LONG_RUN = 2048
 """The length from which a contiguous run of keys has separate kernel calls. Shorter neighbours are gathered."""
-_GAP = 1024
-"""Rows between segments of a kernel call from which on its results are separate parts. A part costs more than fewer
-rows."""
 
 Pairs = Sequence[tuple[Rows, Rows]]
 
@@ -55,67 +47,6 @@ def record(lowering: Lowering, rank: int, calls_first: bool = False) -> Recordin
     calls_first: start the first messages behind the first kernel call, which then begins earlier.
     """
     return _Recorder(lowering, rank).record(calls_first)
-
-
-class Sum:
-    """A result whose parts wait until several can be merged in one pass over memory.
-
-    Args:
-        into: where the result has to be in the end; None for anywhere.
-        ops: the list that copies and merges are appended to.
-    """
-
-    def __init__(self, kind: Kind, tokens: int, heads: Heads, into: Rows | None, work: Workload, ops: list[Op]) -> None:
-        self.into, self.memory, self.ops = into, Memory(Place.SUM, kind, tokens, heads), ops
-        self._head_range = work.head_range
-        self._parts: list[Part] = []
-        self._has_content = False  # whether the sum's memory was written
-        self._disjoint = True  # whether each waiting part has all rows, and no two have the same head
-        self._heads: set[int] = set()  # of the parts, while they are disjoint
-
-    def add(self, part: Part) -> None:
-        rows = part.rows
-        if self._disjoint:
-            heads = self._head_range(rows.kind, rows.heads)
-            self._disjoint = rows.tokens == self.memory.tokens and self._heads.isdisjoint(heads)
-            self._heads.update(heads)
-        if len(self._parts) + self._has_content >= MAX_PARTIALS and not self._disjoint:
-            self.fold()
-        self._parts.append(part)
-
-    def holds(self, memories: set[Memory]) -> bool:
-        """Whether a part in one of these memories waits."""
-        return any(part.rows.memory in memories for part in self._parts)
-
-    def fold(self) -> None:
-        """Merge all waiting parts into the sum."""
-        while self._parts:
-            some = self._parts[: MAX_PARTIALS - self._has_content]
-            self._parts = self._parts[len(some) :]
-            start, stop = 0, self.memory.tokens
-            if self._has_content:  # other rows stay unchanged
-                start, stop = min(at for _, at in some), max(at + rows.tokens for rows, at in some)
-            into = self.memory.rows(start, stop)
-            before = [Part(into, 0)] if self._has_content else []
-            self.ops.append(Merge(into, (*before, *[Part(rows, at - start) for rows, at in some])))
-            self._has_content = True
-        self._disjoint = False
-
-    def finish(self) -> Rows:
-        """Merge all parts; return the rows of the result: `into`, or a kernel call's output if that is all of it."""
-        parts, alone, heads = self._parts, not self._has_content and self._disjoint, self.memory.heads
-        whole = [rows for rows, _ in parts if rows.memory.place is Place.CALL and rows.heads == heads]
-        if self.into is None and alone and len(parts) == len(whole) == 1:
-            return whole[0]
-        into = self.into or Memory(Place.RESULT, self.memory.kind, self.memory.tokens, heads).rows()
-        if alone and parts and len(self._heads) == len(self._head_range(self.memory.kind, heads)):
-            self.ops.append(Copy(tuple((into._replace(heads=rows.heads), rows) for rows, _ in parts)))
-            return into
-        if len(parts) + self._has_content > MAX_PARTIALS:
-            self.fold()
-        before = [Part(self.memory.rows(), 0)] if self._has_content else []
-        self.ops.append(Merge(into, (*before, *self._parts)))
-        return into
 
 
 class _Recorder:
@@ -184,7 +115,9 @@ class _Recorder:
             tuple(self._find(m.block, t) for m in messages if m.passed)
             for t, messages in enumerate(self.layout.messages)
         )
-        after, slots = self._lifetimes(passed)
+        arriving = [[rows.memory for rows in each.values()] for each in self.arriving]
+        sent = [[self.sent[m.region] for m in messages if not m.passed] for messages in self.layout.messages]
+        after, slots = assign_slots(self.ops, arriving, sent, passed)
         return Recording(
             self.rank, self.plan.queries.num_tokens(self.rank), self.plan.backward, tuple(self.ops), after, slots,
             self.layout, receives, passed, tuple(self.kept), own,
@@ -283,49 +216,6 @@ class _Recorder:
             before = kinds[at : kinds.index(Wait)]
             if self.ops[at].step == 0 and Compute in before:  # type: ignore[union-attr]
                 self.ops.insert(at + before.index(Compute), self.ops.pop(at))
-
-    def _lifetimes(self, passed: Sequence[Sequence[Rows]]) -> tuple[dict[int, int], tuple[Slot, ...]]:
-        """Give held memory slots, which are used again after the last operation on what they hold.
-
-        Returns:
-            For each step that sends, the operation behind which its messages start, and the slots.
-        """
-        first: dict[Memory, int] = {}
-        last: dict[Memory, int] = {}
-        written: dict[Memory, int] = {}  # the last operation that writes it
-        filled: dict[Memory, int] = {}  # the step whose messages fill it
-        after: dict[int, int] = {}
-        for i, op in enumerate(self.ops):
-            touched = [*rows_read(op), *rows_written(op)]
-            if isinstance(op, Send | Wait):
-                arriving = [rows for rows in self.arriving[op.step].values()]
-                touched += [*arriving, *passed[op.step]]
-            if isinstance(op, Send):
-                filled.update((rows.memory, op.step) for rows in arriving)
-                regions = [self.sent[m.region] for m in self.layout.messages[op.step] if not m.passed]
-                read = [*regions, *(rows.memory for rows in passed[op.step])]
-                after[op.step] = max((written.get(memory, -1) for memory in read), default=-1)
-            written |= dict.fromkeys((rows.memory for rows in rows_written(op)), i)
-            for memory in {rows.memory for rows in touched if rows.memory.place is Place.HELD}:
-                first.setdefault(memory, i)
-                last[memory] = i
-        slots: list[Slot] = []
-        busy: list[int] = []
-        for memory, start in first.items():
-            if memory.number < 0:
-                continue
-            type_ = memory.kind, memory.heads.parts
-            free = [(until, i) for i, until in enumerate(busy) if until < start and slots[i][:2] == type_]
-            if not free:
-                free = [(-1, len(slots))]
-                slots.append(Slot(*type_, 0))
-                busy.append(-1)
-            until, number = min(free)  # free for longest, to wait the least
-            memory.number, busy[number] = number, last[memory]
-            slots[number] = slots[number]._replace(tokens=max(slots[number].tokens, memory.tokens))
-            if memory in filled:
-                after[filled[memory]] = max(after[filled[memory]], until)
-        return after, tuple(slots)
 
     # Blocks.
 
@@ -443,7 +333,7 @@ class _Recorder:
                 moved = queries.cut(q0, q1), rows.cut(k0, k1), call.moved(-q0, -k0)
                 self.ops.append(Compute(outputs, *moved, homes, of_kept))
                 spans.append((q0, q1))
-                results += _parts(call, outputs, at)
+                results += call_results(call, outputs, at)
         return spans, results
 
     def _add_results(
@@ -501,31 +391,3 @@ class _Recorder:
 
     def _sum(self, kind: Kind, tokens: int, heads: Heads = ALL_HEADS, into: Rows | None = None) -> Sum:
         return Sum(kind, tokens, heads, into, self.target.workload, self.ops)
-
-
-def by_block(blocks: Sequence[Block], start: int, stop: int) -> Iterator[tuple[Block, int, int, int]]:
-    """Split the gathered rows `start..stop-1` by block; yield each block with its rows and the first of its slots."""
-    at = 0
-    for block in blocks:
-        low, high = max(start, at), min(stop, at + block.tokens)
-        if low < high:
-            yield block, low, high, block.start + low - at
-        at += block.tokens
-
-
-def _parts(call: KernelCall, outputs: Sequence[Memory], at: int) -> Iterator[Part]:
-    """Yield the results of a kernel call, split at long gaps between its segments.
-
-    Their starts count the gathered rows of the `Attend`, where the call's keys begin at row `at`.
-    """
-    for memory in outputs:
-        keys = memory.kind is Kind.DKV
-        spans = [each[2:] if keys else each[:2] for each in call.segments]
-        first, joined = spans[0][0], list[tuple[int, int]]()
-        for start, stop in spans:
-            if joined and start - joined[-1][1] < _GAP:
-                joined[-1] = joined[-1][0], stop
-            else:
-                joined.append((start, stop))
-        for start, stop in joined:
-            yield Part(memory.rows(start - first, stop - first), start + (at if keys else 0))

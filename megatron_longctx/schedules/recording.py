@@ -1,4 +1,4 @@
-"""What one rank does in a pass, in order: operations over rows of memory. `record` writes it, the executor replays it."""
+"""What one rank does in a pass: operations over rows of memory. `record` writes it, the executor replays it."""
 
 from __future__ import annotations
 
