@@ -132,6 +132,9 @@ class InferenceConfig:
     """`megatron-longctx generate` and `serve`. `inference.sampling.Sampling` explains sampling."""
 
     max_new_tokens: int = number(128, 1, _MAX_COUNT)  # maximum number of generated tokens
+    # Maximum number of tokens of prompt and answer together, in `eval` of each text; null: the data.seq_length that
+    # the run was trained with, or the length that its RoPE is scaled to.
+    max_model_len: int | None = number(None, 1, MAX_TOKENS)
     temperature: float = number(0.0, 0, 1e6)  # 0: the most likely token
     top_k: int | None = number(None, 1, _MAX_COUNT)  # number of most likely tokens to draw from; null: all
     top_p: float = number(1.0, 0, 1, above=True)  # 1: draw from all tokens
@@ -185,8 +188,8 @@ class ServeConfig:
     max_body_bytes: int = number(16 * 2**20, 1, 2**32)  # maximum size of a request; longer ones get 413
     # Time limit for a client to send a request's head, to send its body, to stay silent, and to read.
     timeout_s: float = number(30.0, 1, SECONDS_PER_YEAR)
-    # If ranks take longer for one round (a chunk of prompts and a token), `/health` and requests get 503; at most
-    # half of parallelism.timeout_s.
+    # If ranks complete no layer for this long, `/health` and new requests get 503; at most half of
+    # parallelism.timeout_s. Running requests wait.
     stalled_s: float = number(10.0, 0, SECONDS_PER_YEAR, above=True)
     # Finished or cancelled sequences whose cache is kept for prompts with the same prefix.
     keep_sessions: int = number(16, 0, 10**6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -105,6 +105,9 @@ class CachedAttention:
 
     `begin` takes the plan of a batch, or `begin_replicated` a few tokens; then every layer is called once, in order.
 
+    Attributes:
+        on_layer: called before every layer, but not when a CUDA graph is replayed. It may raise to end the pass.
+
     Args:
         group: the context-parallel process group, or None for one rank.
         slots: the number of tokens that fit into this rank's cache.
@@ -144,6 +147,7 @@ class CachedAttention:
         has_windows = any(window is not None for window in shape.distinct_windows)
         self._window_kernel = choose(kernel, replace(request, windows=True)) if has_windows else self._runtime.kernel
         self._shapes = Shapes(shape.workload, shape.dtype, device, shape.kv, shape.kv)
+        self.on_layer: Callable[[], None] = lambda: None
         self._merge: PeerMerge | None = None
         self._bound: dict[int | None, Bound | Pass] = {}  # keyed by the window of layers
         self._new_slots: slice | Tensor = slice(0, 0)
@@ -275,6 +279,7 @@ class CachedAttention:
             ValueError: shapes do not match the plan or the cache.
         """
         assert self._bound or self._pages is not None, "begin() comes before the layers"
+        self.on_layer()
         rows, shape = self._num_new, self.shape
         for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
             if x.shape != (rows, 1, heads, shape.head_dim):
@@ -335,7 +340,7 @@ def local_rows(chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]],
 
 
 class CachedModel(Protocol):
-    """A model whose layers attend through a `CachedAttention`. max_positions: None for no bound."""
+    """A model whose layers attend through a `CachedAttention`. max_positions: of a sequence; None for no bound."""
 
     vocab_size: int
     max_positions: int | None

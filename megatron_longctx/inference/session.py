@@ -200,6 +200,14 @@ def plain_ids(tokens: Sequence[int]) -> list[int]:
         raise refuse("tokens", reprlib.repr(tokens), "integers, one after another", "Tokenize text first.") from None
 
 
+def check_length(name: str, tokens: int, most: int | None) -> None:
+    """Raise ValueError if a text has more tokens than the model may read and generate together (None: any number)."""
+    if most is not None and tokens > most:
+        expected = f"at most {most} tokens (inference.max_model_len)"
+        default = "by default the length that the model was trained with, or its RoPE is scaled to"
+        raise refuse(name, tokens, expected, f"Shorten it, or raise the key ({default}).")
+
+
 def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
     """Raise ValueError if there are no tokens, or an id is outside the vocabulary."""
     if not tokens:

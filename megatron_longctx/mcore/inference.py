@@ -18,7 +18,7 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
-from ..config import Config, ParallelismConfig, RecomputeConfig
+from ..config import Config, ParallelismConfig, RecomputeConfig, RopeScaling
 from ..errors import refuse
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention, CacheShape
@@ -203,6 +203,33 @@ def refuse_training_sizes(par: ParallelismConfig) -> None:
         raise refuse("parallelism.data_parallel_size", par.data_parallel_size, "1 for inference", "Set it to 1.")
 
 
+def trained_length(run: Config, scaling: RopeScaling | None = None) -> int:
+    """Return the most tokens that a run's model can read: those that it was trained on, or that its RoPE is scaled to.
+
+    Args:
+        scaling: of RoPE if it is not the run's own.
+    """
+    length, own = run.data.seq_length, run.model.rope_scaling
+    scaling = scaling or own
+    if scaling.original_length is not None:
+        return max(length, int(scaling.original_length * scaling.factor))
+    return max(length, int(length * scaling.factor / (own.factor if own.kind == scaling.kind else 1)))
+
+
+def with_length(config: Config, run: Config) -> Config:
+    """Return the configuration with a number for `inference.max_model_len`. run: the configuration that was trained.
+
+    Raises:
+        ValueError: it is set to more positions than the model has learned.
+    """
+    inference, most = config.inference, trained_length(run, config.model.rope_scaling)
+    asked = inference.max_model_len or most
+    if asked > most and config.model.position_embedding == "learned":
+        expected = f"at most {most}, the positions that the model has learned"
+        raise refuse("inference.max_model_len", asked, expected, "Leave it null.")
+    return replace(config, inference=replace(inference, max_model_len=asked))
+
+
 def build_engine(
     config: Config, groups: ProcessGroupCollection, checkpoints: Path | None, iteration: int | None = None
 ) -> tuple[LongContextEngine, MegatronTokenizerText]:
@@ -225,8 +252,12 @@ def build_engine(
     attention = CachedAttention(
         groups.cp, shape, manager.slots_per_rank, device, config.attention.kernel, inference.transport
     )
-    learned = model.position_embedding == "learned"
-    cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
+    most = inference.max_model_len
+    if model.position_embedding == "learned":
+        most = min(most or config.data.seq_length, config.data.seq_length)
+    elif most is None and checkpoints is not None:
+        most = trained_length(config)
+    cached = CachedGPT(gpt, attention, tokenizer.vocab_size, most)
     chooser = Chooser(facts_of_rank_0(config, device), inference.mode)
     return LongContextEngine(cached, manager, chooser, inference), tokenizer
 

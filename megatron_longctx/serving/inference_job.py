@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..gpus import max_gpu_ranks, ranks_per_gpu
 from ..inference.choice import calibration_file
 from ..inference.engine import LongContextEngine
 from ..mcore import groups
-from ..mcore.inference import build_engine, check_cache, inference_config
+from ..mcore.inference import build_engine, check_cache, inference_config, with_length
 from ..mcore.model import RETRAINABLE
 from ..topology import load_cluster
 from ..training.preflight import check_kernel, check_saved_weights, device_type, host_bytes
@@ -38,14 +38,24 @@ _READ = tuple(f"parallelism.{key}" for key in (*_SIZES, "cluster", "timeout_s"))
 """The keys of `parallelism` that inference reads."""
 
 
+class Stopped(BaseException):
+    """Raised by the work of rank 0, in a job that it started alone, to end all ranks at once and without an error."""
+
+
 @dataclass(frozen=True)
 class InferenceJob:
-    """A model to run. options: the verb's own."""
+    """A model to run.
+
+    Attributes:
+        options: the verb's own.
+        alone: whether this process starts the other ranks, not torchrun or Slurm.
+    """
 
     config: Config
     checkpoints: Path
     iteration: int | None = None
     options: Any = None
+    alone: bool = True
 
     @property
     def world_size(self) -> int:
@@ -109,14 +119,15 @@ def build_job(
     # Drop training's own sizes.
     parallelism = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
     config = adapted(override_config(replace(loaded, parallelism=parallelism), settings))
+    config = with_length(config, loaded)
     check_saved_weights("checkpoint", run, config, iteration, ignore=RETRAINABLE)
-    job = InferenceJob(config, run / "checkpoints", iteration, options)
+    alone = RankInfo.from_environment(os.environ) is None
+    job = InferenceJob(config, run / "checkpoints", iteration, options, alone)
     device = device_type(config)
     check_kernel(config, device)
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # the choice of modes will need it: refuse it here if it cannot be read
-    alone = RankInfo.from_environment(os.environ) is None
     if device == "cuda" and job.world_size > max_gpu_ranks() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
         raise refuse(sizes, job.world_size, f"at most {max_gpu_ranks()}, the GPUs here", "Set them lower.")
@@ -142,7 +153,7 @@ def start(job: InferenceJob, work: Work) -> None:
         _work(job, work)
         dist.destroy_process_group()
         return
-    with _ranks(job, work):
+    with suppress(Stopped), _ranks(job, work):
         _work(job, work)
 
 
@@ -223,6 +234,11 @@ def _work(job: InferenceJob, work: Work) -> None:
     )
     try:
         work(job, collection)
+    except Stopped:  # other ranks are in the middle of a round: they would report that this one closes its connections
+        for process in mp.active_children():  # type: ignore[attr-defined]
+            process.kill()
+            process.join()
+        raise
     finally:
         groups.destroy()
 

@@ -112,7 +112,9 @@ class Model:
         """
         most = None if self.max_token_chars is None else self.max_token_chars * self.limits.prompt
         if most is not None and chars > most:
-            expected = f"expected at most {most}, since a prompt may have {self.limits.prompt} tokens"
+            expected = (
+                f"expected at most {most}, since a prompt may have {self.limits.prompt} tokens ({self.limits.key})"
+            )
             raise ApiError(400, f"the prompt has {chars} characters: {expected}")
 
 
@@ -148,8 +150,8 @@ def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
     if not isinstance(options, dict):
         raise ApiError(400, f"stream_options={_shown(options)}: expected an object", param="stream_options")
     _refuse_ignored(options, {"include_usage"}, _NEUTRAL_STREAM_OPTIONS, "stream_options.")
-    sampling = _sampling(model, body, chat)
     prompt = tuple(_chat_prompt(model, body) if chat else _prompt(model, body))
+    sampling = _sampling(model, body, chat, model.limits.together - len(prompt))
     try:  # here, where it costs other requests nothing
         model.limits.check(prompt, sampling.max_new_tokens)
     except ValueError as error:
@@ -216,7 +218,8 @@ def _is_same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-def _sampling(model: Model, body: Mapping[str, Any], chat: bool) -> Sampling:
+def _sampling(model: Model, body: Mapping[str, Any], chat: bool, room: int) -> Sampling:
+    """Return how to draw the answer. room: the most tokens that it may have."""
     key = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     most = _number(body, key, int)
     if most is not None and most < 1:
@@ -224,7 +227,7 @@ def _sampling(model: Model, body: Mapping[str, Any], chat: bool) -> Sampling:
     ends = () if model.stop_token is None else (model.stop_token,)
     try:
         return Sampling(
-            max_new_tokens=model.default_tokens if most is None else int(most),
+            max_new_tokens=max(1, min(model.default_tokens, room)) if most is None else int(most),
             temperature=float(_number(body, "temperature", float, 1.0)),
             top_k=_number(body, "top_k", int),
             top_p=float(_number(body, "top_p", float, 1.0)),
@@ -268,8 +271,9 @@ def _prompt(model: Model, body: Mapping[str, Any]) -> Sequence[int]:
     if isinstance(prompt, str):
         encoded = _encode(model, str, prompt)
         prompt = [*(model.begin if encoded else ()), *encoded]
+    most = f"{model.limits.prompt} ({model.limits.key})"
     if isinstance(prompt, list) and len(prompt) > model.limits.tokens:  # before looking at each of them
-        raise ApiError(400, f"prompt has {len(prompt)} tokens: expected at most {model.limits.prompt}")
+        raise ApiError(400, f"prompt has {len(prompt)} tokens: expected at most {most}", param="prompt")
     if isinstance(prompt, list) and prompt and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
         return prompt
     expected = "one text that is not empty, or a list of token ids"
