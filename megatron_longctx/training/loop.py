@@ -158,7 +158,8 @@ class Trainer:
             self._update_status("complete")
         else:
             self._update_status("stopped", signal=self.stopped_by and self.stopped_by.name)
-            logger.info("stopped at step %d of %d: the same command goes on from here", self.step, train.steps)
+            here = "here" if self.saver.latest == self.step else f"step {self.saver.latest} (train.save=false)"
+            logger.info("stopped at step %d of %d: the same command goes on from %s", self.step, train.steps, here)
 
     def _build(self) -> None:
         config, par = self.config, self.config.parallelism

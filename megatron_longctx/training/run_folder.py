@@ -78,6 +78,8 @@ class RunFolder:
         return refuse("run.root", root, f"to be able to write {self.path} ({error.strerror or error})", remedy)
 
     def _prepare(self, config: Config, step: int) -> None:
+        if self.log.exists():
+            self.log.open("a").close()  # as rank 0 will
         if self.resolved.is_file():
             try:
                 unchanged = load_config(self.resolved) == config
@@ -190,7 +192,9 @@ class RunLock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
-                holder = self._read_holder() or "another job"
+                holder = self._read_holder() or host
+                if here := _processes_with(path):
+                    holder += f" (its lock is held on this host by process {', '.join(map(str, here))})"
                 self._close()
                 expected = f"a run that no other job is training; {holder} is training this one"
                 remedy = "Wait for it, stop it, or choose another run.name."
@@ -216,6 +220,10 @@ class RunLock:
             self._write_holder("")
             self._close()
 
+    def keep_from_children(self) -> None:
+        """Close it in the processes that this one forks, such as data workers: one that outlives the job keeps none."""
+        os.register_at_fork(after_in_child=self._close)
+
     def _read_holder(self) -> str:
         return os.pread(self._fd, 1000, 0).decode(errors="replace").strip()
 
@@ -224,12 +232,23 @@ class RunLock:
             os.pwrite(self._fd, text.encode().ljust(_HOLDER_BYTES), 0)
 
     def _close(self) -> None:
-        os.close(self._fd)
-        self._fd = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
         assert self._fd >= 0, "released"
         return _inherited_lock, (reduction.DupFd(self._fd),)
+
+
+def _processes_with(path: Path) -> list[int]:
+    """Return the processes of this host that have a file open, as far as this user may know, but for this one."""
+    target, found = str(path.resolve()), set()
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(fd) == target:
+                found.add(int(fd.parts[2]))
+    return sorted(found - {os.getpid()})
 
 
 def _inherited_lock(fd: Any) -> RunLock:

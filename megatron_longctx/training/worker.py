@@ -32,6 +32,7 @@ def run_spawned(local_rank: int, world_size: int, listener: socket.socket, run_f
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         return  # it died while this rank was starting; from now on its death arrives as SIGINT
+    lock.keep_from_children()
     place = RankInfo.local(local_rank, world_size)
     place.export(os.environ)
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
@@ -57,10 +58,10 @@ def run(config: Config) -> None:
     """Train as this rank of a joined process group. Record a failure in the run folder and raise it."""
     rank = dist.get_rank()
     folder = RunFolder.of(config)
-    configure_logging(folder.log, rank)
-    stop = StopRequest()
-    heartbeat = Heartbeat(folder, rank)
     try:
+        configure_logging(folder.log, rank)
+        stop = StopRequest()
+        heartbeat = Heartbeat(folder, rank)
         from .loop import Trainer  # here, so that a failing import of Megatron is recorded too
 
         trainer = Trainer(config, folder, stop)  # a name, so that it exists until the process group is destroyed

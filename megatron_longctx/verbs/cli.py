@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=stream)
     logging.getLogger("megatron_longctx").setLevel(logging.INFO)
     try:
-        with _interrupts_during_imports():
+        with _interrupts_not_swallowed():
             code = hydra_options.run(arguments, _run)
         sys.stdout.flush()  # inside `try`, which handles a closed pipe
         return code
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _interrupts_during_imports() -> Iterator[None]:
-    """Let Ctrl-C end the process during imports: some modules catch KeyboardInterrupt and continue."""
+def _interrupts_not_swallowed() -> Iterator[None]:
+    """Let Ctrl-C interrupt where its exception is lost: in imports, since some modules catch it, and in destructors."""
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         while frame is not None:
@@ -80,15 +80,26 @@ def _interrupts_during_imports() -> Iterator[None]:
             frame = frame.f_back
         raise KeyboardInterrupt
 
+    def lost(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:
+            report_lost(unraisable)
+            return
+        # Once more, a little later, when the destructor has ended.
+        again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
+
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not default or threading.current_thread() is not threading.main_thread():  # ignored, or another handler is set
         yield
         return
+    report_lost, sys.unraisablehook = sys.unraisablehook, lost
     signal.signal(signal.SIGINT, interrupted)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = report_lost
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -355,6 +355,18 @@ def test_ranks_that_are_starting_end_with_the_first(trained: Config, tmp_path: P
         assert not psutil.wait_procs(others, timeout=PATIENCE_S)[1]
 
 
+@pytest.mark.parametrize("verb", ["generate", "serve"])
+def test_a_rank_that_ends_while_starting_ends_the_job(trained: Config, tmp_path: Path, verb: str) -> None:
+    words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "parallelism=cp2", "parallelism.timeout_s=7200"]
+    words.append({"generate": "prompt=x", "serve": "serve.port=0"}[verb])
+    environment = clean_environment(CUDA_VISIBLE_DEVICES="", **{SLOW_START: str(PATIENCE_S)})
+    with started(tmp_path, [*CLI, verb, *words], environment, quick=True) as job:
+        family(job)
+        job.ranks()[-1].kill()
+        assert job.wait() == 1
+        assert job.err.read_text() == "megatron-longctx: rank 1 was killed by SIGKILL\n"
+
+
 def family(job: Job) -> list[psutil.Process]:
     """Wait for the second rank and the helper that starts it, and return both."""
     limit = time.monotonic() + PATIENCE_S
