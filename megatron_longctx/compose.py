@@ -62,8 +62,11 @@ def compose_config(overrides: Sequence[str]) -> Config:
     return config
 
 
-def override_config(config: Config, overrides: Sequence[str]) -> Config:
+def override_config(config: Config, overrides: Sequence[str], training: bool = True) -> Config:
     """Return `config`, for example that of a run, with overrides as for `compose_config`, except `experiment`.
+
+    Args:
+        training: see `config.validate`.
 
     Raises:
         ValueError: as `compose_config`.
@@ -84,7 +87,7 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
         result = cast(Config, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ValueError(explain(error, overrides)) from None
-    validate(result)
+    validate(result, training)
     return result
 
 

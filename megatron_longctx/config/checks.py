@@ -114,15 +114,18 @@ def check_model(model: ModelConfig) -> None:
     _check_model(model)
 
 
-def validate(config: Config) -> None:
+def validate(config: Config, training: bool = True) -> None:
     """Check everything that can be known without devices, data or ranks.
+
+    Args:
+        training: whether the model is trained; inference has other conditions for its parallel sizes.
 
     Raises:
         ValueError: names the key and value, what was expected and what to do.
     """
     _check_keys(config)
     _check_model(config.model)
-    _check_parallelism(config)
+    _check_parallelism(config, training)
     _check_training(config)
 
 
@@ -228,7 +231,7 @@ def _check_expert_layers(model: ModelConfig, experts: int) -> None:
         )
 
 
-def _check_parallelism(config: Config) -> None:
+def _check_parallelism(config: Config, training: bool) -> None:
     par, model, attention = config.parallelism, config.model, config.attention
     tp, cp = par.tensor_parallel_size, par.context_parallel_size
     if par.inner_size is not None:
@@ -237,8 +240,10 @@ def _check_parallelism(config: Config) -> None:
         with names_as_keys():
             configured_mode(par).layout_of(causal(0), par.layout)
     vocab = "model.vocab_multiple" if model.vocab_size is None else "model.vocab_size"
-    names = ["model.num_kv_heads", "model.ffn_hidden_size", vocab]
-    if par.uses_sequence_parallel:
+    names = [*(["model.num_kv_heads"] if training else []), "model.ffn_hidden_size", vocab]
+    if not training:
+        _check_shared_heads(model, tp)
+    if training and par.uses_sequence_parallel:
         names += ["data.seq_length", "model.hidden_size"]
     multiples = {name: attrgetter(name)(config) for name in names}
     if model.latent:  # tensor-parallel ranks share the products that make latents
@@ -251,11 +256,11 @@ def _check_parallelism(config: Config) -> None:
         (model.num_moe_experts is not None, "experts", "Megatron trains experts only with it."),
         (model.latent, "model.kv_lora_rank", "Megatron's gradients of MLA are wrong without it."),
     ):
-        if used and tp > 1:
+        if training and used and tp > 1:
             condition = f"with {what} and parallelism.tensor_parallel_size > 1"
             _check_is("parallelism.sequence_parallel", par.sequence_parallel, (True,), condition, why)
     if model.num_moe_experts is not None:
-        _check_expert_sizes(config, model.num_moe_experts)
+        _check_expert_sizes(config, model.num_moe_experts, training)
     if cp > 1 and model.kv_channels % 4:
         condition = f"with model.head_dim={model.kv_channels}, which 4 does not divide"
         remedy = "Set it to false: an exact cache has no such condition."
@@ -265,7 +270,22 @@ def _check_parallelism(config: Config) -> None:
         raise refuse("attention.sum_in_node", "true", "parallelism.cluster, which defines the nodes", remedy)
 
 
-def _check_expert_sizes(config: Config, experts: int) -> None:
+def _check_shared_heads(model: ModelConfig, tp: int) -> None:
+    """Refuse sizes by which tensor-parallel ranks cannot share the heads: several may have the same keys and values."""
+    heads, kv_heads = model.num_attention_heads, model.num_kv_heads
+    products = 2 * kv_heads * model.kv_channels  # Megatron shards the rows that make keys and values evenly
+    sizes = [
+        size
+        for size in range(1, heads + 1)
+        if heads % size == 0 and (kv_heads % size == 0 or (size % kv_heads == 0 and products % size == 0))
+    ]
+    if tp not in sizes:
+        has = f"one of {', '.join(map(str, sizes))} with {heads} query heads and {kv_heads} key/value heads"
+        remedy = "More ranks can share a sequence by parallelism.context_parallel_size."
+        raise refuse("parallelism.tensor_parallel_size", tp, has, remedy)
+
+
+def _check_expert_sizes(config: Config, experts: int, training: bool) -> None:
     """Refuse sizes by which ranks cannot share the experts."""
     par, model = config.parallelism, config.model
     tp, ep, etp = par.tensor_parallel_size, par.expert_model_parallel_size, par.tensor_size_of_experts
@@ -273,7 +293,7 @@ def _check_expert_sizes(config: Config, experts: int) -> None:
     _check_divides("parallelism.expert_model_parallel_size", ep, {"model.num_moe_experts": experts})
     width = "model.ffn_hidden_size" if model.moe_ffn_hidden_size is None else "model.moe_ffn_hidden_size"
     _check_divides(name, etp, {width: model.expert_width})
-    if ep == 1 and etp != tp:
+    if training and ep == 1 and etp != tp:
         expected = f"null or {tp}, the tensor-parallel size, with parallelism.expert_model_parallel_size=1"
         remedy = "Megatron would not sum the gradients of experts that tensor-parallel ranks hold whole."
         raise refuse(name, etp, expected, remedy)

@@ -39,7 +39,7 @@ def workload_of(config: Config) -> Workload:
     model, tp = config.model, config.parallelism.tensor_parallel_size
     return Workload(
         num_heads=model.num_attention_heads // tp,
-        num_kv_heads=model.num_kv_heads // tp,
+        num_kv_heads=max(1, model.num_kv_heads // tp),  # ranks beyond their number repeat them
         head_dim=model.kv_channels,
         batch=config.train.micro_batch_size,
         element_bytes=2 if config.train.precision == "bf16" else 4,

@@ -18,7 +18,7 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
-from ..config import Config, ParallelismConfig, RecomputeConfig, RopeScaling
+from ..config import Config, ModelConfig, ParallelismConfig, RecomputeConfig, RopeScaling
 from ..errors import refuse
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention, CacheShape
@@ -175,13 +175,11 @@ def inference_config(config: Config) -> Config:
             raise refuse("inference.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
         if config.inference.cuda_graphs == "true":
             raise refuse("inference.cuda_graphs", "true", "auto or false on CPUs", "Only GPUs have CUDA graphs.")
-    # Megatron cannot shard the biases of experts, so every rank then holds whole experts.
-    whole_experts = config.model.num_moe_experts is not None and config.model.bias
     plain = ParallelismConfig(
         context_parallel_size=par.context_parallel_size,
         tensor_parallel_size=par.tensor_parallel_size,
         data_parallel_size=1,
-        expert_tensor_parallel_size=1 if whole_experts else None,
+        expert_tensor_parallel_size=tensor_size_of_experts(config.model),
         sequence_parallel=False,  # a rank's number of tokens need not be a multiple of the size
         cluster=par.cluster,
         timeout_s=par.timeout_s,
@@ -192,6 +190,12 @@ def inference_config(config: Config) -> Config:
             raise refuse("inference.cuda_graphs", "true", "auto or false with experts", "Set it to auto.")
         inference = replace(inference, cuda_graphs="false")
     return replace(config, parallelism=plain, recompute=RecomputeConfig(), inference=inference)
+
+
+def tensor_size_of_experts(model: ModelConfig) -> int | None:
+    """Return `parallelism.expert_tensor_parallel_size` without training: every rank holds whole experts if they have
+    biases, which Megatron cannot shard."""
+    return 1 if model.num_moe_experts is not None and model.bias else None
 
 
 def refuse_training_sizes(par: ParallelismConfig) -> None:
@@ -302,7 +306,7 @@ def _cache_shape(config: Config) -> CacheShape:
     return CacheShape(
         num_layers=model.num_layers,
         num_heads=model.num_attention_heads // par.tensor_parallel_size,
-        num_kv_heads=model.num_kv_heads // par.tensor_parallel_size,
+        num_kv_heads=max(1, model.num_kv_heads // par.tensor_parallel_size),
         head_dim=model.kv_channels,
         dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         # A single rank sends nothing, and stays exact.

@@ -26,7 +26,7 @@ from ..gpus import max_gpu_ranks, ranks_per_gpu
 from ..inference.choice import calibration_file
 from ..inference.engine import LongContextEngine
 from ..mcore import groups
-from ..mcore.inference import build_engine, check_cache, inference_config, with_length
+from ..mcore.inference import build_engine, check_cache, inference_config, tensor_size_of_experts, with_length
 from ..mcore.model import RETRAINABLE
 from ..topology import load_cluster
 from ..training.preflight import check_kernel, check_saved_weights, device_type, host_bytes
@@ -118,8 +118,15 @@ def build_job(
     run, iteration = checkpoint_of(own)
     loaded = load_config(run / RESOLVED)
     # Drop training's own sizes.
-    parallelism = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
-    config = adapted(override_config(replace(loaded, parallelism=parallelism), settings))
+    parallelism = replace(
+        loaded.parallelism,
+        pipeline_parallel_size=1,
+        data_parallel_size=None,
+        sequence_parallel=False,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=tensor_size_of_experts(loaded.model),
+    )
+    config = adapted(override_config(replace(loaded, parallelism=parallelism), settings, training=False))
     config = with_length(config, loaded)
     check_saved_weights("checkpoint", run, config, iteration, ignore=RETRAINABLE)
     alone = RankInfo.from_environment(os.environ) is None

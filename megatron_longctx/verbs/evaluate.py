@@ -169,7 +169,7 @@ def _with_losses(evaluation: _Evaluation, config: Config, prefix: str | None) ->
         text = f"{data.prefix}, on which the run was trained"
         logger.warning("data.split=%s has no second part: losses are those of %s. Set data=PREFIX.", data.split, text)
     config = replace(config, data=replace(data, seq_length=1))
-    validate(config)
+    validate(config, training=False)
     check_corpus(config.data)
     if config.train.check_data:
         check_tokenizer(config.data, build_tokenizer(data.tokenizer, data.tokenizer_path))
