@@ -175,8 +175,12 @@ def test_a_stopped_worker_does_not_keep_its_rank_from_ending() -> None:
 class Hanging(Numbers):
     """A file system that does not answer."""
 
+    asked = threading.Event()
+
     def __getitem__(self, samples: Sequence[int]) -> Batch:
-        time.sleep(PATIENCE_S if 2 in samples else 0.0)
+        if 2 in samples:
+            self.asked.set()
+            time.sleep(PATIENCE_S)
         return super().__getitem__(samples)
 
 
@@ -184,6 +188,7 @@ def _hang_in_the_thread(pipe: Connection) -> None:
     loader._END_WITHIN_S = 0.2
     batches = Loader(Hanging(), SHARES, 0, CPU)
     next(batches)
+    Hanging.asked.wait()
     pipe.send("one batch")  # and this process ends
 
 
