@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_longctx.inference.choice import kv_per_q
-from megatron_longctx.schedules import Costs, Kind, Workload
+from megatron_longctx.schedules import Kind, Workload
+from megatron_longctx.schedules.cost import Costs
 from megatron_longctx.topology import Cluster
 
 

@@ -200,7 +200,7 @@ def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
         if message == str(error):
             raise
         raise JobFailed(message) from error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped):  # others are in the middle of a round, and would report this rank's end
         others.kill()
         raise
     finally:
@@ -243,11 +243,6 @@ def _work(job: InferenceJob, work: Work) -> None:
     )
     try:
         work(job, collection)
-    except Stopped:  # other ranks are in the middle of a round: they would report that this one closes its connections
-        for process in mp.active_children():  # type: ignore[attr-defined]
-            process.kill()
-            process.join()
-        raise
     finally:
         groups.destroy()
 

@@ -62,7 +62,7 @@ def test_compiled_models_are_exact() -> None:
 
 
 def test_the_compiler_does_not_look_into_a_call() -> None:
-    """It makes two graphs of a layer, before and after the call, in little time; they have only the layer's own code."""
+    """It makes two graphs of a layer, before and after the call, in little time, of the layer's own code alone."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
