@@ -244,7 +244,7 @@ def _work(job: InferenceJob, work: Work) -> None:
     try:
         work(job, collection)
     except Stopped:  # other ranks are in the middle of a round: they would report that this one closes its connections
-        for process in mp.active_children():  # type: ignore[attr-defined]
+        for process in mp.active_children():
             process.kill()
             process.join()
         raise

@@ -9,7 +9,7 @@ import reprlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from json.decoder import scanstring
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 from ...errors import is_line
@@ -56,7 +56,7 @@ _NEUTRAL_IN: Mapping[bool, Mapping[str, tuple[Any, ...]]] = {  # by whether it i
     False: {"add_special_tokens": (True,)},
 }
 _NEUTRAL_STREAM_OPTIONS = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
-_NEUTRAL_IN_MESSAGE = dict.fromkeys(("tool_calls", "annotations"), ([],))
+_NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("tool_calls", "annotations"), ([],))
 
 
 class ApiError(Exception):
@@ -145,7 +145,7 @@ def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
     if body.get("model") not in (None, model.name):
         name = _shown(body["model"])
         raise ApiError(404, f"model={name} is not served here; the model is {model.name!r}", "not_found_error", "model")
-    _refuse_ignored(body, _KNOWN[chat] | _HARMLESS, _NEUTRAL | _NEUTRAL_IN[chat])
+    _refuse_ignored(body, _KNOWN[chat] | _HARMLESS, {**_NEUTRAL, **_NEUTRAL_IN[chat]})
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise ApiError(400, f"stream_options={_shown(options)}: expected an object", param="stream_options")
