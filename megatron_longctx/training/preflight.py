@@ -167,7 +167,7 @@ def check_kernel(config: Config, device: str) -> None:
         dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         head_dim=model.kv_channels,
         num_heads=model.num_attention_heads // tp,
-        num_kv_heads=model.num_kv_heads // tp,
+        num_kv_heads=max(1, model.num_kv_heads // tp),
         deterministic=config.attention.deterministic,
         windows=model.window is not None,
         v_head_dim=model.v_head_dim,

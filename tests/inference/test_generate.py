@@ -167,8 +167,8 @@ def test_a_turn_that_does_not_fit_does_not_end_a_conversation_at_a_terminal(
 def test_sizes_need_not_be_those_of_training(trained: Config) -> None:
     run = {"checkpoint": run_of(trained).removeprefix("checkpoint=")}
     settings = ["data.seq_length=97", "parallelism.tensor_parallel_size=4"]  # odd, and more ranks than KV heads
-    assert inference_job.build_job(run, settings).world_size == 4
-    assert inference_job.build_job(run, settings, adapted=losses_config).world_size == 4
+    assert inference_job.build_job(run, settings).world_size == 8
+    assert inference_job.build_job(run, settings, adapted=losses_config).world_size == 8
 
 
 def test_a_turn_beyond_the_models_length_is_refused_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
