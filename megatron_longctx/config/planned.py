@@ -40,7 +40,7 @@ def mode_options(par: ParallelismConfig) -> ModeOptions:
         ValueError: the cluster cannot be read, or cannot have this number of ranks.
     """
     cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
-    return ModeOptions(par.max_buffer_tokens, par.inner_size, par.head_chunks, par.outer_schedule, cluster)
+    return ModeOptions(par.max_buffer_tokens, par.inner_size, par.outer_schedule, cluster)
 
 
 def configured_mode(par: ParallelismConfig) -> Mode:

@@ -132,7 +132,7 @@ def _without_context_parallelism(config: Config, world: int) -> Config:
     default, par = ParallelismConfig(), config.parallelism
     stage = par.tensor_size_of_experts * par.pipeline_parallel_size
     experts = math.gcd(par.expert_model_parallel_size, world // par.context_parallel_size // stage)
-    names = ("schedule", "layout", "max_buffer_tokens", "inner_size", "head_chunks", "outer_schedule", "cluster")
+    names = ("schedule", "layout", "max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
     defaults = {name: getattr(default, name) for name in names}
     single = replace(par, context_parallel_size=1, expert_model_parallel_size=max(1, experts), **defaults)
     train = replace(config.train, num_processes=None)
