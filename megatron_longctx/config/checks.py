@@ -34,8 +34,6 @@ _BOTH_ON = "It needs both overlap_grad_reduce and optim.distributed."
 _RULES: tuple[_Rule, ...] = (
     ("parallelism.schedule", _is_not("auto"), ("parallelism.max_attention_gib",), None,
      "Only auto chooses by memory; leave it null."),
-    ("parallelism.schedule", _is_not("ulysses"), ("parallelism.head_chunks",), None,
-     "Only ulysses exchanges heads in chunks, and auto chooses their number; leave it or choose ulysses."),
     ("parallelism.schedule", _is_not("double_ring", "usp"), ("parallelism.inner_size",), None,
      "Only double_ring and usp divide the ranks; leave it null or choose one of them."),
     ("parallelism.schedule", _is_not("usp"), ("parallelism.outer_schedule",), None,

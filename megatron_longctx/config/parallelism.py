@@ -41,9 +41,6 @@ class ParallelismConfig:
     # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: those of a node of `cluster`, or
     # the largest proper divisor of context_parallel_size up to 8.
     inner_size: int | None = number(None, 1, MAX_RANKS)
-    # ulysses only: number of parts in which a rank's heads are exchanged, each during attention of the previous
-    # one.
-    head_chunks: int = number(1, 1, 10**5)
     # auto only: maximum memory of one attention call on a rank; null: no limit
     max_attention_gib: float | None = number(None, 0, 1e6, above=True)
     outer_schedule: str = choice("zigzag", outer_modes())  # usp only: the mode between its groups

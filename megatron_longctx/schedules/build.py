@@ -32,7 +32,7 @@ def build_plan(
             documents.
 
     Raises:
-        ValueError: the schedule is unknown, it refuses the sizes, options or layout, or the plan would take minutes.
+        ValueError: the schedule is unknown, it refuses the sizes, options or layout, or the plan has too many messages.
     """
     mode = find_mode(schedule, n, options or ModeOptions()) if isinstance(schedule, str) else schedule
     mask = masks.causal(mask) if isinstance(mask, int) else mask

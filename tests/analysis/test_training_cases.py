@@ -1,6 +1,7 @@
 """Files of cases: the committed ones compose, and invalid ones are refused by name."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def test_committed_cases_compose(path: Path) -> None:
     names = [config.run.name for config in cases.configs]
     assert cases.title and names and len(set(names)) == len(names)
     assert all(config.train.device == "cuda" and not config.train.save for config in cases.configs)
+    assert cases.baselines == {name: re.sub(r".*(?=te_)", "", name) for name in names if "te_" in name}
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,6 @@ def test_long_and_deep_values_are_refused_in_one_line(key: str, value: str) -> N
          "parallelism.layout=zigzag: expected one of auto, contiguous"),
         ("parallelism=cp4 parallelism.schedule=usp parallelism.layout=balanced",
          "parallelism.layout=balanced: expected one of auto, zigzag. Leave it at auto, or choose another schedule"),
-        ("parallelism.head_chunks=2", "parallelism.head_chunks=2: expected 1 with parallelism.schedule=zigzag"),
         ("parallelism.schedule=ring parallelism.max_buffer_tokens=8",
          "parallelism.max_buffer_tokens=8: expected null with parallelism.schedule=ring"),
         ("parallelism.max_attention_gib=2",
