@@ -1,4 +1,4 @@
-"""The import law of the rooms and the size budget, read from the sources of `megatron_longctx`.
+"""The import law of the wings, read from the sources of `megatron_longctx`.
 
 Every import counts, also those inside functions, under TYPE_CHECKING and through `importlib.import_module("…")`.
 """
@@ -6,46 +6,44 @@ Every import counts, also those inside functions, under TYPE_CHECKING and throug
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-from tests.shared.core import is_core
-
 PACKAGE = "megatron_longctx"
 ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 MAX_LINES = 400
 
-# In the order data flows: a room imports itself and what stands before it.
-ROOMS = (
-    *("names", "errors", "cache", "files", "gpus", "layout", "topology", "schedules", "config", "compose", "sweep"),
-    *("models", "memory", "kernels", "comm", "attention", "lowbit", "recompute", "metrics", "compare", "evaluation"),
-    *("inference", "mcore", "training", "calibrate", "serving", "verbs", "__main__", "testing"),
+# In the order data flows: a wing imports itself and what stands before it.
+WINGS = (
+    *("core", "config", "planner", "models", "lowbit", "inference", "mcore", "training", "serving", "cli"),
+    *("__main__", "testing"),
 )
-NEEDED_BY_METRICS = ("names", "errors", "files", "gpus", "config")
-# The package's own __init__ is loaded by every import of any room, so it may know only the core.
+# The package's own __init__ is loaded by every import of any wing, so it may know only the core.
 INIT = "__init__"
+# The only packages that the core may import; those after torch and numpy where they are installed.
+CORE_NEEDS = ("torch", "numpy", "triton", "flash_attn")
 
-# What a room may not import, besides what its place says: (room, forbidden module, files excepted).
+# What a part may not import, besides what its wing's place says: (part, forbidden module, files excepted).
 FORBIDDEN = (
-    ("layout", "torch", ()),
-    ("topology", "torch", ("measure.py",)),
-    ("schedules", "torch", ()),
-    ("memory", "torch", ()),
-    ("evaluation", "torch", ()),
-    ("compare", "torch", ()),
-    ("metrics", "torch", ("environment.py",)),
-    ("kernels", "torch.distributed", ()),
+    ("core/layout.py", "torch", ()),
+    ("core/plans", "torch", ()),
+    ("core/kernels", "torch.distributed", ()),
+    ("config", "torch", ("environment.py", "gpus.py")),
+    ("planner", "torch", ("measure_links.py",)),
     ("models", "torch.distributed", ()),
-    *(("metrics", f"{PACKAGE}.{room}", ()) for room in ROOMS if room not in ("metrics", *NEEDED_BY_METRICS)),
+    ("inference/evaluation", "torch", ()),
+    ("training/compare", "torch", ()),
+    ("training/metrics", "torch", ()),
     # The server's packages are optional.
-    *((room, name, ()) for name in ("starlette", "uvicorn") for room in ROOMS if room != "serving"),
+    *((wing, name, ()) for name in ("starlette", "uvicorn") for wing in WINGS if wing != "serving"),
     ("serving", "starlette", ("app.py", "serve.py")),
     ("serving", "uvicorn", ("server.py", "serve.py")),
-    *((room, "megatron", ()) for room in (INIT, *ROOMS) if room != "mcore"),
+    *((wing, "megatron", ()) for wing in (INIT, *WINGS) if wing != "mcore"),
     # They stand beside the package and are not in its wheel.
-    *((room, name, ()) for name in ("benchmarks", "analysis", "tests") for room in (INIT, *ROOMS)),
+    *((wing, name, ()) for name in ("analysis", "tests") for wing in (INIT, *WINGS)),
 )
 
 
@@ -73,34 +71,27 @@ def within(name: str, module: str) -> bool:
     return name == module or name.startswith(module + ".")
 
 
-def is_core_module(name: str) -> bool:
-    """Whether `name` is a module of the core, or a name in one."""
-    parts = name.split(".")[1:]
-    paths = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    found = next((path for path in paths if (ROOT / f"{path}.py").is_file()), None)
-    packages = (path for path in paths if (ROOT / path).is_dir())
-    return is_core(found if found is not None else f"{next(packages, '?')}/__init__")
+def stands_in(file: str, part: str) -> bool:
+    """Whether `file`, inside the package, is `part` or in the folder `part`."""
+    return file in (part, f"{part}.py") or file.startswith(f"{part}/")
 
 
-def broken_laws(name: str, room: str, file_name: str, from_core: bool = False) -> Iterator[str]:
-    """What is wrong with `room`, or the core, importing `name` in `file_name`."""
-    for of_room, module, excepted in FORBIDDEN:
-        if room == of_room and within(name, module) and file_name not in excepted:
-            yield f"{room} may not import {module}"
-    if not within(name, PACKAGE) or name == PACKAGE:
-        return
-    if from_core and not is_core_module(name):
-        yield f"{room} may not import {name.removeprefix(PACKAGE + '.')}: the core imports nothing but itself"
-        return
-    if room in (INIT, "topology") and is_core_module(name):
-        return
-    target = name.split(".")[1]
-    if target.startswith("__") and target != "__main__":
-        return  # megatron_longctx.__version__ and the like
-    if target not in ROOMS:
-        yield f"{target} is no room known to this test; give it its place in ROOMS"
-    elif target != room and (room == INIT or ROOMS.index(target) > ROOMS.index(room)):
-        yield f"{room} may not import {target}: imports point only up the list"
+def broken_laws(name: str, wing: str, file: str) -> Iterator[str]:
+    """What is wrong with `wing` importing `name` in `file`."""
+    for part, module, excepted in FORBIDDEN:
+        if stands_in(file, part) and within(name, module) and file.rsplit("/", 1)[-1] not in excepted:
+            yield f"{part} may not import {module}"
+    top, _, rest = name.partition(".")
+    if top != PACKAGE and wing == "core" and top not in (*CORE_NEEDS, *sys.stdlib_module_names):
+        yield f"core may not import {top}: it needs torch and numpy alone"
+    target = rest.split(".")[0]
+    if top != PACKAGE or not target or (target.startswith("__") and target != "__main__"):
+        return  # other packages, megatron_longctx.__version__ and the like
+    if target not in WINGS:
+        if wing != INIT:
+            yield f"{target} is no wing known to this test; give it its place in WINGS"
+    elif target != wing and (target != "core" if wing == INIT else WINGS.index(target) > WINGS.index(wing)):
+        yield f"{wing} may not import {target}: imports point only up the list"
 
 
 def violations(root: Path) -> list[str]:
@@ -108,13 +99,13 @@ def violations(root: Path) -> list[str]:
     found = []
     for path in sorted(root.rglob("*.py")):
         module = PurePosixPath(path.relative_to(root).as_posix())
-        room = module.parts[0].removesuffix(".py")
-        if room not in (INIT, *ROOMS):
-            found.append(f"{module}: {room} is no room known to this test; give it its place in ROOMS")
+        wing = module.parts[0].removesuffix(".py")
+        if wing not in (INIT, *WINGS):
+            found.append(f"{module}: {wing} is no wing known to this test; give it its place in WINGS")
             continue
-        source, from_core = path.read_text(encoding="utf-8"), is_core(str(module.with_suffix("")))
+        source = path.read_text(encoding="utf-8")
         for line, name in imported_modules(ast.parse(source), module):
-            found += [f"{module}:{line}: {law}" for law in broken_laws(name, room, path.name, from_core)]
+            found += [f"{module}:{line}: {law}" for law in broken_laws(name, wing, str(module))]
         if (lines := len(source.splitlines())) > MAX_LINES:
             found.append(f"{module}: {lines} lines, at most {MAX_LINES}; split it")
     return found
