@@ -48,7 +48,7 @@ evaluate() { # NAME RUN WORDS...
     for job in "${jobs[@]}"; do wait "$job"; done
 }
 folders() { printf 'eval/%s/losses' "$1"; printf ",eval/$1/%s" "${lengths[@]}"; }
-evaluate published runs/smollm2
+evaluate published runs/smollm2 inference.max_model_len=65536
 evaluate yarn runs/smollm2 "${yarn[@]}"
 
 train() { # RUN FROM LENGTH BATCH STEPS LR

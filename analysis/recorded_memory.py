@@ -92,7 +92,7 @@ def attention_peaks() -> Iterator[AttentionPeak]:
             current = cell.get("commit", "fea8452").startswith(("fea8452", "7d5fdb3"))
             if not (current and cell.get("ours") and cell.get("peak_bytes") and length // ranks > 4096):
                 continue
-            if name.split()[0] in ("zigzag", "all_gather"):
+            if name.split()[0] in ("zigzag", "all_gather") or "head_chunks" in name:
                 continue
             alone = name.startswith("one device")  # over the number of tokens with the FLOPs of one rank
             config = replace(
@@ -103,7 +103,6 @@ def attention_peaks() -> Iterator[AttentionPeak]:
                     llama.parallelism,
                     context_parallel_size=1 if alone else ranks,
                     schedule="zigzag" if alone else name.split()[0],
-                    head_chunks=2 if "head_chunks=2" in name else 1,
                 ),
             )
             yield AttentionPeak(f"{ranks} GPUs, {length} tokens, {cell['heads']}, {name}", config, cell["peak_bytes"])

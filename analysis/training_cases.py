@@ -5,7 +5,8 @@ of every case. Every case becomes an ordinary run folder under `run.root`. All r
 processes, which compile and choose kernels once. `documents:` may name datasets to make if they are missing, from text
 that is cut into documents of drawn lengths (`benchmarks.cases.dataset_documents`), for example
 `data/x: {kind: log_normal, tokens: 1000000}`. OUT.json and OUT.md record the runs as `analysis.record` does. A case
-that fails ends the job; earlier cases are recorded.
+that fails ends the job; earlier cases are recorded. The word `baseline=te_p2p` (or te_all_gather, te_a2a) in a case
+replaces this project's attention by TransformerEngine's context parallelism, on GPUs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from analysis import transformer_engine
 from analysis.record import read_run, write
+from analysis.transformer_engine import BASELINES
 from benchmarks.cases import dataset_documents
 from megatron_longctx import memory
 from megatron_longctx.comm.local_ranks import run_ranks
@@ -41,15 +45,21 @@ from megatron_longctx.training.preflight import check
 from megatron_longctx.training.run_folder import RunFolder
 from megatron_longctx.training.text import Source, prepare, prepare_missing
 
+_BASELINE = "baseline="
+
 
 @dataclass(frozen=True)
 class Cases:
-    """The contents of a file of cases; each case is named by its run, and `documents` are datasets by prefix."""
+    """The contents of a file of cases; each case is named by its run, and `documents` are datasets by prefix.
+
+    baselines: TransformerEngine's attention in place of ours, keyed by the name of the case.
+    """
 
     title: str
     note: str
     configs: tuple[Config, ...]
     documents: Mapping[str, Mapping[str, Any]]
+    baselines: Mapping[str, str]
 
 
 def read_cases(path: Path) -> Cases:
@@ -62,8 +72,16 @@ def read_cases(path: Path) -> Cases:
         expected = "`title:`, `shared:` and `cases:`, names with lists of settings"
         raise refuse("cases", path, expected, "See analysis/cases.")
     shared = contents.get("shared", [])
-    configs = tuple(compose_config([*shared, *words, f"run.name={name}"]) for name, words in contents["cases"].items())
-    return Cases(str(contents["title"]), str(contents.get("note", "")), configs, contents.get("documents", {}))
+    configs, baselines = [], {}
+    for name, words in contents["cases"].items():
+        settings = [word for word in words if not word.startswith(_BASELINE)]
+        configs.append(compose_config([*shared, *settings, f"run.name={name}"]))
+        for word in set(words) - set(settings):
+            baselines[name] = word.removeprefix(_BASELINE)
+            if baselines[name] not in BASELINES:
+                raise refuse("baseline", baselines[name], f"one of {', '.join(BASELINES)}", f"Correct case {name}.")
+    title, note = str(contents["title"]), str(contents.get("note", ""))
+    return Cases(title, note, tuple(configs), contents.get("documents", {}), baselines)
 
 
 def make_documents(prefix: Path, kind: str, tokens: int) -> None:
@@ -92,6 +110,7 @@ def _cut(lengths: Sequence[int]) -> Iterator[str]:
 def _rank(rank: int, cases: Cases, out: Path) -> None:
     """Train and record every case; free the device's memory in between."""
     from megatron_longctx.mcore import groups
+    from megatron_longctx.mcore.sequence import build_sequence
     from megatron_longctx.training.loop import Trainer
     from megatron_longctx.training.signals import StopRequest
     from megatron_longctx.training.worker import configure_logging
@@ -104,7 +123,9 @@ def _rank(rank: int, cases: Cases, out: Path) -> None:
             folder.prepare(config, None)
         dist.barrier()
         configure_logging(folder.log, rank)
-        trainer = Trainer(config, folder, StopRequest())
+        baseline = cases.baselines.get(config.run.name)
+        build = build_sequence if baseline is None else partial(transformer_engine.build_sequence, baseline)
+        trainer = Trainer(config, folder, StopRequest(), build)
         trainer.train()
         del trainer
         groups.destroy()
@@ -114,6 +135,7 @@ def _rank(rank: int, cases: Cases, out: Path) -> None:
             torch.cuda.reset_peak_memory_stats()
         if rank == 0:
             recorded.append(read_run(folder.path))
+            recorded[-1]["config"]["attention"]["baseline"] = baseline
             write(recorded, out, cases.title, cases.note)
 
 

@@ -155,7 +155,7 @@ def _one_device(n: int, device_type: str) -> list[Contender]:
 def _modes(group: dist.ProcessGroup, case: Case, options: Options) -> list[Contender]:
     """Return this package's modes, each with its relevant options."""
     n = dist.get_world_size(group)
-    candidates = candidate_modes(n, case.workload, Cluster("here", 1, n, Mesh(1.0)), case.length)
+    candidates = candidate_modes(n, Cluster("here", 1, n, Mesh(1.0)), case.length)
     chosen = [mode for mode in candidates if mode.name in options.modes]
     return [Contender(str(mode), partial(_ours, group, mode, options), ours=True) for mode in chosen]
 

@@ -1,4 +1,4 @@
-"""Fits the coefficients of `inference.rule=empirical` to measured prompts.
+"""Fits the empirical rule of "Context Parallelism for Scalable Million-Token Inference" to measured prompts.
 
 For T new and P cached tokens, h = alpha ln T + beta ln(T / (T + P)) + gamma approximates, by least squares, the
 logarithm of the speed-up from passing keys and values instead of queries.
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Fit, and write JSON and a Markdown table."""
     measured = [each for path in arguments.prompts for each in prompts(json.loads(path.read_text()), arguments.ranks)]
     fitted = fit(measured)
-    words = " ".join(f"inference.rule_{n}={x:.4g}" for n, x in zip(("alpha", "beta", "gamma"), fitted, strict=True))
+    words = " ".join(f"{n}={x:.4g}" for n, x in zip(("alpha", "beta", "gamma"), fitted, strict=True))
     rows = [
         [f"{p.new:,}", f"{p.new + p.cached:,}", f"{1e3 * p.pass_kv:.1f}", f"{1e3 * p.pass_q:.1f}",
          "pass_kv" if score(p, fitted) > 0 else "pass_q", f"{slower(p, fitted):.1%}"]

@@ -20,7 +20,7 @@ from megatron_longctx.calibrate.command import calibrate
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
 from megatron_longctx.errors import refuse
-from megatron_longctx.inference.choice import calibration_file, find_rule_inputs
+from megatron_longctx.inference.choice import calibration_file, find_facts
 from megatron_longctx.mcore.inference import inference_config
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
@@ -129,7 +129,7 @@ def _calibrate_missing(config: Config) -> None:
     """Calibrate this device for the simulator unless that was done before."""
     n, device = config.parallelism.context_parallel_size, config.train.device
     ranks = Ranks.of(n, device, least=1)
-    if n > 1 and find_rule_inputs(config, torch.device(ranks.device)).costs is None:
+    if n > 1 and find_facts(config, torch.device(ranks.device)).costs is None:
         logger.info("%s is missing: calibrating", calibration_file(config, torch.device(ranks.device)))
         attention = replace(config.attention, transport=config.inference.transport)
         calibrate(ranks, replace(config, attention=attention, data=replace(config.data, seq_length=1)))

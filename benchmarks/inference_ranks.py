@@ -20,7 +20,7 @@ from megatron_longctx.config import Config, InferenceConfig
 from megatron_longctx.errors import refuse
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChunk
-from megatron_longctx.inference.choice import Chooser, Decision, rule_inputs_of_rank_0
+from megatron_longctx.inference.choice import Chooser, Decision, facts_of_rank_0
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import NextToken, Session
@@ -70,7 +70,7 @@ class FirstToken:
     new: int
     # of all iterations, without the first if there are others, by mode
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    auto: str | None = None  # the mode that the configured rule chooses, for prompts that are computed in one pass
+    auto: str | None = None  # the mode that `auto` chooses, for prompts that are computed in one pass
     predicted: dict[str, float] = field(default_factory=dict)  # simulated seconds of one layer, by mode
 
     @property
@@ -160,8 +160,7 @@ class _Benchmark:
         self._sweep, self._n = sweep, config.parallelism.context_parallel_size
         self._chunk = config.inference.prefill_chunk
         self._device = engine.model.attention.device
-        rule = config.inference.rule if self._n > 1 else "bytes"
-        self._chooser = _RecordingChooser(rule_inputs_of_rank_0(config, self._device), config.inference.mode, rule)
+        self._chooser = _RecordingChooser(facts_of_rank_0(config, self._device), config.inference.mode)
         self._modes = sweep.modes if self._n > 1 else sweep.modes[:1]
         self._cache_manager = _RewindableCacheManager(self._n, pages_per_rank(config), config.inference.page_tokens)
         settings = InferenceConfig(decode=engine.settings.decode, cuda_graphs=engine.settings.cuda_graphs)

@@ -27,6 +27,15 @@ from .files import bundled, read_yaml
 
 RESOLVED = "resolved.yaml"
 _KEYS = keys_of(Config)
+_REMOVED = {
+    "attention.baseline": None,
+    "parallelism.head_chunks": 1,
+    "inference.rule": "auto",
+    "inference.rule_alpha": -1.059,
+    "inference.rule_beta": 1.145,
+    "inference.rule_gamma": 12.112,
+}
+"""Keys that earlier versions had, with the values by which they changed nothing. Other values are refused."""
 _MAX_TEXT, _MAX_FIGURE = 10_000, 200  # characters of an override's value
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _own_recipes: list[Path] = []
@@ -54,8 +63,11 @@ def compose_config(overrides: Sequence[str]) -> Config:
     return config
 
 
-def override_config(config: Config, overrides: Sequence[str]) -> Config:
+def override_config(config: Config, overrides: Sequence[str], training: bool = True) -> Config:
     """Return `config`, for example that of a run, with overrides as for `compose_config`, except `experiment`.
+
+    Args:
+        training: see `config.validate`.
 
     Raises:
         ValueError: as `compose_config`.
@@ -76,7 +88,7 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
         result = cast(Config, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ValueError(explain(error, overrides)) from None
-    validate(result)
+    validate(result, training)
     return result
 
 
@@ -101,6 +113,10 @@ def load_config(path: Path) -> Config:
         # run.root is written last. Without this check, a file that is cut short would leave other keys at defaults.
         if OmegaConf.select(loaded, "run.root") is None or not path.read_bytes().endswith(b"\n"):
             raise ValueError("it is empty or cut short")
+        for key, unused in _REMOVED.items():  # of runs of earlier versions
+            section, _, name = key.partition(".")
+            if OmegaConf.select(loaded, key, default=...) == unused:
+                del loaded[section][name]
         config = config_from_dict(loaded)
     except (FileNotFoundError, NotADirectoryError):
         remedy = "Start the run with `megatron-longctx train`."

@@ -16,7 +16,7 @@ def refuse(name: str, value: object, expected: str, remedy: str) -> ValueError:
 
     name: the argument or key that has the value; the message begins with it, and the error has it as `argument`.
     """
-    error = ValueError(f"{name}={shown(value)}: expected {expected}. {remedy}")
+    error = ValueError(f"{shown(name)}={shown(value)}: expected {expected}. {remedy}")
     error.argument = name  # type: ignore[attr-defined]
     return error
 
@@ -27,6 +27,11 @@ def shown(value: object) -> str:
     if not is_line(text):
         text = ascii(text)[1:-1]
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}… ({len(text):,} characters)"
+
+
+def printable(text: str) -> str:
+    """Return `text` for a terminal: control characters, which files may have, are escaped, except line breaks."""
+    return "".join(letter if letter == "\n" or is_line(letter) else ascii(letter)[1:-1] for letter in text)
 
 
 def is_line(value: str) -> bool:

@@ -1,8 +1,9 @@
-"""Folders that ship with the package, YAML from untrusted sources, and atomic writes of small files."""
+"""Folders that ship with the package, small files from untrusted sources, and atomic writes of small files."""
 
 from __future__ import annotations
 
 import os
+import stat
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def write_text(path: Path, text: str) -> None:
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as stream:
+        with open(partial, "w", encoding="utf-8", opener=_open_no_link) as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -29,6 +30,27 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Return the content of a file from an untrusted source, which may be a device or a pipe without an end.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a regular file, or has more than `most` bytes.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise ValueError("a device or a pipe, not a file")
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"more than {most:,} bytes")
+    return content
 
 
 def bundled(name: str) -> Path:
@@ -57,9 +79,7 @@ def read_yaml(path: Path) -> Any:
         ValueError: it is large, deep, not UTF-8 or not YAML, or it contains expressions: anchors, whose aliases
             multiply, or `${…}`, which reads the environment.
     """
-    if path.stat().st_size > _MAX_YAML_BYTES:
-        raise ValueError(f"more than {_MAX_YAML_BYTES:,} bytes")
-    content = path.read_text(encoding="utf-8")
+    content = read_bytes(path, _MAX_YAML_BYTES).decode()
     if "${" in content:
         raise ValueError("${…} where values are expected")
     depth = 0

@@ -30,6 +30,11 @@ def max_gpu_ranks() -> int:
     return torch.cuda.device_count() * ranks_per_gpu()
 
 
+def uses_cuda(device: str) -> bool:
+    """Whether ranks with `train.device=device` run on GPUs."""
+    return device != "cpu" and torch.cuda.is_available()
+
+
 def use_gpu(local_rank: int) -> None:
     """Make the GPU of a rank of this host the current device of this process."""
     sharing = ranks_per_gpu()

@@ -1,4 +1,4 @@
-"""Names that every room uses: shape letters, axis names and metric keys.
+"""Names that every room uses: shape letters and metric keys.
 
 Shape letters, which may be suffixes of tensors (e.g. `q_sbhd`):
 
@@ -14,11 +14,6 @@ process-group axis, `dim` a tensor dimension.
 """
 
 from typing import Final
-
-CONTEXT_AXIS: Final = "cp"
-TENSOR_AXIS: Final = "tp"
-PIPELINE_AXIS: Final = "pp"
-DATA_AXIS: Final = "dp"
 
 STEP: Final = "train/step"
 TOKENS: Final = "train/tokens"

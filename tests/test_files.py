@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx import files
+from megatron_longctx.compose import load_config
 from tests.shared.jobs import PATIENCE_S, clean_environment
 
 
@@ -18,6 +20,29 @@ def test_text_is_written(tmp_path: Path) -> None:
     files.write_text(tmp_path / "note", "secönd\n")
     assert (tmp_path / "note").read_text(encoding="utf-8") == "secönd\n"
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
+def test_what_is_not_a_small_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"x" * 6)
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ValueError, match="a device or a pipe, not a file"):
+            files.read_bytes(path, 5)
+        with pytest.raises(ValueError, match=r"not a configuration of this version \(a device or a pipe"):
+            load_config(path)
+    with pytest.raises(ValueError, match="more than 5 bytes"):
+        files.read_bytes(tmp_path / "large", 5)
+    with pytest.raises(IsADirectoryError):
+        files.read_bytes(tmp_path, 5)
+    assert files.read_bytes(tmp_path / "large", 6) == b"x" * 6
+
+
+def test_a_link_in_place_of_the_partial_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / f"note.{os.getpid()}.partial").symlink_to("precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        files.write_text(tmp_path / "note", "text")
+    assert (tmp_path / "precious").read_text() == "kept"
 
 
 # A separate process, because the limit cannot be raised again. Python ignores its signal.

@@ -10,11 +10,11 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from benchmarks.fit import Coefficients, Prompt, fit, prompts, score, slower
-from megatron_longctx.inference.choice import RuleInputs, algorithm_1, algorithm_5
 from megatron_longctx.schedules.cost import GIB
 from megatron_longctx.schedules.plan import ALL_HEADS
 
 from . import decoding, tensor_parallel
+from .cp_inference_rules import RuleInputs, algorithm_1, algorithm_5
 from .nodes import ATTENTION_TFLOPS, HEADS, LAYERS, RDMA, TCP, TP, WEIGHTS, batch, cluster, costs, first_token
 from .page import Cell, Proof, Results, Table, cell, paper, proofs, recorded
 
@@ -106,7 +106,7 @@ def rules() -> Table:
     rows: list[list[Cell]] = []
     for cached, new, kv, q in TABLE_4:
         prompt = Prompt(new, cached, kv, q)
-        first, fifth = (rule(new, cached, 4, inputs)[0] for rule in (algorithm_1, algorithm_5))
+        first, fifth = (rule(new, cached, 4, inputs) for rule in (algorithm_1, algorithm_5))
         simulated = first_token(4, new, cached) < first_token(4, new, cached, "pass_q")
         taken = (first, fifth, score(prompt, PRINTED) > 0, score(prompt, ours) > 0, simulated)
         rows.append(

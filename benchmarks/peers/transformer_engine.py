@@ -8,7 +8,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from megatron_longctx.mcore.baseline import TransformerEngineAttention
+from analysis.transformer_engine import TransformerEngineAttention
 
 from ..cases import Case
 from ..measure import Contender, Prepared
@@ -26,7 +26,7 @@ def contenders(group: dist.ProcessGroup, kernel: str) -> list[Contender]:
 
 
 def _engine(group: dist.ProcessGroup, kind: str, case: Case) -> Prepared:
-    """Prepare the attention that `attention.baseline` trains with."""
+    """Prepare the attention that training cases compare with."""
     check_parts(case, 2 * dist.get_world_size(group))
     attention = TransformerEngineAttention(group, kind)
     attention.check_heads(case.num_heads, case.num_kv_heads)

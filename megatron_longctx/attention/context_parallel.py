@@ -65,9 +65,9 @@ class ContextParallelAttention:
         layout: a name in `layout.LAYOUTS`, or auto for the one that balances the schedule.
         deterministic: whether to use only kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
-        kv_format: makes the format in which keys and values are sent and attended in calls with `inference`, from their
-            head dims and dtype (`kv_format.int8_kv`, or a class); None to leave them unconverted. One rank alone sends
-            nothing and stays exact.
+        kv_format: makes the format in which keys and values are sent and attended in calls with `inference`, from
+            their head dims and dtype (`inference.kv_int8.int8_kv`, or a class); None to leave them unconverted. One
+            rank alone sends nothing and stays exact.
         keep_received: whether calls that will be differentiated keep received blocks, so that backward does not
             exchange them again. None for whether it pays (see `schedules.backward`).
         sum_in_node: whether partial gradients are summed within a node of `options.cluster` before they are sent to
@@ -78,6 +78,9 @@ class ContextParallelAttention:
         ValueError: an unknown schedule, keep_received or sum_in_node, or options or a layout that the schedule refuses.
             The first call, which knows shapes, refuses a kernel that does not support them.
     """
+
+    _executor = "program"
+    """`program`, `plan` or `calls first` (see `execute.Pass`), to compare them."""
 
     def __init__(
         self,
@@ -205,7 +208,8 @@ class ContextParallelAttention:
             v: this rank's values `[s, b, g, e]`.
             mask: what the tokens of the whole sequence see (`schedules.mask`); a number of tokens for a causal mask.
             scale: factor of the scores; default `d ** -0.5`.
-            sink: `[h]`, a logit per head that takes part in every softmax and has no value; None for none.
+            sink: `[h]`, a logit per head that takes part in every softmax and has no value; None for none. Its gradient
+                has its dtype and is this rank's part: in fp32, the sum over ranks is not a sum of rounded parts.
             result: the result of `forward` for these inputs; it is returned unchanged, differentiably, and nothing is
                 computed or sent before backward.
             inference: whether nothing will be differentiated; only then `kv_format` has an effect.
@@ -303,7 +307,7 @@ class ContextParallelAttention:
         plan = sum_in_nodes(self.plan(mask), self._devices[shapes.device].summed)
         hosts = None if runtime.transport is None else runtime.transport.hosts
         target = Target(shapes.workload, runtime.kernel.takes, hosts)
-        passes = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, runtime)
+        passes = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, runtime, self._executor)
         with self._lock:
             self._kinds.add(kind)
             passes = self._bound.setdefault(key, passes)  # another thread may have been faster

@@ -6,7 +6,7 @@ key, merged once at the end, so plans do not contain it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice, product, starmap
@@ -20,6 +20,7 @@ from ..kernels.no_grad import first_order
 from ..schedules import Kind, Lowering, Plan, Target, Workload, backward_plan
 from ..schedules.mask import FAR
 from .bind import Bound, Fields, Runtime, Shapes, bind
+from .execute import Pass, Replay
 from .kv_format import KVFormat, plain_kv
 from .run import Run
 
@@ -40,20 +41,43 @@ class Passes:
     rank: int
     shapes: Shapes
     runtime: Runtime
+    executor: str = "program"
 
     @cached_property
-    def forward(self) -> Bound:
-        return bind(Lowering(self.plan, self.target), self.rank, self.shapes, self.runtime)
+    def forward(self) -> Bound | Pass:
+        return self._bind(self.plan)
 
     @cached_property
-    def backward(self) -> Bound:
-        return bind(Lowering(backward_plan(self.plan), self.target), self.rank, self.shapes, self.runtime)
+    def backward(self) -> Bound | Pass:
+        return self._bind(backward_plan(self.plan))
+
+    def _bind(self, plan: Plan) -> Bound | Pass:
+        lowering, packed = Lowering(plan, self.target), self.shapes.kv != self.shapes.kv_grad
+        return bind_pass(lowering, self.rank, self.shapes, self.runtime, packed, self.executor)
 
     @cached_property
     def kept_heads(self) -> list[range | None]:
         """For each kept entry the heads of its queries; None for keys."""
         entries = self.forward.program.kept
         return [self.shapes.heads(Kind.OUT, each[1].heads) if len(each) == 2 else None for each in entries]
+
+
+def bind_pass(
+    lowering: Lowering, rank: int, shapes: Shapes, runtime: Runtime, packed: bool, executor: str
+) -> Bound | Pass:
+    """Return a pass for an executor: `program` for the present one, `plan` or `calls first` (see `Pass`)."""
+    if executor == "program":
+        return bind(lowering, rank, shapes, runtime)
+    return Pass(lowering, rank, shapes, runtime, packed, executor == "calls first")
+
+
+def run_pass(of: Bound | Pass, own: dict[Kind, Fields], scale: float, kept: Sequence[Fields] = ()) -> Run | Replay:
+    """Run a pass with either executor; see `Run`."""
+    if isinstance(of, Pass):
+        return of.run(own, scale, kept)
+    run = Run(of, own, scale, kept)
+    run()
+    return run
 
 
 def shapes_of(q: Tensor, k: Tensor, v: Tensor, kv: KVFormat | None = None) -> Shapes:
@@ -81,8 +105,7 @@ def forward_pass(
         for into, source in passes.shapes.kv.pairs(packed, k, v):
             into.copy_(source)
         own = (packed,)
-    run = Run(passes.forward, {Kind.Q: (q,), Kind.KV: own}, scale)
-    run()
+    run = run_pass(passes.forward, {Kind.Q: (q,), Kind.KV: own}, scale)
     (out, lse), kept = run.result(Kind.OUT), run.kept
     if sink is None:
         return out, lse, kept
@@ -140,8 +163,7 @@ class AttentionFunction(torch.autograd.Function):
         tensors = iter(saved)
         kept = [tuple(islice(tensors, size)) for size in kept_sizes]
         own = {Kind.Q_GRAD: (q, out, grad_out, lse), Kind.GRAD: (grad_out,), Kind.KV: (k, v)}
-        run = Run(ctx.passes.backward, own, ctx.scale, kept)
-        run()
+        run = run_pass(ctx.passes.backward, own, ctx.scale, kept)
         grad_sink = None if sink is None else sink_gradient(sink, out, lse, grad_out)
         return *run.result(Kind.DQ), *run.result(Kind.DKV), grad_sink, None, None, None
 

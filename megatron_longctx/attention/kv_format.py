@@ -9,14 +9,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import refuse
 from ..kernels.batched_copy import Pair
-from ..kernels.quantize_kv import SCALE_BYTES, pack_kv, unpack_kv
 
 
 class TensorSpec(NamedTuple):
@@ -33,6 +31,9 @@ class TensorSpec(NamedTuple):
 
 class KVFormat(ABC):
     """A way to store and send keys `[t, b, g, d]` and values `[t, b, g, e]`."""
+
+    splits_into_views: ClassVar[bool] = True
+    """Whether `split` returns parts of the rows, which change with them."""
 
     @property
     def row_bytes(self) -> int:
@@ -60,17 +61,6 @@ MakeFormat = Callable[[int, int, torch.dtype], KVFormat]
 def plain_kv(head_dim: int, value_dim: int, dtype: torch.dtype) -> KVFormat:
     """Return the format of unconverted keys and values."""
     return StackedKV(head_dim, dtype) if head_dim == value_dim else JoinedKV(head_dim, value_dim, dtype)
-
-
-def int8_kv(head_dim: int, value_dim: int, dtype: torch.dtype) -> KVFormat:
-    """Return the format of 8-bit integers.
-
-    Raises:
-        ValueError: the head dims differ.
-    """
-    if head_dim != value_dim:
-        raise refuse("head dimension of values", value_dim, f"{head_dim}, as of keys", "Take another format.")
-    return Int8KV(head_dim, dtype)
 
 
 @dataclass(frozen=True)
@@ -108,24 +98,3 @@ class JoinedKV(KVFormat):
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return rows[..., : self.head_dim], rows[..., self.head_dim :]
-
-
-@dataclass(frozen=True)
-class Int8KV(KVFormat):
-    """8-bit integers with a scale for every token and head (`kernels.quantize_kv`); forward only.
-
-    dtype: the dtype in which attention is computed.
-    """
-
-    head_dim: int
-    dtype: torch.dtype
-
-    def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:
-        return TensorSpec((tokens, 2, batch, heads, self.head_dim + SCALE_BYTES), torch.uint8, device)
-
-    def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
-        pack_kv(k, v, into)
-        return []
-
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return unpack_kv(rows, self.dtype)

@@ -136,11 +136,10 @@ def kernel_costs(testbed: Testbed, effort: Effort) -> Costs:
 
 def _shapes(testbed: Testbed, effort: Effort) -> Iterator[_Shape]:
     work, ranks = testbed.workload, testbed.n
-    halves = 2 * ranks  # parts if heads are exchanged in two chunks
-    for parts in _doubled(1, halves if work.num_kv_heads % halves == 0 else ranks):
+    for parts in _doubled(1, ranks):
         if work.num_heads % parts:
             continue
-        sizes = _doubled(effort.min_tokens, effort.max_tokens * min(parts, ranks))
+        sizes = _doubled(effort.min_tokens, effort.max_tokens * parts)
         rectangles = [(q, k) for q in sizes for k in sizes if q * k <= effort.max_tokens**2]
         if parts > 1:  # the calls of modes that share heads: long sequences, nearly square; every other size suffices
             sizes = sizes[::-2][::-1]

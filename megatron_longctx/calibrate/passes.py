@@ -17,12 +17,11 @@ from ..comm import BufferPool, gather_objects
 from ..inference.batch import Batch
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CacheShape
-from ..schedules import MODES, Kind, Lowering, Mode, Target, Workload
+from ..schedules import MODES, Kind, Lowering, Mode, Target
 from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.cost import Costs, ModeSample
 from ..schedules.mask import causal
 from ..schedules.modes import SearchContext
-from ..schedules.modes.ulysses import Ulysses
 from ..schedules.select import Candidate, Problem, rank_modes
 from ..schedules.simulate import simulate
 from ..topology import Cluster
@@ -82,14 +81,14 @@ def _pass_seconds(testbed: Testbed, batch: Batch, lowering: Lowering, shape: Cac
     return statistics.median(mean_seconds(run, testbed.device, _PASSES) for _ in range(3))
 
 
-def candidate_modes(n: int, workload: Workload, cluster: Cluster, length: int = 0) -> list[Mode]:
-    """Return all modes that `auto` considers for `n` ranks, and Ulysses in two chunks of the heads."""
-    context = SearchContext(n, length, workload.num_kv_heads, cluster)
+def candidate_modes(n: int, cluster: Cluster, length: int = 0) -> list[Mode]:
+    """Return all modes that `auto` considers for `n` ranks."""
+    context = SearchContext(n, length, cluster)
     modes: list[Mode] = []
     for mode in MODES.values():
         with suppress(ValueError):
             modes += mode.candidates(context)
-    return modes if Ulysses(2) in modes else [*modes, Ulysses(2)]
+    return modes
 
 
 def modes_to_measure(ranking: Sequence[Candidate]) -> list[Candidate]:
@@ -114,7 +113,7 @@ def mode_samples(testbed: Testbed, cluster: Cluster, costs: Costs, lengths: Sequ
     target, samples = Target(testbed.workload, testbed.choose_kernel().takes, testbed.transport.hosts), []
     for length in lengths:
         problem = Problem(testbed.n, causal(length), target, keep_received=None)
-        modes = candidate_modes(testbed.n, testbed.workload, cluster, length)
+        modes = candidate_modes(testbed.n, cluster, length)
         ranking = [each for each in rank_modes(problem, cluster, costs, candidates=modes) if not each.reason]
         # Rank 0's choice, since costs may differ among ranks.
         chosen = gather_objects(testbed.group, [each.name for each in modes_to_measure(ranking)])[0]

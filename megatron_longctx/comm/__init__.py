@@ -3,7 +3,7 @@
 `P2PTransport` sends and receives batches of messages on its own stream. With `PeerTransport`, receivers pull from the
 senders' memory. `HybridTransport` uses peer memory within hosts and messages between them. `choose_transport` selects a
 transport. `BufferPool` provides memory for received messages, and `StreamClock` measures how long a rank waits for
-them. `PeerMerge` merges the partial results of several ranks for the same queries.
+them.
 """
 
 from importlib import import_module
@@ -24,9 +24,8 @@ from .p2p import Channel, Exchange, P2PTransport, Transport
 if TYPE_CHECKING:
     from .hybrid import HybridTransport, choose_transport
     from .peer import PeerTransport, SymmetricExchange
-    from .peer_memory import PeerMerge
 
-_ON_FIRST_USE = {"HybridTransport": "hybrid", "choose_transport": "hybrid", "PeerMerge": "peer_memory"}
+_ON_FIRST_USE = {"HybridTransport": "hybrid", "choose_transport": "hybrid"}
 _ON_FIRST_USE |= {"PeerTransport": "peer", "SymmetricExchange": "peer"}
 
 

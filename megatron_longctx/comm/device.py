@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -102,12 +102,13 @@ class StreamClock:
         return event
 
 
-@contextmanager
-def timed(clock: StreamClock | None) -> Iterator[None]:
+def timed(clock: StreamClock | None) -> AbstractContextManager[object]:
     """Time the enclosed work of the caller's stream if `clock` is running."""
-    if clock is None or not clock.running:
-        yield
-        return
+    return nullcontext() if clock is None or not clock.running else _running(clock)
+
+
+@contextmanager
+def _running(clock: StreamClock) -> Iterator[None]:
     clock.start()
     try:
         yield

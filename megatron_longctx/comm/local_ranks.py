@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,141 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .rendezvous import RankInfo, connect_store, host_store, join_group, listen
+
+_KILLED_END_WITHIN_S = 5.0  # unless the kernel holds them, as in a file system that hangs
+_GRACE_S = 2.0
+_TRACEBACK_CHARS = 30_000  # less than a pipe takes without a reader
+
+
+class RankFailed(Exception):
+    """The process of a rank ended with an error.
+
+    Attributes:
+        exitcode: negative: the signal that killed it.
+        traceback: of its exception; empty if it had none.
+    """
+
+    def __init__(self, rank: int, exitcode: int, traceback: str = "") -> None:
+        self.rank, self.exitcode, self.traceback = rank, exitcode, traceback
+        super().__init__(f"rank {rank} {self._what()}{traceback and chr(10)}{traceback}")
+
+    @property
+    def signal_name(self) -> str | None:
+        """The signal that killed it, as `SIGKILL`."""
+        known = {int(number): number.name for number in signal.Signals}
+        return known.get(-self.exitcode, f"signal {-self.exitcode}") if self.exitcode < 0 else None
+
+    @property
+    def summary(self) -> str:
+        """One line: `rank 1 failed: ValueError: …`, `rank 1 was killed by SIGKILL`, `rank 1 ended with exit code 3`."""
+        return f"rank {self.rank} {self._what()}"
+
+    def _what(self) -> str:
+        if self.signal_name:
+            return f"was killed by {self.signal_name}"
+        # The last line of a traceback is `module.Class: message`.
+        kind, colon, message = self.traceback.rstrip().rpartition("\n")[2].partition(":")
+        return f"failed: {kind.rpartition('.')[2]}{colon}{message}" if kind else f"ended with exit code {self.exitcode}"
+
+
+class RankProcesses:
+    """New processes of this host that each run `fn(rank, *args)`.
+
+    Their ends are seen by their exit codes: a pipe, such as a process's sentinel, stays open as long as any process
+    that a rank has started.
+
+    Args:
+        fn: a picklable (module-level) function.
+        start_method: of `multiprocessing`.
+        daemon: whether Python ends them when this process exits.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        ranks: Iterable[int],
+        start_method: str = "spawn",
+        daemon: bool = False,
+    ) -> None:
+        context: Any = mp.get_context(start_method)
+        self._ranks, self._lock = list(ranks), threading.Lock()
+        self._reports: list[Connection] = []
+        self._processes: list[Any] = []
+        self._failed: RankFailed | None = None
+        for rank in self._ranks:
+            report, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_process, args=(sender, fn, rank, args), daemon=daemon)
+            process.start()
+            sender.close()
+            self._reports.append(report)
+            self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all have ended. Return whether they have, within `timeout` seconds.
+
+        Raises:
+            RankFailed: one ended with an error, the first that was seen; the others may still run.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            codes = self._exit_codes()
+            if self._failed is not None:
+                raise self._failed
+            running = [process.sentinel for process, code in zip(self._processes, codes, strict=True) if code is None]
+            left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+            if not running or left <= 0:
+                return not running
+            wait(running, left)
+
+    def end(self, grace_s: float) -> None:
+        """End the processes: after `grace_s` by SIGTERM, and after as long again by SIGKILL."""
+        self._join(grace_s)
+        self._signal(signal.SIGTERM)
+        self._join(grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the processes that still run."""
+        self._signal(signal.SIGKILL)
+        self._join(_KILLED_END_WITHIN_S)
+
+    def _exit_codes(self) -> list[int | None]:
+        """Return the exit code of each process, None while it runs, and keep the first failure."""
+        with self._lock:  # of two threads, one would not see the exit code
+            codes = [process.exitcode for process in self._processes]
+            text = ""
+            for rank, code, report in zip(self._ranks, codes, self._reports, strict=True):
+                if code and self._failed is None:
+                    with contextlib.suppress(EOFError):  # killed
+                        text = report.recv() if report.poll() else ""
+                    self._failed = RankFailed(rank, code, text)
+        return codes
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process, code in zip(self._processes, self._exit_codes(), strict=True):
+            if code is None:
+                os.kill(process.pid, number)
+
+    def _join(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while None in self._exit_codes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _rank_process(report: Connection, fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> None:
+    mp._prctl_pr_set_pdeathsig(signal.SIGINT)  # type: ignore[attr-defined]
+    try:
+        fn(rank, *args)
+    except KeyboardInterrupt:
+        pass  # the parent has ended, or the user interrupts: nobody reads what went wrong
+    except Exception:
+        report.send(traceback.format_exc()[-_TRACEBACK_CHARS:])
+        sys.exit(1)
 
 
 def run_ranks(
@@ -40,7 +180,7 @@ def run_ranks(
         start_method: `spawn`, or `forkserver` for ranks that start with the modules that the server has imported.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: the traceback of the first rank that failed.
+        RankFailed: the first rank that failed, with its traceback.
         TimeoutError: the ranks did not end in time and were killed.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -48,27 +188,27 @@ def run_ranks(
         # Passed on explicitly, because a fork server's processes have the environment of the server's start.
         environment = {**os.environ, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         job = (fn, args, store.port, backend, timeout, threads, environment, folder)
-        context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-            _rank_main, args=job, nprocs=world_size, join=False, start_method=start_method
-        )
-        deadline = time.monotonic() + timeout
+        processes = RankProcesses(_rank_main, job, range(world_size), start_method)
         try:
-            while not context.join(timeout=1.0, grace_period=2.0):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{world_size} ranks of {fn.__name__} did not end within {timeout} s")
+            if not processes.wait(timeout):
+                raise TimeoutError(f"{world_size} ranks of {fn.__name__} did not end within {timeout} s")
+        except RankFailed:
+            processes.end(_GRACE_S)
+            raise
         finally:  # if interrupted, for example: this process would wait for ranks that wait for each other
-            for process in context.processes:
-                process.kill()
+            processes.kill()
         return [pickle.loads(Path(folder, f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
 
 def exit_with_parent() -> None:
-    """Exit this process when its parent ends, in whatever way.
+    """Exit this process when its parent ends, in whatever way, even if this one is stopped.
 
     Otherwise it could wait for other ranks until a collective times out, or still compute while the next job runs.
     """
+    mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     parent = multiprocessing.parent_process()
     assert parent is not None, "ranks are child processes"
+    # The parent may have ended before, and that of a fork server's process is the server.
 
     def watch() -> None:
         parent.join()

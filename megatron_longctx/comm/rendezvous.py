@@ -166,7 +166,7 @@ def join_group(place: RankInfo, store: Store | None, timeout_s: float, cuda: boo
         os.environ["GLOO_SOCKET_IFNAME"] = interface_to(first_host)
     if cuda:
         use_gpu(place.local_rank)
-    else:
+    elif "OMP_NUM_THREADS" not in os.environ:  # the user's, or torchrun's 1
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.ranks_sharing_cpus))
     # Without device_id, NCCL connects lazily. With it, eight ranks hung when they left (torch 2.11, NCCL 2.28).
     backend, limit = "nccl" if cuda else "gloo", datetime.timedelta(seconds=timeout_s)

@@ -30,7 +30,6 @@ from .planned import (
     workload_of,
 )
 from .tree import (
-    CACHE_RULES,
     TOKENIZERS,
     Config,
     DataConfig,

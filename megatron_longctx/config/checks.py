@@ -28,15 +28,12 @@ def _is_not(*values: object) -> Callable[[object], bool]:
 
 
 _Rule = tuple[str, Callable[[object], bool], tuple[str, ...], tuple[object, ...] | str | None, str]
-_NO_BASELINE = "Change it, or leave attention.baseline null."
 _BOTH_ON = "It needs both overlap_grad_reduce and optim.distributed."
 # Rules for keys beside another key: that key, the values of it to which the rule applies, the restricted keys, their
 # allowed values (None: their defaults; text: anything but null, in words), and the remedy.
 _RULES: tuple[_Rule, ...] = (
     ("parallelism.schedule", _is_not("auto"), ("parallelism.max_attention_gib",), None,
      "Only auto chooses by memory; leave it null."),
-    ("parallelism.schedule", _is_not("ulysses"), ("parallelism.head_chunks",), None,
-     "Only ulysses exchanges heads in chunks, and auto chooses their number; leave it or choose ulysses."),
     ("parallelism.schedule", _is_not("double_ring", "usp"), ("parallelism.inner_size",), None,
      "Only double_ring and usp divide the ranks; leave it null or choose one of them."),
     ("parallelism.schedule", _is_not("usp"), ("parallelism.outer_schedule",), None,
@@ -75,7 +72,6 @@ _RULES: tuple[_Rule, ...] = (
      "Megatron's MLA rotates queries and keys, equally in all layers."),
     ("model.kv_lora_rank", _is_not(None), ("model.bias", "model.qkv_bias"), None,
      "Megatron's MLA has no biases of queries, keys and values."),
-    ("model.kv_lora_rank", _is_not(None), ("attention.baseline",), None, "It is compared without latents."),
     ("model.num_moe_experts", _is(None), tuple(key for key in keys_of(Config) if key.startswith("model.moe_")), None,
      "Set model.num_moe_experts: without experts nothing reads it."),
     ("model.num_moe_experts", _is(None),
@@ -93,13 +89,6 @@ _RULES: tuple[_Rule, ...] = (
      "A pack is one sequence of many documents; raise data.seq_length instead."),
     ("data.tokenizer", _is_not("byte-level"), ("data.tokenizer_path",), "a path", "Set data.tokenizer_path."),
     ("inference.exact_reuse", _is(True), ("inference.prefill_chunk",), "a number", "Set it to 2048."),
-
-    ("attention.baseline", _is_not(None), ("recompute.mode",), ("none", "layer"), _NO_BASELINE),
-    ("attention.baseline", _is_not(None), ("attention.deterministic",), (False,), _NO_BASELINE),
-    ("attention.baseline", _is_not(None), ("attention.overlap",), (True,), _NO_BASELINE),
-    ("attention.baseline", _is_not(None), ("model.sinks",), ("none",), _NO_BASELINE),
-    ("attention.baseline", _is("te_p2p"), ("model.window",), (None,), _NO_BASELINE),
-    ("attention.baseline", _is_not(None), ("train.device",), ("auto", "cuda"), _NO_BASELINE),
 )  # fmt: skip
 
 
@@ -123,15 +112,18 @@ def check_model(model: ModelConfig) -> None:
     _check_model(model)
 
 
-def validate(config: Config) -> None:
+def validate(config: Config, training: bool = True) -> None:
     """Check everything that can be known without devices, data or ranks.
+
+    Args:
+        training: whether the model is trained; inference has other conditions for its parallel sizes.
 
     Raises:
         ValueError: names the key and value, what was expected and what to do.
     """
     _check_keys(config)
     _check_model(config.model)
-    _check_parallelism(config)
+    _check_parallelism(config, training)
     _check_training(config)
 
 
@@ -237,8 +229,8 @@ def _check_expert_layers(model: ModelConfig, experts: int) -> None:
         )
 
 
-def _check_parallelism(config: Config) -> None:
-    par, model, attention, data = config.parallelism, config.model, config.attention, config.data
+def _check_parallelism(config: Config, training: bool) -> None:
+    par, model, attention = config.parallelism, config.model, config.attention
     tp, cp = par.tensor_parallel_size, par.context_parallel_size
     if par.inner_size is not None:
         _check_divides("parallelism.inner_size", par.inner_size, {"parallelism.context_parallel_size": cp})
@@ -246,8 +238,10 @@ def _check_parallelism(config: Config) -> None:
         with names_as_keys():
             configured_mode(par).layout_of(causal(0), par.layout)
     vocab = "model.vocab_multiple" if model.vocab_size is None else "model.vocab_size"
-    names = ["model.num_kv_heads", "model.ffn_hidden_size", vocab]
-    if par.uses_sequence_parallel:
+    names = [*(["model.num_kv_heads"] if training else []), "model.ffn_hidden_size", vocab]
+    if not training:
+        _check_shared_heads(model, tp)
+    if training and par.uses_sequence_parallel:
         names += ["data.seq_length", "model.hidden_size"]
     multiples = {name: attrgetter(name)(config) for name in names}
     if model.latent:  # tensor-parallel ranks share the products that make latents
@@ -260,11 +254,11 @@ def _check_parallelism(config: Config) -> None:
         (model.num_moe_experts is not None, "experts", "Megatron trains experts only with it."),
         (model.latent, "model.kv_lora_rank", "Megatron's gradients of MLA are wrong without it."),
     ):
-        if used and tp > 1:
+        if training and used and tp > 1:
             condition = f"with {what} and parallelism.tensor_parallel_size > 1"
             _check_is("parallelism.sequence_parallel", par.sequence_parallel, (True,), condition, why)
     if model.num_moe_experts is not None:
-        _check_expert_sizes(config, model.num_moe_experts)
+        _check_expert_sizes(config, model.num_moe_experts, training)
     if cp > 1 and model.kv_channels % 4:
         condition = f"with model.head_dim={model.kv_channels}, which 4 does not divide"
         remedy = "Set it to false: an exact cache has no such condition."
@@ -272,11 +266,24 @@ def _check_parallelism(config: Config) -> None:
     if par.cluster is None and attention.sum_in_node == "true" and cp > 1:
         remedy = "Name the cluster, or set it to auto or false."
         raise refuse("attention.sum_in_node", "true", "parallelism.cluster, which defines the nodes", remedy)
-    if attention.baseline is not None and cp > 1:
-        _check_divides("2 x parallelism.context_parallel_size", 2 * cp, {"data.seq_length": data.seq_length})
 
 
-def _check_expert_sizes(config: Config, experts: int) -> None:
+def _check_shared_heads(model: ModelConfig, tp: int) -> None:
+    """Refuse sizes by which tensor-parallel ranks cannot share the heads: several may have the same keys and values."""
+    heads, kv_heads = model.num_attention_heads, model.num_kv_heads
+    products = 2 * kv_heads * model.kv_channels  # Megatron shards the rows that make keys and values evenly
+    sizes = [
+        size
+        for size in range(1, heads + 1)
+        if heads % size == 0 and (kv_heads % size == 0 or (size % kv_heads == 0 and products % size == 0))
+    ]
+    if tp not in sizes:
+        has = f"one of {', '.join(map(str, sizes))} with {heads} query heads and {kv_heads} key/value heads"
+        remedy = "More ranks can share a sequence by parallelism.context_parallel_size."
+        raise refuse("parallelism.tensor_parallel_size", tp, has, remedy)
+
+
+def _check_expert_sizes(config: Config, experts: int, training: bool) -> None:
     """Refuse sizes by which ranks cannot share the experts."""
     par, model = config.parallelism, config.model
     tp, ep, etp = par.tensor_parallel_size, par.expert_model_parallel_size, par.tensor_size_of_experts
@@ -284,7 +291,7 @@ def _check_expert_sizes(config: Config, experts: int) -> None:
     _check_divides("parallelism.expert_model_parallel_size", ep, {"model.num_moe_experts": experts})
     width = "model.ffn_hidden_size" if model.moe_ffn_hidden_size is None else "model.moe_ffn_hidden_size"
     _check_divides(name, etp, {width: model.expert_width})
-    if ep == 1 and etp != tp:
+    if training and ep == 1 and etp != tp:
         expected = f"null or {tp}, the tensor-parallel size, with parallelism.expert_model_parallel_size=1"
         remedy = "Megatron would not sum the gradients of experts that tensor-parallel ranks hold whole."
         raise refuse(name, etp, expected, remedy)

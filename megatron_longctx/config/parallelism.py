@@ -41,9 +41,6 @@ class ParallelismConfig:
     # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: those of a node of `cluster`, or
     # the largest proper divisor of context_parallel_size up to 8.
     inner_size: int | None = number(None, 1, MAX_RANKS)
-    # ulysses only: number of parts in which a rank's heads are exchanged, each during attention of the previous
-    # one.
-    head_chunks: int = number(1, 1, 10**5)
     # auto only: maximum memory of one attention call on a rank; null: no limit
     max_attention_gib: float | None = number(None, 0, 1e6, above=True)
     outer_schedule: str = choice("zigzag", outer_modes())  # usp only: the mode between its groups
@@ -95,10 +92,6 @@ class AttentionConfig:
     sum_in_node: str = choice("auto", SWITCHES)
     # For ablations, in training: false waits for each step's messages before anything is computed beside them.
     overlap: bool = True
-    # For comparison, in training: TransformerEngine's context parallelism instead of this project's; schedule,
-    # layout, kernel and transport then have no effect. Document lengths must be multiples of 2 x
-    # context_parallel_size. null: none.
-    baseline: str | None = choice(None, ("te_p2p", "te_all_gather", "te_a2a"))
 
     def __post_init__(self) -> None:
         # OmegaConf converts the truth value of YAML to the text `True`.

@@ -18,7 +18,7 @@ from .tree import Config
 _KEYS = {
     "ranks": "parallelism.context_parallel_size",
     **{name: f"parallelism.{name}" for name in ("schedule", "layout", "max_buffer_tokens", "inner_size")},
-    **{name: f"parallelism.{name}" for name in ("head_chunks", "outer_schedule")},
+    "outer_schedule": "parallelism.outer_schedule",
 }
 
 
@@ -39,7 +39,7 @@ def workload_of(config: Config) -> Workload:
     model, tp = config.model, config.parallelism.tensor_parallel_size
     return Workload(
         num_heads=model.num_attention_heads // tp,
-        num_kv_heads=model.num_kv_heads // tp,
+        num_kv_heads=max(1, model.num_kv_heads // tp),  # ranks beyond their number repeat them
         head_dim=model.kv_channels,
         batch=config.train.micro_batch_size,
         element_bytes=2 if config.train.precision == "bf16" else 4,
@@ -59,7 +59,7 @@ def mode_options(par: ParallelismConfig) -> ModeOptions:
         ValueError: the cluster cannot be read, or cannot have this number of ranks.
     """
     cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
-    return ModeOptions(par.max_buffer_tokens, par.inner_size, par.head_chunks, par.outer_schedule, cluster)
+    return ModeOptions(par.max_buffer_tokens, par.inner_size, par.outer_schedule, cluster)
 
 
 @names_as_keys()

@@ -24,7 +24,6 @@ from .parallelism import (
     ReductionConfig,
 )
 
-CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
 
 _MAX_COUNT = 10**9  # of steps, samples and tokens: no key is meant for more
@@ -133,21 +132,17 @@ class InferenceConfig:
     """`megatron-longctx generate` and `serve`. `inference.sampling.Sampling` explains sampling."""
 
     max_new_tokens: int = number(128, 1, _MAX_COUNT)  # maximum number of generated tokens
+    # Maximum number of tokens of prompt and answer together, in `eval` of each text; null: the data.seq_length that
+    # the run was trained with, or the length that its RoPE is scaled to.
+    max_model_len: int | None = number(None, 1, MAX_TOKENS)
     temperature: float = number(0.0, 0, 1e6)  # 0: the most likely token
     top_k: int | None = number(None, 1, _MAX_COUNT)  # number of most likely tokens to draw from; null: all
     top_p: float = number(1.0, 0, 1, above=True)  # 1: draw from all tokens
     seed: int = number(0, -(2**63), 2**63 - 1)  # seed of the draws
-    # How ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
+    # How ranks share attention over the cache: auto | pass_kv | pass_q | one_hop. auto simulates all three if the
+    # links between ranks are known from a calibration (`megatron-longctx calibrate` with attention.transport as
+    # `transport` below) or from parallelism.cluster; otherwise it sends the smaller messages.
     mode: str = choice("auto", CACHE_MODES, "auto")
-    # How mode=auto chooses: auto | simulate | algorithm_1 | algorithm_5 | empirical | bytes. auto: simulate if
-    # the links between ranks are known from a calibration (`megatron-longctx calibrate` with attention.transport
-    # as `transport` below) or from parallelism.cluster, otherwise bytes.
-    rule: str = choice("auto", CACHE_RULES)
-    # rule=empirical: pass K and V if alpha ln T + beta ln(T / (T + P)) + gamma > 0, for T new and P cached
-    # tokens. The defaults are the paper's, for its hardware; `python -m benchmarks fit` fits others.
-    rule_alpha: float = number(-1.059, -1e6, 1e6)
-    rule_beta: float = number(1.145, -1e6, 1e6)  # see rule_alpha
-    rule_gamma: float = number(12.112, -1e6, 1e6)  # see rule_alpha
     # How small numbers of new tokens are computed: single tokens of several sequences, and prompts of up to 512
     # tokens together. replicated: every rank computes the whole model for all of them but attends only to its
     # part of the cache, with one exchange of partial results per layer. plan: as any other batch, by `mode`.
@@ -193,8 +188,8 @@ class ServeConfig:
     max_body_bytes: int = number(16 * 2**20, 1, 2**32)  # maximum size of a request; longer ones get 413
     # Time limit for a client to send a request's head, to send its body, to stay silent, and to read.
     timeout_s: float = number(30.0, 1, SECONDS_PER_YEAR)
-    # If ranks take longer for one round (a chunk of prompts and a token), `/health` and requests get 503; at most
-    # half of parallelism.timeout_s.
+    # If ranks complete no layer for this long, `/health` and new requests get 503; at most half of
+    # parallelism.timeout_s. Running requests wait.
     stalled_s: float = number(10.0, 0, SECONDS_PER_YEAR, above=True)
     # Finished or cancelled sequences whose cache is kept for prompts with the same prefix.
     keep_sessions: int = number(16, 0, 10**6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.bind import Bound, Runtime, Shapes, bind
-from ..attention.function import add_sink_, merge_sink
-from ..attention.kv_format import Int8KV, KVFormat, StackedKV
-from ..attention.run import Run
+from ..attention.bind import Bound, Runtime, Shapes
+from ..attention.execute import Pass
+from ..attention.function import add_sink_, bind_pass, merge_sink, run_pass
+from ..attention.kv_format import KVFormat, StackedKV
 from ..comm import (
     BufferPool,
     PeerMemoryError,
-    PeerMerge,
     PeerTransport,
     all_gather_rows,
     choose_transport,
@@ -43,6 +42,8 @@ from ..schedules import Kind, Lowering, Target, Workload
 from ..topology.cluster import GIB
 from .batch import Batch
 from .cache_manager import ScheduledChunk
+from .kv_int8 import Int8KV
+from .peer_merge import PeerMerge
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,9 @@ class CachedAttention:
 
     `begin` takes the plan of a batch, or `begin_replicated` a few tokens; then every layer is called once, in order.
 
+    Attributes:
+        on_layer: called before every layer, but not when a CUDA graph is replayed. It may raise to end the pass.
+
     Args:
         group: the context-parallel process group, or None for one rank.
         slots: the number of tokens that fit into this rank's cache.
@@ -114,6 +118,9 @@ class CachedAttention:
         ValueError: no kernel takes this shape, the transport is unknown, or the cache does not fit into the device's
             memory.
     """
+
+    _executor = "program"
+    """See `bind_pass`."""
 
     def __init__(
         self,
@@ -140,8 +147,9 @@ class CachedAttention:
         has_windows = any(window is not None for window in shape.distinct_windows)
         self._window_kernel = choose(kernel, replace(request, windows=True)) if has_windows else self._runtime.kernel
         self._shapes = Shapes(shape.workload, shape.dtype, device, shape.kv, shape.kv)
+        self.on_layer: Callable[[], None] = lambda: None
         self._merge: PeerMerge | None = None
-        self._bound: dict[int | None, Bound] = {}  # keyed by the window of layers
+        self._bound: dict[int | None, Bound | Pass] = {}  # keyed by the window of layers
         self._new_slots: slice | Tensor = slice(0, 0)
         self._num_new = 0
         self._pages: Mapping[int | None, Pages] | None = None  # of replicated tokens
@@ -201,11 +209,13 @@ class CachedAttention:
             )
         self._pages = None
         self._bound = {
-            window: bind(
+            window: bind_pass(
                 Lowering(batch.with_window(window).plan(mode), self.target(joined, window)),
                 self.rank,
                 self._shapes,
                 self._runtime_for(window),
+                packed=True,
+                executor=self._executor,
             )
             for window in self.shape.distinct_windows
         }
@@ -269,6 +279,7 @@ class CachedAttention:
             ValueError: shapes do not match the plan or the cache.
         """
         assert self._bound or self._pages is not None, "begin() comes before the layers"
+        self.on_layer()
         rows, shape = self._num_new, self.shape
         for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
             if x.shape != (rows, 1, heads, shape.head_dim):
@@ -280,8 +291,7 @@ class CachedAttention:
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._pages is not None:
             return self._attend_replicated(layer, self._pages[shape.window(layer)], q, scale, sink)
-        run = Run(self._bound[shape.window(layer)], {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
-        run()
+        run = run_pass(self._bound[shape.window(layer)], {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
         out, lse = run.result(Kind.OUT)
         return out if sink is None else merge_sink(out, lse, sink, range(shape.num_heads))[0]
 
@@ -330,7 +340,7 @@ def local_rows(chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]],
 
 
 class CachedModel(Protocol):
-    """A model whose layers attend through a `CachedAttention`. max_positions: None for no bound."""
+    """A model whose layers attend through a `CachedAttention`. max_positions: of a sequence; None for no bound."""
 
     vocab_size: int
     max_positions: int | None

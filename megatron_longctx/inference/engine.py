@@ -25,7 +25,7 @@ from .choice import Chooser
 from .decode import Decoder
 from .pages import Shard
 from .sampling import Sampling
-from .session import Generation, NextToken, Session, check_ids, draw, passes, plain_ids
+from .session import Generation, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
 
 _T = TypeVar("_T")
 
@@ -172,16 +172,14 @@ class LongContextEngine:
 
         Raises:
             ValueError: a session is closed or gets no tokens; tokens are not integers, not in the vocabulary, or more
-                than the model has positions for. No session has changed.
+                than a sequence may have. No session has changed.
             CacheFull: they do not fit; no session has changed.
         """
         ids = {session: plain_ids(tokens) for session, tokens in new.items()}
         for session, tokens in ids.items():
             self._check_open(session)
             check_ids(tokens, self.model.vocab_size)
-            if (total := len(session.tokens) + len(tokens)) > self._max_tokens:
-                most = f"at most the model's {self.model.max_positions} positions"
-                raise refuse("tokens of the session", total, most, "Shorten it.")
+            check_length("tokens of the session", len(session.tokens) + len(tokens), self.model.max_positions)
         self._compute(ids)
 
     def next_logits(self, sessions: Sequence[Session]) -> Tensor:
@@ -204,12 +202,10 @@ class LongContextEngine:
         """Start to generate for a session; `step` computes.
 
         Raises:
-            ValueError: the session is closed or empty, or has no positions left.
+            ValueError: the session is closed or empty, or as long as a sequence may be.
         """
         self._check_begun(session)
-        if len(session.tokens) >= self._max_tokens:
-            most = f"less than {self.model.max_positions}"
-            raise refuse("tokens of the session", len(session.tokens), most, "Open another.")
+        check_length("tokens of the session and a new one", len(session.tokens) + 1, self.model.max_positions)
         session.finish_reason = None
         return Generation(session, sampling, stream)
 

@@ -14,7 +14,7 @@ from ..errors import refuse
 from .cache_manager import CacheFull
 from .engine import LongContextEngine
 from .sampling import Sampling
-from .session import Generation, Session, check_ids, common_prefix, longest_prefix, whole_chunks
+from .session import Generation, Session, check_ids, check_length, common_prefix, longest_prefix, whole_chunks
 
 _T = TypeVar("_T")
 
@@ -65,7 +65,7 @@ class RequestLimits:
 
     Attributes:
         tokens: the most tokens of prompt and answer together.
-        positions: of the model, None for any number; a prompt must leave one for the answer.
+        positions: the most tokens that the model reads and generates together; None for any number.
         vocab_size: token ids are below it.
     """
 
@@ -74,19 +74,27 @@ class RequestLimits:
     vocab_size: int
 
     @property
+    def together(self) -> int:
+        """The most tokens of prompt and answer together, in the cache and for the model."""
+        return min(self.tokens, self.positions or self.tokens)
+
+    @property
+    def key(self) -> str:
+        """The key of the configuration that bounds `together`."""
+        return "inference.cache_tokens" if self.together == self.tokens else "inference.max_model_len"
+
+    @property
     def prompt(self) -> int:
         """The most tokens of a prompt."""
-        return min(self.tokens, self.positions or self.tokens) - 1
+        return self.together - 1
 
     def check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
         """Raise ValueError for a request that cannot be served."""
+        check_length("prompt and max_tokens", len(prompt) + max_new_tokens, self.positions)
         if len(prompt) + max_new_tokens > self.tokens:
             expected = f"at most {self.tokens} tokens together"
             raise refuse("prompt and max_tokens", len(prompt) + max_new_tokens, expected, "Ask for fewer.")
         check_ids(prompt, self.vocab_size)
-        if self.positions is not None and len(prompt) >= self.positions:
-            expected = f"less than the model's {self.positions} positions"
-            raise refuse("tokens of the prompt", len(prompt), expected, "Shorten it.")
 
 
 @dataclass(eq=False)

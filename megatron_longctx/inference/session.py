@@ -6,7 +6,7 @@ import operator
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,8 @@ from torch import Tensor
 from ..comm import all_reduce_sum
 from ..config import InferenceConfig
 from ..errors import refuse
+from .cache_manager import CacheManager
 from .sampling import Sampling, sample
-
-if TYPE_CHECKING:
-    from .engine import LongContextEngine
-
 
 NOT_FINITE = -1
 """The id in place of a token whose logits are not finite."""
@@ -39,10 +36,23 @@ class NextToken(NamedTuple):
     greedy: int | None = None
 
 
+class Engine(Protocol):
+    """What sessions use of `LongContextEngine`."""
+
+    cache_manager: CacheManager
+    settings: InferenceConfig
+
+    def append(self, new: Mapping[Session, Sequence[int]]) -> None: ...
+    def continue_all(self, sessions: Sequence[Session], sampling: Sampling) -> list[list[int]]: ...
+    def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, int]]: ...
+    def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session: ...
+    def close(self, session: Session) -> None: ...
+
+
 class Session:
     """One conversation: its tokens, most of them cached. `LongContextEngine.open` creates it."""
 
-    def __init__(self, engine: LongContextEngine, number: int) -> None:
+    def __init__(self, engine: Engine, number: int) -> None:
         self.number = number
         self.salt = 0  # requests with another salt do not find this session's cache
         self.tokens: list[int] = []
@@ -188,6 +198,14 @@ def plain_ids(tokens: Sequence[int]) -> list[int]:
         return [operator.index(token) for token in tokens]
     except TypeError:
         raise refuse("tokens", reprlib.repr(tokens), "integers, one after another", "Tokenize text first.") from None
+
+
+def check_length(name: str, tokens: int, most: int | None) -> None:
+    """Raise ValueError if a text has more tokens than the model may read and generate together (None: any number)."""
+    if most is not None and tokens > most:
+        expected = f"at most {most} tokens (inference.max_model_len)"
+        default = "by default the length that the model was trained with, or its RoPE is scaled to"
+        raise refuse(name, tokens, expected, f"Shorten it, or raise the key ({default}).")
 
 
 def check_ids(tokens: Sequence[int], vocab_size: int) -> None:

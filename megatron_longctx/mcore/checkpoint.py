@@ -151,8 +151,6 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
     if number is None:
         raise ValueError(f"{directory} has no {TRACKER}, expected a checkpoint: give the directory of a finished save")
     path, common = examine(directory, number, collective=True)
-    if dist.get_rank() == 0 and not checkpoint_folder.has_digests(path):
-        _logger.warning("%s was saved without digests: damage to it may go unnoticed", path)
     content = common["content_metadata"]
     _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer), ignore)
     with_rng = content["layout"] == _layout()
@@ -191,15 +189,19 @@ def _load_together(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def check(
-    directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None, ignore: tuple[str, ...] = ()
+    directory: Path,
+    fingerprint: Mapping[str, Any],
+    iteration: int | None = None,
+    ignore: tuple[str, ...] = (),
+    tensor_files: bool = False,
 ) -> Saved | None:
     """Check, in one process and without loading it, that a checkpoint is complete and of this model.
-
-    The digests of files with tensors, which are nearly all of its bytes, are left to ``load``.
 
     Args:
         iteration: which checkpoint; None for the latest.
         ignore: prefixes of the fingerprint's keys that may differ.
+        tensor_files: also compare the digests of files with tensors, which are nearly all of the checkpoint's bytes.
+            ``load`` does this with all ranks.
 
     Returns:
         What the checkpoint holds besides tensors; None if there is no checkpoint.
@@ -210,7 +212,7 @@ def check(
     number = latest(directory) if iteration is None else iteration
     if number is None:
         return None
-    path, common = examine(directory, number, collective=False)
+    path, common = examine(directory, number, collective=False, tensor_files=tensor_files)
     content = common["content_metadata"]
     _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"], ignore)
     return Saved(number, common["extra"], content["optimizer"], content["fingerprint"])

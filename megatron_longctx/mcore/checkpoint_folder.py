@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import operator
 import os
 import shutil
@@ -25,6 +26,8 @@ from ..comm import gather_objects, on_rank_0
 from . import checkpoint_reader
 from .checkpoint_reader import first_line
 
+_logger = logging.getLogger(__name__)
+
 TRACKER = "latest_checkpointed_iteration.txt"
 DIGESTS = "digests.json"
 REMEDY = "restore the checkpoint, or choose another iteration or directory"
@@ -32,6 +35,7 @@ REMEDY = "restore the checkpoint, or choose another iteration or directory"
 # The fastest algorithm of hashlib on processors with SHA instructions, which servers have.
 _ALGORITHM = "sha256"
 _MAX_THREADS = 8
+_MAX_TRACKER_BYTES = 2**12
 _TENSOR_FILES = ".distcp"  # nearly all bytes of a checkpoint are in files with this suffix
 
 Digests = dict[str, tuple[int, str]]
@@ -61,9 +65,11 @@ def latest(directory: Path) -> int | None:
     """
     tracker = Path(directory) / TRACKER
     try:
-        text = tracker.read_text(errors="replace").strip()
+        text = files.read_bytes(tracker, _MAX_TRACKER_BYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        text = str(error)
     if not (text.isascii() and text.isdecimal()):
         there = ", ".join(map(str, iterations(directory))) or "none"
         raise ValueError(
@@ -141,17 +147,16 @@ def digests_of(path: Path, names: Iterable[str]) -> Digests:
         return dict(zip(names, pool.map(digest, names), strict=True))
 
 
-def has_digests(path: Path) -> bool:
-    """Whether a checkpoint has digests; those of earlier versions do not."""
-    return (path / DIGESTS).exists()
-
-
-def examine(directory: Path, iteration: int, *, collective: bool) -> tuple[Path, dict[str, Any]]:
+def examine(
+    directory: Path, iteration: int, *, collective: bool, tensor_files: bool = True
+) -> tuple[Path, dict[str, Any]]:
     """Check that all files of a checkpoint are as they were saved, and read what it holds besides tensors.
 
     Args:
         collective: whether all ranks of the world call this function. Each rank then reads a part of the files.
-            Otherwise this process alone calls it, and does not compare the digests of files with tensors.
+            Otherwise this process alone calls it.
+        tensor_files: also compare the digests of files with tensors, and warn of a checkpoint without digests. False:
+            whoever reads the tensors does.
 
     Returns:
         The checkpoint's folder and its content besides tensors.
@@ -161,7 +166,7 @@ def examine(directory: Path, iteration: int, *, collective: bool) -> tuple[Path,
         ValueError: the checkpoint is not this project's.
     """
     try:
-        return _examine(directory, iteration, collective, tensor_files=collective)
+        path, common = _examine(directory, iteration, collective, tensor_files)
     except DamagedCheckpoint as error:
         remedy = f"No checkpoint before it is whole: {REMEDY}"
         once: Any = on_rank_0 if collective else operator.call
@@ -174,6 +179,9 @@ def examine(directory: Path, iteration: int, *, collective: bool) -> tuple[Path,
             remedy += str(directory / TRACKER)
             break
         raise DamagedCheckpoint(f"{error}. {remedy}") from error
+    if tensor_files and not (path / DIGESTS).exists() and not (collective and dist.get_rank()):
+        _logger.warning("%s was saved without digests: damage to it may go unnoticed", path)
+    return path, common
 
 
 def _examine(directory: Path, iteration: int, collective: bool, tensor_files: bool) -> tuple[Path, dict[str, Any]]:
@@ -191,7 +199,10 @@ def _examine(directory: Path, iteration: int, collective: bool, tensor_files: bo
 def _damage(path: Path, part: int, parts: int, tensor_files: bool) -> str | None:
     """Compare all sizes, and the digests of one of ``parts`` equal parts of the files; return the first difference."""
     try:
-        if not has_digests(path):
+        for each in path.iterdir() if path.is_dir() else ():
+            if not each.is_file():  # a pipe has no end
+                return f"{each} is not a file, expected the files of a checkpoint"
+        if not (path / DIGESTS).exists():  # saved by an earlier version
             return None
         expected = _read_digests(path)
         for name, (size, _) in expected.items():

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.utils import _ReaderView
 
 from .version import common_state_loader
 
@@ -40,6 +43,7 @@ _METADATA_CLASSES = (
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 )  # fmt: skip
 _LAYER_STATE = "._extra_state/"
+_MAX_NESTED = 20  # tuples inside tuples; checkpoints have 3
 
 
 class _Unpickler(pickle.Unpickler):
@@ -63,19 +67,26 @@ def read_metadata(path: Path) -> Metadata:
         OSError: the file cannot be read.
         Exception: the file is damaged, or holds anything else. Damage can raise almost any class.
     """
-    with (path / ".metadata").open("rb") as stream:
-        metadata = _Unpickler(stream, _METADATA_CLASSES).load()
+    content = (path / ".metadata").read_bytes()
+    check_pickle(content)
+    return _read_metadata(content)
+
+
+def _read_metadata(content: bytes) -> Metadata:
+    metadata = _Unpickler(io.BytesIO(content), _METADATA_CLASSES).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"{type(metadata).__name__} is not metadata")
     for part in metadata.storage_data.values():
         if Path(part.relative_path).name != part.relative_path:
             raise pickle.UnpicklingError(f"{part.relative_path!r} is not a file of this checkpoint")
+        if part.transform_descriptors:
+            raise pickle.UnpicklingError(f"{part.transform_descriptors} have no place in a checkpoint")
     return metadata
 
 
 def read_common(path: Path) -> dict[str, Any]:
     """Read what a checkpoint holds besides sharded tensors and objects. Raises like `read_metadata`."""
-    common: dict[str, Any] = _load_plain(path / COMMON_STATE_FNAME, COMMON_STATE_FNAME)
+    common: dict[str, Any] = _load_plain(io.BytesIO((path / COMMON_STATE_FNAME).read_bytes()), COMMON_STATE_FNAME)
     return common
 
 
@@ -85,11 +96,63 @@ def read_tensor(content: bytes, name: str) -> torch.Tensor:
     return tensor
 
 
-def _load_plain(source: Any, name: str) -> Any:
+def check_pickle(content: bytes) -> None:
+    """Refuse a pickle that would end the process while it is read, although it runs no code.
+
+    The hash of deeply nested tuples overflows the stack, and a large index of a value takes memory for all before it.
+
+    Raises:
+        UnpicklingError: names what the pickle has.
+        Exception: the pickle is damaged. Damage can raise almost any class.
+    """
+    nested: list[int | None] = []  # for every value on the unpickler's stack, its tuples inside tuples; None: a mark
+    values: dict[Any, int | None] = {}
+    for code, argument, _ in pickletools.genops(content):
+        name, before, depth = code.name, code.stack_before, 0
+        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            index: int = len(values) if name == "MEMOIZE" else argument  # type: ignore[assignment]
+            values[index] = nested[-1]
+            if index > len(content):
+                raise pickle.UnpicklingError(f"value {index} of {len(content)} bytes has no place in a checkpoint")
+        elif name in ("GET", "BINGET", "LONG_BINGET", "DUP"):
+            nested.append(nested[-1] if name == "DUP" else values[argument])
+        else:
+            if pickletools.markobject in before:
+                before = before[: before.index(pickletools.markobject)]
+                while (each := nested.pop()) is not None:
+                    depth = max(depth, each)
+            for _ in before:
+                depth = max(depth, nested.pop() or 0)
+            if depth > _MAX_NESTED:
+                raise pickle.UnpicklingError(f"more than {_MAX_NESTED} nested tuples have no place in a checkpoint")
+            depth = depth + 1 if name.startswith("TUPLE") else 0
+            nested += [None if each is pickletools.markobject else depth for each in code.stack_after]
+
+
+def check_archive(stream: Any) -> None:
+    """Refuse archives that ``torch.save`` does not write: compressed ones, which may unpack to any size.
+
+    Pickles in them are checked by `check_pickle`.
+
+    Raises:
+        UnpicklingError, Exception: as `check_pickle`.
+    """
+    with zipfile.ZipFile(stream) as archive:
+        entries = archive.infolist()
+        if sum(each.file_size for each in entries) > stream.seek(0, io.SEEK_END):
+            raise pickle.UnpicklingError("an archive that is larger than its file has no place in a checkpoint")
+        for each in entries:
+            if each.filename.endswith(".pkl"):
+                check_pickle(archive.read(each))
+    stream.seek(0)
+
+
+def _load_plain(source: io.BytesIO, name: str) -> Any:
     """Load plain values and tensors that ``torch.save`` has written."""
     try:
+        check_archive(source)
         return torch.load(source, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # torch's message advises to load it with weights_only=False
+    except (pickle.UnpicklingError, zipfile.BadZipFile):  # torch's message advises to load it with weights_only=False
         raise pickle.UnpicklingError(f"{name} is damaged, or holds objects that are not plain values") from None
 
 
@@ -110,14 +173,30 @@ def load(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
     return loaded
 
 
+class _Part(_ReaderView):
+    """A part of a file. The base class takes positions from the end with the wrong sign."""
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        if whence == io.SEEK_END:
+            offset, whence = self.len + offset, io.SEEK_SET
+        super().seek(offset, whence)
+        return self.tell()
+
+
 class _Reader(FileSystemReader):
-    """A reader that keeps the metadata, which Megatron's strategy reads twice."""
+    """A reader that keeps the metadata, which Megatron's strategy reads twice, and checks every part that it reads."""
 
     _metadata: Metadata | None = None
 
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        part = _Part(file, sinfo.offset, sinfo.length)
+        check_archive(part)
+        return part
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
-            self._metadata = read_metadata(Path(self.path))
+            # `checkpoint_folder.examine` has checked it, which takes longer than to read it.
+            self._metadata = _read_metadata((Path(self.path) / ".metadata").read_bytes())
             self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 
@@ -141,6 +220,7 @@ def _check_layer_state(name: str, state: Any) -> None:
     if isinstance(state, torch.Tensor):
         content = state.cpu().numpy().tobytes()
         if content:
+            check_pickle(content)
             _Unpickler(io.BytesIO(content)).load()
     elif state is not None:
         raise pickle.UnpicklingError(f"{name} holds a {type(state).__name__}, expected a tensor or nothing")

@@ -242,6 +242,14 @@ class Reader:
         """
         return self._entry(name).properties.dtype
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole shape of a parameter, which for parameters of layers begins with their number.
+
+        Raises:
+            ValueError: there is no such parameter.
+        """
+        return tuple(self._entry(name).size)
+
     def read(self, name: str, layer: int | None, shape: tuple[int, ...]) -> Tensor:
         """Return a parameter.
 

@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from ..errors import refuse
+from ..kernels.no_grad import first_order
 from ..recompute import AttentionTape
 from ..schedules.mask import Window
 from .sequence import ShardedSequence
@@ -33,6 +34,8 @@ _CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.padd
 _NO_MAXIMA = "Unset it; no kernel here returns the maxima of logits."
 _ZIGZAG = "Megatron's own zigzag layout"
 _PRECISION = "Attention is computed in the model's precision; unset it."
+_OWN_TOKENS = "Which tokens are dropped would depend on how ranks divide the sequence; unset it."
+_BALANCING = ("none", "aux_loss", "seq_aux_loss")  # `experts.SummedLossRouter` computes both losses
 REFUSED: dict[str, tuple[Any, str]] = {
     "experimental_attention_variant": (None, "These are other kinds of attention; unset it."),
     "mtp_num_layers": (None, f"Unset it: it shifts tokens in {_ZIGZAG}."),
@@ -47,6 +50,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "use_kitchen_attention": (False, _PRECISION),
     "qk_clip": (False, _NO_MAXIMA),
     "log_max_attention_logit": (False, _NO_MAXIMA),
+    "moe_expert_capacity_factor": (None, _OWN_TOKENS),
+    "moe_expert_rank_capacity_factor": (None, _OWN_TOKENS),
 }
 """The only supported value of each field, and the remedy for other values."""
 
@@ -61,20 +66,70 @@ def _check_supported(config: TransformerConfig, deterministic: bool) -> None:
     if config.deterministic_mode and not deterministic:
         remedy = "Set deterministic=True in ContextParallelAttention, too."
         raise refuse("deterministic_mode", True, "False with kernels that need not be deterministic", remedy)
+    if config.num_moe_experts is not None:
+        _check_experts(config)
+
+
+def _check_experts(config: TransformerConfig) -> None:
+    """Refuse experts whose results would depend on how ranks divide a sequence."""
+    balancing = config.moe_router_load_balancing_type
+    if not {*([balancing] if isinstance(balancing, str) else balancing)} <= {*_BALANCING}:
+        remedy = "Other balancing counts the tokens of one rank, or of all micro-batches so far."
+        raise refuse("moe_router_load_balancing_type", balancing, f"one of {', '.join(_BALANCING)}", remedy)
+    dispatcher = config.moe_token_dispatcher_type
+    if dispatcher == "allgather" and config.expert_model_parallel_size > 1 and config.context_parallel_size > 1:
+        expected = "alltoall with context and expert parallelism"
+        raise refuse("moe_token_dispatcher_type", dispatcher, expected, "Ranks may hold unequal shares of a sequence.")
 
 
 def layer_window(config: TransformerConfig, layer_number: int) -> Window:
     """Return how many tokens before and after itself a token sees in a layer; None means all.
 
-    Megatron's own rule for `window_size` and `window_attn_skip_freq` decides; a negative size means all tokens.
+    Megatron's own rule for `window_size` and `window_attn_skip_freq` decides.
 
     Args:
         layer_number: counts from 1 over all pipeline stages.
+
+    Raises:
+        ValueError: a negative size: TransformerEngine sees all tokens with it, Megatron's own attention other tokens.
     """
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None, None
     before, after = config.window_size
-    return None if before < 0 else before, None if after < 0 else after
+    if before < 0 or after < 0:
+        remedy = "Unset it, or let window_attn_skip_freq leave this layer out, if the layer sees all tokens."
+        raise refuse("window_size", config.window_size, "numbers of tokens from 0 on", remedy)
+    return before, after
+
+
+def _check_window(window: Window, causal: bool) -> None:
+    """Refuse a window over later tokens in a causal layer: Megatron's own attention shows them there."""
+    before, after = window
+    if causal and after:
+        expected = f"({before}, 0) with a causal mask"
+        raise refuse("window_size", window, expected, "Set the second number to 0, or attn_mask_type to no_mask.")
+
+
+class _SinksInFp32(torch.autograd.Function):
+    """Learnable sinks of 16 bits, in fp32. Their gradient is added to DDP's fp32 sum without being rounded first.
+
+    Otherwise the part of every rank and micro-batch would be rounded to 16 bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sinks: torch.nn.Parameter) -> Tensor:
+        ctx.sinks = sinks
+        return sinks.float()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        sinks, (grad,) = ctx.sinks, grads
+        if getattr(sinks, "main_grad", None) is None:
+            return grad.to(sinks.dtype)
+        sinks.main_grad.add_(grad)
+        sinks.grad_added_to_main_grad = True
+        return torch.zeros_like(sinks)  # DDP's hook needs a gradient, which it ignores
 
 
 class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
@@ -89,11 +144,11 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         rotates: whether this layer applies RoPE (`no_rope_freq`).
         softmax_offset: the sinks `[h/tp]` that `softmax_type` requires, or None. With `learnable` it is a parameter
             with Megatron's name and sharding. Every context-parallel rank holds the gradient of its own queries, as
-            for any other weight.
+            for any other weight; in DDP it is summed in fp32 over micro-batches and ranks.
 
     Raises:
-        ValueError: a setting of the model that exact sharded attention does not support, or heads that the schedule
-            cannot divide among the ranks.
+        ValueError: a setting of the model whose results would depend on how ranks divide a sequence, or heads that the
+            schedule cannot divide among the ranks.
     """
 
     def __init__(
@@ -127,6 +182,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         sequence.attention.check_heads(heads // tensor_parallel, max(1, groups // tensor_parallel))
         self.layer_number = layer_number
         self.window = layer_window(config, layer_number)
+        _check_window(self.window, _CAUSAL_PACKED.get(attn_mask_type, False))
         sequence.windows.add(self.window)
         self._tp = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group(False)
         self._make_sinks(config)
@@ -202,8 +258,9 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             `[s, b, h/tp * e]`; b is 1 for packed documents.
 
         Raises:
-            ValueError: tokens that are not this rank's, a mask tensor, a bias, unsupported packed documents, or a mask
-                type other than causal and no_mask (with Megatron's packed documents also padding_causal and padding).
+            ValueError: tokens that are not this rank's, a mask tensor, a bias, unsupported packed documents, a mask
+                type other than causal and no_mask (with Megatron's packed documents also padding_causal and padding),
+                or a causal one for a layer whose window includes later tokens.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         causal = _CAUSAL_PACKED if query.ndim == 3 else _CAUSAL
@@ -213,6 +270,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             if given is not None:
                 remedy = "Documents, windows and causal or full attention need no tensor."
                 raise refuse(name, type(given).__name__, "None", remedy)
+        _check_window(self.window, causal[mask_type])
         sequence = self._sequence
         pack = sequence.pack_of(packed_seq_params)
         if query.ndim == 3:
@@ -228,6 +286,8 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             query, key = rotation(query), rotation(key)
         attention, mask = sequence.attention, pack.mask(causal[mask_type], self.window)
         scale, sink = self.softmax_scale, self.softmax_offset
+        if sink is not None and sink.requires_grad and sink.dtype.itemsize < 4:
+            sink = _SinksInFp32.apply(sink)  # type: ignore[no-untyped-call]
         if self._tape is not None:
             out = self._tape.attend(attention, (query, key, value), mask=mask, scale=scale, sink=sink)
         else:

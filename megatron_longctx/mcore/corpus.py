@@ -158,7 +158,11 @@ def _check_dataset(data: DataConfig, prefix: str) -> int:
     if data.packing != "none" and not lengths.all():
         expected = f"documents that are not empty with data.packing={data.packing}; number {lengths.argmin()} of "
         raise refuse("data.prefix", data.prefix, f"{expected}{prefix}.idx is", _REMEDY)
+    check_labels(data, prefix, lengths, 0)
     note = _note(data, prefix)
+    if note.get("learned") == 0:
+        expected = f"a token that counts in the loss; the mask of {prefix} leaves all {tokens} out"
+        raise refuse("data.prefix", data.prefix, expected, _REMEDY)
     if note and note["tokenizer"] != data.tokenizer:
         wanted = f"{note['tokenizer']}, which {prefix} was written with"
         raise refuse("data.tokenizer", data.tokenizer, wanted, _REMEDY)
@@ -185,11 +189,27 @@ def _lengths(data: DataConfig, prefix: str) -> numpy.ndarray:
     except Exception as error:  # a corrupt index fails in many ways: assertions, struct and numpy errors
         expected = f"a Megatron index file ({error or type(error).__name__})"
         raise refuse("data.prefix", data.prefix, expected, _REMEDY) from error
+    if not numpy.issubdtype(dataset.index.dtype, numpy.integer):
+        expected = f"token ids that are whole numbers; {prefix}.idx says {numpy.dtype(dataset.index.dtype)}"
+        raise refuse("data.prefix", data.prefix, expected, _REMEDY)
     tokens = int(lengths.sum())
     if tokens * item != sizes[1]:
         wanted = f"{tokens * item} bytes in {prefix}.bin, as its index says; it has {sizes[1]}"
         raise refuse("data.prefix", data.prefix, wanted, f"The file is cut or not of this index. {_REMEDY}")
     return lengths
+
+
+def check_labels(data: DataConfig, prefix: str, lengths: numpy.ndarray, part: int) -> None:
+    """Refuse a part of `data.split` without a label: packed documents learn their second token and those after it.
+
+    Args:
+        lengths: of all documents of the dataset.
+    """
+    documents = lengths[split_part(data, part, len(lengths))]
+    if data.packing != "none" and documents.max(initial=0) == 1:
+        expected = f"a document of two tokens or more with data.packing={data.packing}; all {len(documents)} in part "
+        expected += f"{part + 1} of {prefix} have one, so that none has a next token to learn"
+        raise refuse("data.prefix", data.prefix, expected, "Join them to longer documents, or set data.packing=none.")
 
 
 def check_tokenizer(data: DataConfig, tokenizer: MegatronTokenizerText) -> None:

@@ -18,7 +18,7 @@ from ..config import Config, DataConfig, configured_mode, token_unit
 from ..errors import refuse
 from ..layout import build_layout
 from ..schedules.mask import documents as pack_mask
-from .corpus import TokenDataset, check_corpus, mask_prefix, split_part
+from .corpus import TokenDataset, check_corpus, check_labels, mask_prefix, split_part
 from .packing import Blend, Packs, SampleOrder, Spans, Stream
 
 
@@ -102,10 +102,7 @@ class TrainingData(Dataset[Batch]):
         source = self._sources[dataset]
         spans = source.spans(sample)
         text = read_tokens(source.tokens, spans).astype(numpy.int64)
-        if (highest := int(text.max())) >= self._vocab_size:
-            expected = f"token ids below the vocabulary's {self._vocab_size}; {highest} is there"
-            remedy = "Use the tokenizer the data was written with, or a model with a larger vocabulary."
-            raise refuse("data.prefix", source.prefix, expected, remedy)
+        _check_ids(text, spans, source.prefix, self._vocab_size)
         tokens, following = text[: self._data.seq_length], text[1 : self._data.seq_length + 1]
         labels, mask = numpy.zeros_like(tokens), numpy.zeros(len(tokens), dtype=numpy.float32)
         labels[: len(following)] = following
@@ -123,6 +120,19 @@ class TrainingData(Dataset[Batch]):
             labels, mask = (numpy.append(x, numpy.zeros(padding, x.dtype)) for x in (labels, mask))
         documents = _documents(spans, self._data.seq_length, self._unit)
         return tokens, labels, mask, numpy.concatenate([numpy.arange(length) for length in documents]), documents
+
+
+def _check_ids(text: numpy.ndarray, spans: Spans, prefix: str, vocab_size: int) -> None:
+    """Refuse a token for which the model has no embedding."""
+    wrong = (text < 0) | (text >= vocab_size)
+    if wrong.any():
+        at = int(wrong.argmax())
+        span = int(numpy.searchsorted(ends := numpy.cumsum(spans.lengths), at, side="right"))
+        position = spans.offsets[span] + at - (ends - spans.lengths)[span]
+        where = f"token {position} of document {spans.documents[span]} in {prefix}.bin, both counted from 0,"
+        expected = f"token ids from 0 to {vocab_size - 1}, the vocabulary's last; {where} is {text[at]}"
+        remedy = "Use the tokenizer the data was written with, or a model with a larger vocabulary."
+        raise refuse("data.prefix", prefix, expected, remedy)
 
 
 class _Source:
@@ -144,13 +154,15 @@ class _Source:
 
 
 def _lengths(data: DataConfig, prefix: str, part: int) -> numpy.ndarray:
-    """Return the lengths of the documents in a part of `data.split`."""
+    """Return the lengths of the documents in a part of `data.split`, and refuse a part without a label."""
     dataset = TokenDataset(prefix)  # its end unmaps its arrays, so copy
-    return numpy.array(dataset.sequence_lengths[split_part(data, part, len(dataset.sequence_lengths))])
+    lengths = numpy.array(dataset.sequence_lengths)
+    check_labels(data, prefix, lengths, part)
+    return lengths[split_part(data, part, len(lengths))]
 
 
 def check_samples(config: Config, part: int, count: int, key: str) -> None:
-    """Refuse a part of `data.split` whose first `count` samples are not all different.
+    """Refuse a part of `data.split` whose first `count` samples are not all different, or have no label.
 
     Args:
         key: the configuration key that asks for the samples.
@@ -199,22 +211,12 @@ def _padded(lengths: Sequence[int], unit: int) -> tuple[int, ...]:
 def check_packs(config: Config) -> None:
     """Refuse datasets with a pack that leaves a context-parallel rank without tokens, which Megatron's layers require.
 
-    If TransformerEngine is the baseline, refuse packs that it does not support.
-
     Raises:
         ValueError: the message names the dataset, the pack's tokens and how many are enough.
     """
     par, data = config.parallelism, config.data
     n, unit = par.context_parallel_size, token_unit(par)
     parts = (0,) if config.train.eval_interval is None else (0, 1)  # for training, and for validation
-    if n > 1 and data.packing != "none" and config.attention.baseline is not None:
-        for (_, prefix), part in product(data.datasets, parts):
-            lengths = _lengths(data, prefix, part)
-            if odd := lengths[lengths % (2 * n) != 0][:1].tolist():
-                expected = f"null for documents that are no multiples of {2 * n} tokens; {prefix} has one of {odd[0]}"
-                remedy = "Pad them, or leave it null: ours takes any."
-                raise refuse("attention.baseline", config.attention.baseline, expected, remedy)
-        return
     if data.packing != "best_fit" or n == 1:
         return
     mode, enough = configured_mode(par), 2 * n * unit  # two pieces per rank, enough in any layout

@@ -15,12 +15,14 @@ import torch
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from ..config import Config
-from .version import as_builder, as_spec
+from ..errors import refuse
+from .version import as_builder, as_spec, copy_spec
 
 # The name of an expert's parameter: local layers number modules, TransformerEngine's grouped layers number parameters.
 _EXPERT = re.compile(r"local_experts\.(?P<module>\d+)\.(?P<rest>.+)$|(?P<linear>linear_fc[12]\.\D+)(?P<weight>\d+)$")
@@ -51,16 +53,36 @@ def experts_spec(num_experts: int, transformer_engine: bool) -> Any:
 
     With TransformerEngine, one grouped product computes all experts of a rank.
     """
-    spec = as_spec(get_moe_module_spec(transformer_engine, num_experts, moe_grouped_gemm=transformer_engine))
-    spec.submodules.router = SummedLossRouter
+    spec = with_summed_losses(
+        as_spec(get_moe_module_spec(transformer_engine, num_experts, moe_grouped_gemm=transformer_engine))
+    )
     experts = as_spec(spec.submodules.experts)
     experts.module = type(f"Seeded{experts.module.__name__}", (SeededExperts, experts.module), {})
     spec.submodules.experts = as_builder(experts)
     return as_builder(spec)
 
 
+def with_summed_losses(mlp: Any) -> Any:
+    """Return a copy of an MLP's spec with `SummedLossRouter` in the place of Megatron's own router, if it has that."""
+    if getattr(getattr(mlp, "submodules", None), "router", None) is not TopKRouter:
+        return mlp
+    mlp = copy_spec(mlp)
+    mlp.submodules.router = SummedLossRouter
+    return mlp
+
+
 class SummedLossRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router with losses whose gradients do not depend on how ranks divide a sequence."""
+    """Megatron's router with losses whose gradients do not depend on how ranks divide a sequence.
+
+    Raises:
+        ValueError: losses without `calculate_per_token_loss`, whose gradients would not be divided by all tokens.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if not config.calculate_per_token_loss and (self.is_aux_loss_enabled() or config.moe_z_loss_coeff is not None):
+            remedy = "Set it, and sum the loss over tokens; or leave moe_aux_loss_coeff and moe_z_loss_coeff out."
+            raise refuse("calculate_per_token_loss", False, "True with losses of a router", remedy)
 
     def _apply_aux_loss(
         self, probs: Tensor, scores: Tensor, routing: Tensor, with_padding_mask: bool = False
@@ -115,6 +137,12 @@ class SeededExperts(torch.nn.Module):
                 if weight.ndim == 2:
                     torch.manual_seed(seed + int(expert_name(name, first).split(".")[1]) * 2 + ("linear_fc2" in name))
                     _init_shard(weight, name, config, pg_collection.expt_tp)
+        for parameter in self.parameters():
+            # No other tensor-parallel rank has a copy, since biases need whole experts: gradients are not summed over
+            # these ranks (`finalize_model_grads`), and all of them count in the norm.
+            # Megatron marks the second biases the other way round, and TransformerEngine's grouped layers mark none.
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         if config.add_bias_linear:
             for module in self.modules():
                 if isinstance(module, RowParallelLinear):

@@ -18,11 +18,11 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
-from ..config import Config, ParallelismConfig, RecomputeConfig
+from ..config import Config, ModelConfig, ParallelismConfig, RecomputeConfig, RopeScaling
 from ..errors import refuse
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention, CacheShape
-from ..inference.choice import Chooser, rule_inputs_of_rank_0
+from ..inference.choice import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
 from ..lowbit.crossover import Crossover
 from ..lowbit.reduction import ReductionPolicy
@@ -175,13 +175,11 @@ def inference_config(config: Config) -> Config:
             raise refuse("inference.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
         if config.inference.cuda_graphs == "true":
             raise refuse("inference.cuda_graphs", "true", "auto or false on CPUs", "Only GPUs have CUDA graphs.")
-    # Megatron cannot shard the biases of experts, so every rank then holds whole experts.
-    whole_experts = config.model.num_moe_experts is not None and config.model.bias
     plain = ParallelismConfig(
         context_parallel_size=par.context_parallel_size,
         tensor_parallel_size=par.tensor_parallel_size,
         data_parallel_size=1,
-        expert_tensor_parallel_size=1 if whole_experts else None,
+        expert_tensor_parallel_size=tensor_size_of_experts(config.model),
         sequence_parallel=False,  # a rank's number of tokens need not be a multiple of the size
         cluster=par.cluster,
         timeout_s=par.timeout_s,
@@ -194,6 +192,12 @@ def inference_config(config: Config) -> Config:
     return replace(config, parallelism=plain, recompute=RecomputeConfig(), inference=inference)
 
 
+def tensor_size_of_experts(model: ModelConfig) -> int | None:
+    """Return `parallelism.expert_tensor_parallel_size` without training: every rank holds whole experts if they have
+    biases, which Megatron cannot shard."""
+    return 1 if model.num_moe_experts is not None and model.bias else None
+
+
 def refuse_training_sizes(par: ParallelismConfig) -> None:
     """Raise ValueError for pipeline or data parallelism, which only training supports."""
     if par.pipeline_parallel_size != 1:
@@ -201,6 +205,33 @@ def refuse_training_sizes(par: ParallelismConfig) -> None:
         raise refuse("parallelism.pipeline_parallel_size", par.pipeline_parallel_size, "1 for inference", remedy)
     if par.data_parallel_size not in (None, 1):
         raise refuse("parallelism.data_parallel_size", par.data_parallel_size, "1 for inference", "Set it to 1.")
+
+
+def trained_length(run: Config, scaling: RopeScaling | None = None) -> int:
+    """Return the most tokens that a run's model can read: those that it was trained on, or that its RoPE is scaled to.
+
+    Args:
+        scaling: of RoPE if it is not the run's own.
+    """
+    length, own = run.data.seq_length, run.model.rope_scaling
+    scaling = scaling or own
+    if scaling.original_length is not None:
+        return max(length, int(scaling.original_length * scaling.factor))
+    return max(length, int(length * scaling.factor / (own.factor if own.kind == scaling.kind else 1)))
+
+
+def with_length(config: Config, run: Config) -> Config:
+    """Return the configuration with a number for `inference.max_model_len`. run: the configuration that was trained.
+
+    Raises:
+        ValueError: it is set to more positions than the model has learned.
+    """
+    inference, most = config.inference, trained_length(run, config.model.rope_scaling)
+    asked = inference.max_model_len or most
+    if asked > most and config.model.position_embedding == "learned":
+        expected = f"at most {most}, the positions that the model has learned"
+        raise refuse("inference.max_model_len", asked, expected, "Leave it null.")
+    return replace(config, inference=replace(inference, max_model_len=asked))
 
 
 def build_engine(
@@ -225,9 +256,13 @@ def build_engine(
     attention = CachedAttention(
         groups.cp, shape, manager.slots_per_rank, device, config.attention.kernel, inference.transport
     )
-    learned = model.position_embedding == "learned"
-    cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
-    chooser = Chooser(rule_inputs_of_rank_0(config, device), inference.mode, inference.rule if n > 1 else "bytes")
+    most = inference.max_model_len
+    if model.position_embedding == "learned":
+        most = min(most or config.data.seq_length, config.data.seq_length)
+    elif most is None and checkpoints is not None:
+        most = trained_length(config)
+    cached = CachedGPT(gpt, attention, tokenizer.vocab_size, most)
+    chooser = Chooser(facts_of_rank_0(config, device), inference.mode)
     return LongContextEngine(cached, manager, chooser, inference), tokenizer
 
 
@@ -271,7 +306,7 @@ def _cache_shape(config: Config) -> CacheShape:
     return CacheShape(
         num_layers=model.num_layers,
         num_heads=model.num_attention_heads // par.tensor_parallel_size,
-        num_kv_heads=model.num_kv_heads // par.tensor_parallel_size,
+        num_kv_heads=max(1, model.num_kv_heads // par.tensor_parallel_size),
         head_dim=model.kv_channels,
         dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         # A single rank sends nothing, and stays exact.

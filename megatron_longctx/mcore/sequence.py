@@ -12,11 +12,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ..attention import ContextParallelAttention
-from ..attention.kv_format import int8_kv
 from ..config import SWITCHES, Config, mode_options, names_as_keys, token_unit
 from ..errors import refuse
+from ..inference.kv_int8 import int8_kv
 from ..schedules.mask import Window
-from .baseline import TransformerEngineAttention
 from .pack import UNBOUNDED, Pack, PackRotations, document_lengths
 
 
@@ -177,24 +176,19 @@ def _versions(params: PackedSeqParams) -> list[tuple[Tensor | None, int]]:
 def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
     """Build the sequence of `config.data.seq_length` tokens over the context-parallel `group`."""
     par, settings, unit = config.parallelism, config.attention, token_unit(config.parallelism)
-    attention: ContextParallelAttention
-    if settings.baseline is not None:
-        kind = settings.baseline.removeprefix("te_")
-        attention = TransformerEngineAttention(group, kind, unit=unit, deterministic=settings.deterministic)
-    else:
-        with names_as_keys():
-            attention = ContextParallelAttention(
-                group,
-                schedule=par.schedule,
-                kernel=settings.kernel,
-                options=mode_options(par),
-                unit=unit,
-                layout=par.layout,
-                deterministic=settings.deterministic,
-                transport=settings.transport,
-                kv_format=int8_kv if settings.kv_int8 else None,
-                keep_received=SWITCHES[settings.keep_received],
-                overlap=settings.overlap,
-                sum_in_node=config.sum_in_node,
-            )
+    with names_as_keys():
+        attention = ContextParallelAttention(
+            group,
+            schedule=par.schedule,
+            kernel=settings.kernel,
+            options=mode_options(par),
+            unit=unit,
+            layout=par.layout,
+            deterministic=settings.deterministic,
+            transport=settings.transport,
+            kv_format=int8_kv if settings.kv_int8 else None,
+            keep_received=SWITCHES[settings.keep_received],
+            overlap=settings.overlap,
+            sum_in_node=config.sum_in_node,
+        )
     return ShardedSequence(attention, config.data.seq_length)

@@ -18,13 +18,13 @@ from ..errors import refuse
 from ..models.rope import Frequencies
 from ..recompute import HostStore, Store
 from .core_attention import ContextParallelCoreAttention
-from .experts import experts_spec
+from .experts import experts_spec, with_summed_losses
 from .norms import NORMS, with_post_norms
 from .recompute import with_mlp_tiles, with_recompute
 from .rope import LatentSelfAttention
 from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
-from .version import copy_spec
+from .version import as_builder, copy_spec, mlp_spec
 
 
 def with_context_parallel(
@@ -33,7 +33,8 @@ def with_context_parallel(
     """Return a copy of a transformer layer's spec whose self-attention computes context-parallel attention.
 
     Every spec with a `self_attention` submodule is supported: those of Megatron's local and TransformerEngine layers
-    and specs derived from them, also with multi-latent attention (MLA).
+    and specs derived from them, also with multi-latent attention (MLA). Megatron's router of experts becomes
+    `experts.SummedLossRouter`.
 
     Args:
         latent_frequencies: RoPE frequencies of MLA; None for those of Megatron's configuration.
@@ -53,6 +54,9 @@ def with_context_parallel(
         attention.module = LatentSelfAttention
         attention.params = {**attention.params, "sequence": sequence, "frequencies": latent_frequencies}
     attention.submodules.core_attention = ModuleSpec(ContextParallelCoreAttention, params={"sequence": sequence})
+    mlp = mlp_spec(layer)
+    if (summed := with_summed_losses(mlp)) is not mlp:
+        layer.submodules.mlp = as_builder(summed)
     return layer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from .core_attention import layer_window
 from .data import Batch
 from .pack import Pack
 from .sequence import ShardedSequence
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,11 @@ class TrainStep(_Step):
         if loss.num_tokens > 0:
             for model in self.models:
                 model.scale_gradients(1.0 / loss.num_tokens)
+        elif dist.get_rank() == 0:
+            logger.warning(
+                "no token of this step counts in the loss, which is therefore 0: its documents have one token each, or "
+                "their masks leave all out"
+            )
         return loss
 
     @cached_property

@@ -110,7 +110,7 @@ def facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str
     return {
         "model": config.get("model", {}).get("name", "unknown"),
         "length": config.get("data", {}).get("seq_length"),
-        "mode": config.get("attention", {}).get("baseline") or mode,
+        "mode": mode,
         "parallelism": " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank",
         "precision": config.get("train", {}).get("precision", "unknown"),
         "recompute": config.get("recompute", {}).get("mode", "none"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from ..errors import refuse
 from .chat_template import ChatTemplate, InvalidTemplate
 
@@ -89,11 +90,9 @@ def _remedy(key: str) -> str:
 
 def _read(path: str, key: str) -> str:
     try:
-        if Path(path).stat().st_size > _MAX_BYTES:
-            raise refuse(key, path, f"a file of at most {_MAX_BYTES:,} bytes", _remedy(key))
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
+        return files.read_bytes(Path(path), _MAX_BYTES).decode()
+    except (OSError, ValueError) as error:
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
         raise refuse(key, path, f"a file with a Jinja template ({reason})", _remedy(key)) from None
 
 

@@ -45,12 +45,12 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Any], path: Path) -> No
         if kind == "llama" and metadata.get(f"tokenizer.ggml.{name}"):
             raise refuse(f"tokenizer.ggml.{name}", "set", "text that is not changed", remedy)
     tokens = metadata.get("tokenizer.ggml.tokens", [])
-    special = {
-        published: tokens[number]
-        for name, published in _SPECIAL.items()
-        if (number := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None and 0 <= number < len(tokens)
-    }
     try:
+        special = {
+            published: tokens[number]
+            for name, published in _SPECIAL.items()
+            if (number := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None and 0 <= number < len(tokens)
+        }
         if len(set(tokens)) != len(tokens):
             raise ValueError("a token occurs twice")
         kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))

@@ -11,12 +11,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .. import files
+
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "chat_template.jinja"),
 )
 # Copied with a tokenizer: `transformers` finds the class of some tokenizers only in the model's config.json.
 CONFIG_FILES = ("config.json", "generation_config.json")
+_MAX_JSON_BYTES = 2**26  # the index of a model with 100,000 tensors has 10 MB
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -79,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: the file is missing, or does not hold an object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(files.read_bytes(path, _MAX_JSON_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{path}: expected a JSON file ({reason}). Fetch it again.") from None

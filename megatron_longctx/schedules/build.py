@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import lru_cache
 
 from ..layout import build_layout
@@ -12,11 +11,6 @@ from .mask import Mask
 from .modes import Mode, ModeOptions, check_messages, find_mode
 from .plan import Plan
 from .visibility import visibility
-
-logger = logging.getLogger(__name__)
-
-_MANY_MESSAGES, _MESSAGES_PER_S = 50_000, 6_000
-"""The number of messages from which the expected time is logged, and the speed of planning that it assumes."""
 
 
 def build_plan(
@@ -38,7 +32,7 @@ def build_plan(
             documents.
 
     Raises:
-        ValueError: the schedule is unknown, it refuses the sizes, options or layout, or the plan would take minutes.
+        ValueError: the schedule is unknown, it refuses the sizes, options or layout, or the plan has too many messages.
     """
     mode = find_mode(schedule, n, options or ModeOptions()) if isinstance(schedule, str) else schedule
     mask = masks.causal(mask) if isinstance(mask, int) else mask
@@ -48,9 +42,6 @@ def build_plan(
 @lru_cache(maxsize=64)
 def _build_cached(mode: Mode, n: int, mask: Mask, unit: int, name: str) -> Plan:
     layout = build_layout(name, n, mask.length, unit, mask.documents)
-    messages = mode.num_messages(n, mask.length)
-    check_messages(str(mode), n, messages)
-    if messages > _MANY_MESSAGES:
-        logger.info("planning %s for %d ranks: some %.0f s", mode, n, messages / _MESSAGES_PER_S)
+    check_messages(str(mode), n, mode.num_messages(n, mask.length))
     with collector_paused():
         return mode.plan(visibility(mask, layout))

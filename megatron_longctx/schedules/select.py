@@ -83,11 +83,9 @@ def rank_modes(
         context = SearchContext(
             problem.n,
             problem.mask.length,
-            problem.target.workload.num_kv_heads,
             cluster,
             problem.options,
             problem.max_bytes is not None,
-            frozenset(sample.mode for sample in costs.modes),
         )
         candidates = []
         for name, mode in MODES.items():

@@ -7,6 +7,9 @@ starts when both of its ranks are ready, and messages of one step that share a l
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,9 +20,13 @@ from .cost import GIB, Costs, Workload
 from .footprint import footprint, row_bytes
 from .lower import Lowering, Target
 from .messages import Messages
-from .plan import Heads, Kind, Plan
+from .plan import Plan
 from .program import Acquire, Compute, Copy, Mark, Merge, Op, Program, Release, Send, Wait
-from .repeats import LEAST_RANKS, ShortPlan, ShortPlans
+
+logger = logging.getLogger(__name__)
+
+_TELL_S = 5.0
+"""The seconds after which progress is logged: a plan of 1,024 ranks may take minutes."""
 
 
 class Span(NamedTuple):
@@ -101,13 +108,6 @@ class _Event(NamedTuple):
     marks: int = 0
 
 
-class _PricedProgram(NamedTuple):
-    events: list[list[_Event]]  # up to the start of each step's messages, and behind the last of them
-    operations: list[int]  # the number that a host issues of each of these
-    peak_bytes: int
-    accumulators: frozenset[tuple[Kind, int, Heads]]  # kind, tokens and heads of the accumulators
-
-
 class _Simulator:
     def __init__(self, plan: Plan, cluster: Cluster, target: Target, costs: Costs, timeline: bool) -> None:
         self.plan, self.cluster, self.workload, self.costs = plan, cluster, target.workload, costs
@@ -122,21 +122,9 @@ class _Simulator:
         self.operations = self.peak_bytes = 0
         self._events: list[list[list[_Event]]] = []
         self._marks: list[list[float]] = [[] for _ in range(n)]
-        lowering, known = Lowering(plan, target), dict[object, _PricedProgram]()
-        # A timeline shows whose keys a call attends to, and peers read each other's memory: both need the real ranks.
-        whole = timeline or target.hosts is not None or bool(plan.kept) or n < LEAST_RANKS
-        short_plans = None if whole else ShortPlans(plan, target.workload, lowering.takes)
-        for rank in range(n):
-            short = ShortPlan((rank,), plan) if short_plans is None else short_plans.of(rank)
-            priced = known.get(short.key)
-            if priced is None:
-                of_plan = lowering if short.plan is plan else Lowering(short.plan, target)
-                priced = known[short.key] = self._price(of_plan.program(rank))
-            if short.joined & priced.accumulators or not all(cut.repeats(priced.events) for cut in short.cuts):
-                priced, short = self._price(lowering.program(rank)), ShortPlan((rank,), plan)
-            self._events.append(short.expand(priced.events))
-            self.operations = max(self.operations, sum(short.expand(priced.operations)))
-            self.peak_bytes = max(self.peak_bytes, priced.peak_bytes)
+        lowering = Lowering(plan, target)
+        for rank in _with_progress(plan):
+            self._events.append(self._price(lowering.program(rank)))
 
     def run(self) -> Simulation:
         n = self.plan.n
@@ -165,17 +153,20 @@ class _Simulator:
             spans=tuple(self.spans or ()),
         )
 
-    def _price(self, program: Program) -> _PricedProgram:
-        """Price a program's operations. Without a timeline, consecutive work is summed up."""
+    def _price(self, program: Program) -> list[list[_Event]]:
+        """Price a program's operations, up to the start of each step's messages and behind the last of them.
+
+        Without a timeline, consecutive work is summed up.
+        """
         sum_up = self.spans is None and not self.costs.blocking
         events: list[list[_Event]] = [[] for _ in range(len(program.receives) + 1)]
-        operations = [0] * len(events)
+        operations = 0
         t, seconds, marks, after = 0, 0.0, dict[int, int](), -1
         for op in program.ops:
             if isinstance(op, Release):
                 continue
             event = self._event(op, program)
-            operations[t] += not isinstance(op, Copy | Wait | Mark)
+            operations += not isinstance(op, Copy | Wait | Mark)
             if sum_up and event.op is None:
                 seconds += event.seconds
                 continue
@@ -199,8 +190,9 @@ class _Simulator:
                 events[t].append(_Event(Wait))
         if seconds:
             events[t].append(_Event(None, seconds))
-        accumulators = frozenset((rows.kind, rows.tokens, rows.heads) for rows in program.accumulators)
-        return _PricedProgram(events, operations, footprint(program, self.workload).total, accumulators)
+        self.operations = max(self.operations, operations)
+        self.peak_bytes = max(self.peak_bytes, footprint(program, self.workload).total)
+        return events
 
     def _event(self, op: Op, program: Program) -> _Event:
         if isinstance(op, Copy):
@@ -243,3 +235,15 @@ class _Simulator:
                 ready = max(ready, marks[-marks_ago])
         self.compute[rank], self.busy[rank] = now, busy
         return ready
+
+
+def _with_progress(plan: Plan) -> Iterator[int]:
+    """Yield the ranks, and log from time to time how far they are."""
+    begun = told = time.monotonic()
+    for rank in range(plan.n):
+        yield rank
+        now = time.monotonic()
+        if now - told >= _TELL_S:
+            left = (now - begun) / (rank + 1) * (plan.n - rank - 1)
+            logger.info("simulating %s: %d of %d ranks, about %.0f s left", plan.name, rank + 1, plan.n, left)
+            told = now

@@ -17,12 +17,14 @@ from ..config import Config
 from ..errors import refuse
 from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
-from ..inference.session import Session
+from ..inference.session import Session, check_length
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize
 from ..models.chat import Chat, Message, load_chat
 from ..topology.cluster import GIB
 from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_arguments, start
 from .text_stream import TextStream
+
+_TOGETHER = "tokens of the prompt and inference.max_new_tokens"
 
 
 def generate(words: Sequence[str], chat: bool = False) -> None:
@@ -45,6 +47,8 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
     length = 0 if prompt is None else len(bos_tokens(tokenizer)) + len(tokenizer.tokenize(prompt))
     if chat:
         load_chat(job.config.inference.chat_template, tokenizer)  # refuse a bad template before any rank starts
+    inference = job.config.inference
+    check_length(_TOGETHER, length + inference.max_new_tokens, inference.max_model_len)
     job = replace(job, config=_with_cache(job.config, length), options=prompt)
     check_memory(job)
     start(job, _converse)
@@ -131,7 +135,9 @@ class _Conversation:
         begin = time.perf_counter()
         if self.chat.template is None:
             begin_of_text = [] if self.messages or self._session.tokens else bos_tokens(self.tokenizer)
-            self._session.append([*begin_of_text, *self.tokenizer.tokenize(self._end_of_answer() + text)])
+            new = [*begin_of_text, *self.tokenizer.tokenize(self._end_of_answer() + text)]
+            self._check_length(len(self._session.tokens) + len(new))
+            self._session.append(new)
         else:
             self._extend([*self.messages, {"role": "user", "content": text.rstrip("\n")}])
         answer, times = self._generate()
@@ -151,6 +157,7 @@ class _Conversation:
         self.messages = messages
         # On rank 0, because a template may ask for the time.
         tokens = on_rank_0(lambda: list(self.tokenizer.tokenize(self.chat.text(messages))))
+        self._check_length(len(tokens))
         cached = self._session.tokens[: self._session.cached_tokens]
         if len(tokens) > len(cached) and tokens[: len(cached)] == cached:
             del self._session.tokens[len(cached) :]  # generated last and not computed
@@ -158,6 +165,9 @@ class _Conversation:
             self._session.close()
             self._session = self.engine.open()
         self._session.append(tokens[self._session.cached_tokens :])
+
+    def _check_length(self, tokens: int) -> None:
+        check_length(_TOGETHER, tokens + self.sampling.max_new_tokens, self.engine.model.max_positions)
 
     def _generate(self) -> tuple[str, list[float]]:
         """Generate and print an answer; return its text and the time of each token."""

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from ..comm.local_ranks import exit_with_parent, explain_failure, stopped_ranks
+from ..comm.local_ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
 from ..comm.rendezvous import RankInfo, connect_store, host_store, join_group, listen, rendezvous_store
 from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
@@ -27,25 +26,37 @@ from ..gpus import max_gpu_ranks, ranks_per_gpu
 from ..inference.choice import calibration_file
 from ..inference.engine import LongContextEngine
 from ..mcore import groups
-from ..mcore.inference import build_engine, check_cache, inference_config
+from ..mcore.inference import build_engine, check_cache, inference_config, tensor_size_of_experts, with_length
 from ..mcore.model import RETRAINABLE
 from ..topology import load_cluster
 from ..training.preflight import check_kernel, check_saved_weights, device_type, host_bytes
+from ..training.signals import blocked
 
 _GRACE_S = 5.0
+_OWN_ERROR_WITHIN_S = 30.0
 _SIZES = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _READ = tuple(f"parallelism.{key}" for key in (*_SIZES, "cluster", "timeout_s"))
 """The keys of `parallelism` that inference reads."""
 
 
+class Stopped(BaseException):
+    """Raised by the work of rank 0, in a job that it started alone, to end all ranks at once and without an error."""
+
+
 @dataclass(frozen=True)
 class InferenceJob:
-    """A model to run. options: the verb's own."""
+    """A model to run.
+
+    Attributes:
+        options: the verb's own.
+        alone: whether this process starts the other ranks, not torchrun or Slurm.
+    """
 
     config: Config
     checkpoints: Path
     iteration: int | None = None
     options: Any = None
+    alone: bool = True
 
     @property
     def world_size(self) -> int:
@@ -106,18 +117,25 @@ def build_job(
     """
     run, iteration = checkpoint_of(own)
     loaded = load_config(run / RESOLVED)
-    # Drop training's own sizes and attention.
-    parallelism = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
-    attention = replace(loaded.attention, baseline=None)
-    config = adapted(override_config(replace(loaded, parallelism=parallelism, attention=attention), settings))
+    # Drop training's own sizes.
+    parallelism = replace(
+        loaded.parallelism,
+        pipeline_parallel_size=1,
+        data_parallel_size=None,
+        sequence_parallel=False,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=tensor_size_of_experts(loaded.model),
+    )
+    config = adapted(override_config(replace(loaded, parallelism=parallelism), settings, training=False))
+    config = with_length(config, loaded)
     check_saved_weights("checkpoint", run, config, iteration, ignore=RETRAINABLE)
-    job = InferenceJob(config, run / "checkpoints", iteration, options)
+    alone = RankInfo.from_environment(os.environ) is None
+    job = InferenceJob(config, run / "checkpoints", iteration, options, alone)
     device = device_type(config)
     check_kernel(config, device)
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # the choice of modes will need it: refuse it here if it cannot be read
-    alone = RankInfo.from_environment(os.environ) is None
     if device == "cuda" and job.world_size > max_gpu_ranks() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
         raise refuse(sizes, job.world_size, f"at most {max_gpu_ranks()}, the GPUs here", "Set them lower.")
@@ -143,7 +161,7 @@ def start(job: InferenceJob, work: Work) -> None:
         _work(job, work)
         dist.destroy_process_group()
         return
-    with _ranks(job, work):
+    with suppress(Stopped), _ranks(job, work):
         _work(job, work)
 
 
@@ -159,58 +177,59 @@ def check_memory(job: InferenceJob) -> None:
 @contextmanager
 def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
     """Run the other ranks while the context is open; this process is rank 0."""
-    store = host_store(listen(), job.timeout_s)
-    others: list[Any] = []
-    if job.world_size > 1:
-        args, count = (job, work, store.port), job.world_size - 1
-        # A terminal sends Ctrl-C to all processes. This one then ends the others. If they ended first, it would wait
-        # for them in the process group, where nothing interrupts it. So SIGINT is blocked in them from the beginning;
-        # one that arrives meanwhile reaches this process afterwards.
-        resource_tracker.ensure_running()  # the start of spawn's helper would unblock it
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            others = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-                _other_rank, args=args, nprocs=count, join=False, daemon=True, start_method="spawn"
-            ).processes
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    store, joined, ended = host_store(listen(), job.timeout_s), threading.Event(), threading.Event()
+    # A terminal sends Ctrl-C to all processes. This one then ends the others. If they ended first, it would wait for
+    # them in the process group, where nothing interrupts it. So SIGINT is blocked in them from the beginning; one that
+    # arrives meanwhile reaches this process afterwards.
+    with blocked((signal.SIGINT,)):
+        others = RankProcesses(_other_rank, (job, work, store.port), range(1, job.world_size), daemon=True)
+    threading.Thread(target=_end_with, args=(others, joined, ended), name="end with ranks", daemon=True).start()
     try:
         join_group(RankInfo.local(0, job.world_size), store, job.timeout_s, torch.cuda.is_available())
+        joined.set()
         yield
         dist.barrier()
     except RuntimeError as error:  # raised by the process group for a broken connection, or a rank that hangs
-        if not others:
-            raise
-        for process in others:
-            process.join(timeout=_GRACE_S / len(others))
-        stopped = stopped_ranks([os.getpid(), *(process.pid for process in others)])
-        failed = [process for process in others if process.exitcode]
-        message = f"another rank ended with exit code {failed[0].exitcode}: {error}" if failed else str(error)
-        message = explain_failure(message, stopped, job.timeout_s)
+        ended.set()
+        message = str(error)
+        try:
+            others.wait(_GRACE_S)
+        except RankFailed as failed:
+            message = f"{failed.summary}\nrank 0 failed: {error}"
+        message = explain_failure(message, stopped_ranks([os.getpid(), *others.pids]), job.timeout_s)
         if message == str(error):
             raise
         raise JobFailed(message) from error
-    except KeyboardInterrupt:
-        for process in others:
-            process.kill()
+    except (KeyboardInterrupt, Stopped):  # others are in the middle of a round, and would report this rank's end
+        others.kill()
         raise
     finally:
+        ended.set()
         if dist.is_initialized():
             dist.destroy_process_group()
-        for process in others:
-            process.join(timeout=_GRACE_S)
-            if process.is_alive():
-                process.kill()
+        others.end(_GRACE_S)
 
 
-def _other_rank(index: int, job: InferenceJob, work: Work, port: int) -> None:
-    exit_with_parent()
-    place, store = RankInfo.local(index + 1, job.world_size), connect_store(port, job.timeout_s)
-    join_group(place, store, job.timeout_s, torch.cuda.is_available())
+def _end_with(others: RankProcesses, joined: threading.Event, ended: threading.Event) -> None:
+    """End this process when another rank has failed, as a thread: nothing else interrupts its wait for that rank.
+
+    Args:
+        joined: set once a broken connection may raise an error in this rank, which then ends in order.
+        ended: set when this rank ends.
+    """
     try:
-        _work(job, work)
-    except ValueError:
-        return  # rank 0 raises it as well and reports it
+        others.wait()
+    except RankFailed as failed:
+        if not ended.wait(_OWN_ERROR_WITHIN_S if joined.is_set() else 0.0):
+            os.write(2, f"megatron-longctx: {failed.summary}\n".encode())
+            os._exit(1)
+
+
+def _other_rank(rank: int, job: InferenceJob, work: Work, port: int) -> None:
+    exit_with_parent()
+    place, store = RankInfo.local(rank, job.world_size), connect_store(port, job.timeout_s)
+    join_group(place, store, job.timeout_s, torch.cuda.is_available())
+    _work(job, work)  # refusals are raised by rank 0 as well, which reports them
     dist.barrier()
     dist.destroy_process_group()
 

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,7 +28,16 @@ from ..training.signals import handled_signals
 from .http_api.access import build_access
 from .http_api.inbox import Inbox
 from .http_api.parsing import Model
-from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_arguments, start
+from .inference_job import (
+    InferenceJob,
+    Stopped,
+    build_job,
+    check_memory,
+    open_engine,
+    refuse_unread,
+    split_arguments,
+    start,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +109,14 @@ def _serve(job: InferenceJob, groups: Any) -> None:
             max_token_chars=max_token_chars(tokenizer),
             begin=tuple(bos_tokens(tokenizer)),
         )
+
+        def beat() -> None:
+            if inbox.stopping and job.alone:
+                raise Stopped
+            inbox.beat()
+
         with _serving(model, inbox, settings):
+            engine.model.attention.on_layer = beat
             _run_rounds(scheduler, inbox)
 
 
@@ -140,7 +155,7 @@ def _run_rounds(scheduler: Scheduler, inbox: Inbox | None) -> None:
             if not inbox.stopping:
                 # Not by `asdict`, which copies a prompt token by token.
                 news = [i if isinstance(i, int) else vars(i) | {"sampling": vars(i.sampling)} for i in arrived]
-            inbox.round_began = time.monotonic()
+            inbox.beat()
         news = broadcast_json(news)  # waits for all ranks, also if there is nothing to do
         if news is None:
             scheduler.close()
@@ -153,5 +168,5 @@ def _run_rounds(scheduler: Scheduler, inbox: Inbox | None) -> None:
                 scheduler.cancel(item)
         events = scheduler.advance() if scheduler.busy else []
         if inbox is not None:
-            inbox.round_began = None
+            inbox.last_beat = None
             inbox.deliver(events)

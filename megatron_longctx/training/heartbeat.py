@@ -24,8 +24,8 @@ class Operation:
 
     Attributes:
         count: operations that the rank has begun. All ranks begin the same ones, so fewer means behind.
-        since: when it began (seconds, `time.time`).
-        alive: when the heartbeat was written (seconds, `time.time`).
+        since: when it began (seconds since the epoch).
+        alive: when the heartbeat was written (seconds since the epoch).
         most_s: time limit in seconds; None for no limit.
     """
 
@@ -41,6 +41,12 @@ class Operation:
 
 
 _current = Operation()
+_EPOCH_S = time.time() - time.monotonic()
+
+
+def _now() -> float:
+    """Return the seconds since the epoch, by a clock that nobody sets while this process runs."""
+    return _EPOCH_S + time.monotonic()
 
 
 def begin(operation: str, most_s: float | None = None) -> None:
@@ -50,7 +56,7 @@ def begin(operation: str, most_s: float | None = None) -> None:
         most_s: seconds after which the heartbeat ends the process. For operations that no collective's timeout ends.
     """
     global _current
-    _current = Operation(0, operation, _current.count + 1, time.time(), 0.0, most_s)
+    _current = Operation(0, operation, _current.count + 1, _now(), 0.0, most_s)
 
 
 class Heartbeat:
@@ -77,11 +83,11 @@ class Heartbeat:
         while not self._closed.wait(_PERIOD_S):
             self._write()
             current = _current
-            if current.most_s is not None and time.time() - current.since > current.most_s:
+            if current.most_s is not None and _now() - current.since > current.most_s:
                 self._end_process(current)
 
     def _write(self) -> None:
-        line = json.dumps(asdict(replace(_current, rank=self._rank, alive=time.time())))
+        line = json.dumps(asdict(replace(_current, rank=self._rank, alive=_now())))
         try:
             os.pwrite(self._fd, line.encode().ljust(_LINE_BYTES), 0)
         except OSError:

@@ -9,21 +9,18 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessException
 
 from ..comm import broadcast_json, rendezvous
-from ..comm.local_ranks import explain_failure, stopped_ranks
+from ..comm.local_ranks import RankFailed, RankProcesses, explain_failure, stopped_ranks
 from ..comm.rendezvous import RankInfo
 from ..compose import compose_config, config_from_dict, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed
+from ..gpus import uses_cuda
 from . import worker
 from .heartbeat import enable_flight_recorder, last_operations, suspects
 from .run_folder import RunFolder, RunLock
@@ -109,30 +106,17 @@ def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock
             # Rank 0 hosts the store, not this process: ranks whose launcher dies must still write a checkpoint.
             job = (world_size, listener, str(folder.path), lock)
             logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
-            context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-                worker.run_spawned, args=job, nprocs=world_size, join=False, start_method="spawn"
-            )
-            cleanup.callback(_kill, context.processes)
-            cleanup.callback(SignalForwarder(context.pids()).close)
-        logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # it reports every rank that it ends
-        stopped: list[int] = []
+            ranks = RankProcesses(worker.run_spawned, job, range(world_size))
+            cleanup.callback(ranks.kill)  # they hold the run's lock
+            cleanup.callback(SignalForwarder(ranks.pids, saves=config.train.save).close)
         try:
-            ended = False
-            while not ended:
-                wait(context.sentinels, timeout=1.0)
-                stopped = stopped_ranks(context.pids())  # before `join` kills the remaining ranks
-                ended = context.join(timeout=0.0, grace_period=_KILL_AFTER_S)
-        except ProcessException as error:
+            ranks.wait()
+        except RankFailed as error:
+            stopped = stopped_ranks(ranks.pids)
+            ranks.end(_KILL_AFTER_S)
             message = _with_cause(_reason(error, folder), folder, stopped, config)
             folder.status.fail(message)
             raise JobFailed(message) from None
-
-
-def _kill(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()  # it holds the run's lock
 
 
 def _with_cause(reason: str, folder: RunFolder, stopped: Sequence[int], config: Config) -> str:
@@ -140,19 +124,16 @@ def _with_cause(reason: str, folder: RunFolder, stopped: Sequence[int], config: 
     return explain_failure(reason, stopped, config.parallelism.timeout_s, operations, suspects(operations.values()))
 
 
-def _reason(error: ProcessException, folder: RunFolder) -> str:
+def _reason(error: RankFailed, folder: RunFolder) -> str:
     """Return why the job failed: the first error that a rank recorded, or the signal that killed a rank."""
     recorded = folder.first_error()
-    name = getattr(error, "signal_name", None)
-    if name is None:
-        # If the rank could not record it: the last line of the traceback is `module.Class: message`.
-        kind, colon, message = str(error).rstrip().rpartition("\n")[2].partition(":")
-        return recorded or f"rank {error.error_index} failed: {kind.rpartition('.')[2]}{colon}{message}"
+    if error.signal_name is None:
+        return recorded or error.summary
     # NCCL's watchdog aborts a rank whose collective times out.
     hints = {"SIGKILL": "; out of memory? (see dmesg)", "SIGABRT": "; a collective's timeout? (see above)"}
-    operation = last_operations(folder).get(error.error_index)
+    operation = last_operations(folder).get(error.rank)
     last = f", in {operation}" if operation else ""
-    killed = f"rank {error.error_index} was killed by {name}{last}{hints.get(name, '')}"
+    killed = f"{error.summary}{last}{hints.get(error.signal_name, '')}"
     return killed if recorded is None else f"{killed}\n{recorded}"
 
 
@@ -162,7 +143,7 @@ def _join(config: Config, place: RankInfo) -> None:
     limit = config.parallelism.timeout_s
     enable_flight_recorder(RunFolder.of(config).ranks)
     try:
-        rendezvous.join_group(place, rendezvous.rendezvous_store(place, limit), limit, worker.uses_cuda(config))
+        rendezvous.join_group(place, rendezvous.rendezvous_store(place, limit), limit, uses_cuda(config.train.device))
     except (RuntimeError, OSError) as error:
         address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise JobFailed(f"rank {place.rank} cannot join the other ranks at {address}: {error}") from None
@@ -173,7 +154,9 @@ def _join(config: Config, place: RankInfo) -> None:
 
             config, reason = auto.resolve_schedule(config)
             resumed = preflight.check(config, place.world_size)
-            atexit.register(RunFolder.of(config).prepare(config, resumed, reason).release)
+            lock = RunFolder.of(config).prepare(config, resumed, reason)
+            atexit.register(lock.release)
+            lock.keep_from_children()
         except ValueError as error:
             refusal = error
     resolved = broadcast_json(None if refusal else config.as_dict())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 from multiprocessing.util import Finalize
+from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from ..comm.local_ranks import exit_with_parent
 from ..mcore.data import Batch
 from .signals import STOP_SIGNALS, blocked
+
+_END_WITHIN_S = 5.0  # for each of the thread and the workers, which a hanging file system may hold
 
 
 class Loader(Iterator[Batch]):
@@ -54,7 +59,9 @@ class Loader(Iterator[Batch]):
         self._prepare = prepare
         self._batches: Any = None
         self._next: Future[Batch] | None = None
-        self._thread = ThreadPoolExecutor(1, "next batch", partial(torch.cuda.set_device, device) if on_gpu else None)
+        self._wanted: SimpleQueue[Future[Batch] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._read, args=(device,), name="next batch", daemon=True)
+        self._thread.start()
         # Ends the thread and the workers. At exit, Python would wait for the workers, which ignore its signals.
         self.close = Finalize(None, self._end, exitpriority=1)
 
@@ -68,14 +75,32 @@ class Loader(Iterator[Batch]):
         if self._batches is None:
             with blocked(STOP_SIGNALS):  # workers ignore them, so that the rank can finish its step
                 self._batches = iter(self._loader)
-        batch = (self._next or self._thread.submit(self._take)).result()
-        self._next = self._thread.submit(self._take)
+        batch = (self._next or self._want()).result()
+        self._next = self._want()
         return batch
 
+    def _want(self) -> Future[Batch]:
+        wanted: Future[Batch] = Future()
+        self._wanted.put(wanted)
+        return wanted
+
+    def _read(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        while (wanted := self._wanted.get()) is not None:
+            try:
+                wanted.set_result(self._take())
+            except BaseException as error:
+                wanted.set_exception(error)
+
     def _end(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._wanted.put(None)
+        self._thread.join(_END_WITHIN_S)
         if hasattr(self._batches, "_shutdown_workers"):  # explicitly: a raised error may still refer to the iterator
-            self._batches._shutdown_workers()
+            self._batches._shutdown_workers()  # asks them to end, and waits a few seconds for each
+            for worker in self._batches._workers:
+                worker.kill()  # one that is stopped would never end, and Python waits for it at exit
+                worker.join(_END_WITHIN_S)
 
     def _take(self) -> Batch:
         batch: Batch | ValueError = next(self._batches)
@@ -101,7 +126,20 @@ class _ErrorsAsResults(Dataset[Batch | ValueError]):
 
 def _init_worker(number: int) -> None:
     exit_with_parent()
+    _drop_sockets()
     sys.excepthook = _print_unless_rank_ended
+
+
+def _drop_sockets() -> None:
+    """Close the sockets that this process has inherited: the other ranks would not see that the rank has ended.
+
+    Their numbers refer to nothing from now on, and stay taken, since objects here may still close them.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in Path("/proc/self/fd").iterdir():
+        if fd.is_socket():
+            os.dup2(nothing, int(fd.name))
+    os.close(nothing)
 
 
 def _print_unless_rank_ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..config import Config
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.corpus import identity
 from ..mcore.data import Batch, TrainingData, micro_batches
-from ..mcore.sequence import build_sequence
+from ..mcore.sequence import ShardedSequence, build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
 from ..metrics import environment
@@ -57,7 +57,13 @@ class StepResult:
 class Trainer:
     """One rank's part of a run. Construction is collective, and resumes from the run's latest checkpoint."""
 
-    def __init__(self, config: Config, folder: RunFolder, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        stop: StopRequest,
+        build_sequence: Callable[[Config, dist.ProcessGroup], ShardedSequence] = build_sequence,
+    ) -> None:
         self.config = config
         self.folder = folder
         self.stop = stop
@@ -152,7 +158,8 @@ class Trainer:
             self._update_status("complete")
         else:
             self._update_status("stopped", signal=self.stopped_by and self.stopped_by.name)
-            logger.info("stopped at step %d of %d: the same command goes on from here", self.step, train.steps)
+            here = "here" if self.saver.latest == self.step else f"step {self.saver.latest} (train.save=false)"
+            logger.info("stopped at step %d of %d: the same command goes on from %s", self.step, train.steps, here)
 
     def _build(self) -> None:
         config, par = self.config, self.config.parallelism

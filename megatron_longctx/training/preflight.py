@@ -15,7 +15,7 @@ import torch
 from .. import memory
 from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, workload_of
 from ..errors import refuse
-from ..gpus import max_gpu_ranks, ranks_per_gpu
+from ..gpus import max_gpu_ranks, ranks_per_gpu, uses_cuda
 from ..kernels import KernelRequest, auto_order, available
 from ..mcore import checkpoint
 from ..mcore.checkpoint import Saved
@@ -33,7 +33,6 @@ from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
 from ..schedules import build_plan
 from .run_folder import RunFolder
-from .worker import uses_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ _SAMPLE_BYTES = 28  # host memory of a batch's token: its id, label, mask and po
 
 def device_type(config: Config) -> str:
     """Return `cuda` or `cpu`, as `train.device` and the machine allow. Refuse `cuda` without a CUDA device."""
-    cuda = uses_cuda(config)
+    cuda = uses_cuda(config.train.device)
     if config.train.device == "cuda" and not cuda:
         remedy = "Set train.device=cpu, or see doctor."
         raise refuse("train.device", "cuda", "a CUDA device here; torch sees none", remedy)
@@ -72,14 +71,12 @@ def check(config: Config, world_size: int) -> int | None:
     data_parallel_size(config, world_size)
     _check_host(config, world_size)
     check_kernel(config, device)
-    if device == "cpu" and config.attention.baseline is not None:
-        raise refuse("attention.baseline", config.attention.baseline, "null on CPUs", "TransformerEngine needs GPUs.")
     if device == "cpu" and config.attention.transport == "peer":
         raise refuse("attention.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
     if config.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
         remedy = "Install it with pip install 'megatron-longctx[tensorboard]', or set it to false."
         raise refuse("logging.tensorboard", True, "the package tensorboard, which is not installed here", remedy)
-    if uses_transformer_engine(config.model) or config.attention.baseline is not None:
+    if uses_transformer_engine(config.model):
         require_transformer_engine()
     check_mode(config, config.data.seq_length, "data.seq_length", needs_tokens=config.data.packing != "best_fit")
     check_corpus(config.data)
@@ -170,7 +167,7 @@ def check_kernel(config: Config, device: str) -> None:
         dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         head_dim=model.kv_channels,
         num_heads=model.num_attention_heads // tp,
-        num_kv_heads=model.num_kv_heads // tp,
+        num_kv_heads=max(1, model.num_kv_heads // tp),
         deterministic=config.attention.deterministic,
         windows=model.window is not None,
         v_head_dim=model.v_head_dim,
@@ -190,7 +187,12 @@ def check_kernel(config: Config, device: str) -> None:
 
 
 def check_saved_weights(
-    key: str, run: Path, config: Config, iteration: int | None = None, ignore: tuple[str, ...] = ()
+    key: str,
+    run: Path,
+    config: Config,
+    iteration: int | None = None,
+    ignore: tuple[str, ...] = (),
+    tensor_files: bool = False,
 ) -> Saved:
     """Refuse a checkpoint of `run` whose weights do not fit the configured model and tokenizer.
 
@@ -198,10 +200,11 @@ def check_saved_weights(
         key: the setting that names the run.
         iteration: the checkpoint; None for the latest.
         ignore: prefixes of fingerprint keys that may differ.
+        tensor_files: also compare the digests of files with tensors. Needed if no ranks load them afterwards.
     """
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
-    saved = checkpoint.check(run / "checkpoints", fingerprint(config, vocab_size), iteration, ignore)
+    saved = checkpoint.check(run / "checkpoints", fingerprint(config, vocab_size), iteration, ignore, tensor_files)
     if saved is None:
         raise refuse(key, run, "a run with a checkpoint", "Train it with train.save=true first.")
     error = identity_error(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)

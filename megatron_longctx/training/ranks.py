@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
-from ..comm.local_ranks import run_ranks
+from ..comm.local_ranks import RankFailed, run_ranks
 from ..comm.rendezvous import RankInfo, join_group
 from ..errors import JobFailed, refuse
 from ..gpus import max_gpu_ranks
@@ -85,10 +84,8 @@ def run_on_ranks(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> Any:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         return run_ranks(fn, ranks.count, *args, timeout=_TIMEOUT_S, backend=backend)[0]
-    except ProcessRaisedException as error:
-        message = str(error).strip().splitlines()[-1]
-        if message.startswith("ValueError: "):
-            raise ValueError(message.removeprefix("ValueError: ")) from error
-        raise JobFailed(f"rank {error.error_index} failed: {message}") from error
-    except (ProcessException, TimeoutError) as error:  # killed or hanging
+    except RankFailed as error:
+        _, refused, message = error.summary.partition(" failed: ValueError: ")
+        raise (ValueError(message) if refused else JobFailed(error.summary)) from error
+    except TimeoutError as error:
         raise JobFailed(str(error)) from error

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..config import Config
-from ..mcore.optimizer import whole_gradients
+from ..mcore import checkpoint
+from ..mcore.checkpoint_folder import iteration_directory
+from ..mcore.checkpoint_weights import Reader
+from ..mcore.optimizer import named_parameters, whole_gradients
 from .loop import StepResult, Trainer
 from .run_folder import RunFolder
 from .signals import StopRequest
 
-_EXPERTS, _SHARD = ".mlp.experts.", "_of_"
+_GRADIENTS = "gradients"
+_STACKED = ("decoder.layers.", ".experts.experts.")  # checkpoints have one tensor of all layers, and of all experts
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,25 @@ class RecordedTrainer(Trainer):
         """Return the gradients, keyed by parameter; see `mcore.optimizer.whole_gradients`."""
         return whole_gradients(self.models, self.groups, self.config.optim.distributed)
 
+    def write_gradients(self, directory: Path) -> None:
+        """Write the gradients of this step in fp32, as if they were the weights of a checkpoint. Collective.
+
+        Checkpoints join what ranks of any parallel sizes hold.
+        """
+        parameters, gradients = named_parameters(self.models), self.gradients()
+        weights = {name: parameter.data for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data = gradients[name]
+        self.write_weights(directory)
+        for name, parameter in parameters.items():
+            parameter.data = weights[name]
+
+    def write_weights(self, directory: Path) -> None:
+        """Write a checkpoint of the weights alone. Collective."""
+        # Of bare models: DDP would take what it gathers for this for the parameters of the next step.
+        bare = replace(self._state(), models=[chunk.module for chunk in self.models], optimizer=None, scheduler=None)
+        checkpoint.begin(directory, self.step, bare, {}).finish()
+
     def _one_step(self) -> StepResult:
         result = super()._one_step()
         self.curves.losses.append(result.loss.mean)
@@ -46,7 +69,7 @@ class RecordedTrainer(Trainer):
 
 
 class _ExportingTrainer(RecordedTrainer):
-    """Writes the gradients of some steps, one file per shard of the model."""
+    """Writes the gradients of some steps."""
 
     def __init__(self, config: Config, folder: RunFolder, steps: Collection[int]) -> None:
         super().__init__(config, folder)
@@ -54,55 +77,51 @@ class _ExportingTrainer(RecordedTrainer):
 
     def _before_optimizer_step(self) -> None:
         if self.step in self._steps:
-            gradients, groups = self.gradients(), self.groups
-            stage = self.folder.path / f"gradients_step_{self.step}_pp_{groups.pp.rank()}"
-            experts = {name: gradients.pop(name) for name in list(gradients) if _EXPERTS in name}
-            if groups.dp_cp.rank() == 0:
-                torch.save(gradients, f"{stage}_tp_{groups.tp.rank()}.pt")
-            if experts and groups.expt_dp.rank() == 0:
-                torch.save(experts, f"{stage}_experts_{groups.expt_tp.rank()}{_SHARD}{groups.ep.rank()}.pt")
+            self.write_gradients(self.folder.path / _GRADIENTS)
 
 
-def _exported(run: Path, step: int) -> dict[str, dict[str, Tensor]]:
-    """Read gradients, keyed by stage and tensor-parallel shard. Experts of all expert-parallel ranks are together."""
-    shards: dict[str, dict[str, Tensor]] = {}
-    for path in sorted(run.glob(f"gradients_step_{step}_pp_*")):
-        shard = shards.setdefault(path.stem.partition(_SHARD)[0], {})
-        shard.update(torch.load(path, mmap=True, map_location="cpu"))
-    return shards
-
-
-def record(rank: int, config: Config, steps: Collection[int]) -> Curves:
+def record(rank: int, config: Config, steps: Collection[int], keep_weights: bool = False) -> Curves:
     """Train as this rank of a joined process group. All ranks have the same curves.
 
     Args:
         config: of a run whose folder is new.
         steps: the steps, counted from 0, whose gradients are written into the run's folder.
+        keep_weights: also write the initial weights, for `train.init_from`.
     """
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True, exist_ok=True)
     trainer = _ExportingTrainer(config, folder, steps)
+    if keep_weights:
+        trainer.write_weights(folder.checkpoints)
     trainer.train()
     return trainer.curves
 
 
 def gradient_errors(run: Path, reference: Path, step: int) -> dict[str, float]:
-    """Return the relative error of each parameter's gradient over all tensor-parallel shards, keyed by parameter.
+    """Return the relative error of each parameter's gradient, keyed by parameter.
 
     Args:
-        run, reference: folders of runs by `record` with equal tensor- and pipeline-parallel sizes, also of experts.
+        run, reference: folders of runs by `record`, of any parallel sizes.
     """
-    squares: dict[str, tuple[float, float]] = {}
-    exported = _exported(run, step)
-    for shard, expected in _exported(reference, step).items():
-        for name, gradient in expected.items():
-            before, here = squares.get(name, (0.0, 0.0)), _squares(exported[shard][name], gradient)
-            squares[name] = before[0] + here[0], before[1] + here[1]
-    tiny = torch.finfo(torch.float64).tiny
-    return {name: (error / max(norm, tiny)) ** 0.5 for name, (error, norm) in squares.items()}
+    of_run, of_reference = (Reader(iteration_directory(each / _GRADIENTS, step)) for each in (run, reference))
+    errors: dict[str, float] = {}
+    for key in of_reference.unread(()):
+        shape = of_reference.shape(key)
+        tensors = (reader.read(key, None, shape).double() for reader in (of_run, of_reference))
+        errors |= {name: _relative_error(*pair) for name, pair in _by_layer_and_expert(key, *tensors)}
+    return errors
 
 
-def _squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
-    """Return the squared norms of the difference and of the reference."""
-    reference = reference.double()
-    return float((value.double() - reference).square().sum()), float(reference.square().sum())
+def _by_layer_and_expert(key: str, *tensors: Tensor) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+    """Yield the tensors of a checkpoint's key, or their parts with names that number the layer and the expert."""
+    for stacked in _STACKED:
+        before, found, rest = key.partition(stacked)
+        if found and not rest[0].isdigit():
+            for number, parts in enumerate(zip(*tensors, strict=True)):
+                yield from _by_layer_and_expert(f"{before}{stacked}{number}.{rest}", *parts)
+            return
+    yield key, tensors
+
+
+def _relative_error(value: Tensor, reference: Tensor) -> float:
+    return float((value - reference).norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny))

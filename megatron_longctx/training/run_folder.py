@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import time
 import traceback
 from multiprocessing import reduction
@@ -24,6 +25,8 @@ from ..errors import refuse
 logger = logging.getLogger(__name__)
 
 _STATUS_PERIOD_S = 5.0
+_HOLDER_BYTES = 300  # spaces fill the rest
+_MAX_STATUS_BYTES = 2**20  # a failure's message may be long
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_DISK_REASONS = tuple(map(os.strerror, _FULL_DISK))
 _TORCH_SAVE_FAILED = ("unexpected pos", "iostream error", "PytorchStreamWriter failed")  # it does not report the cause
@@ -75,6 +78,8 @@ class RunFolder:
         return refuse("run.root", root, f"to be able to write {self.path} ({error.strerror or error})", remedy)
 
     def _prepare(self, config: Config, step: int) -> None:
+        if self.log.exists():
+            self.log.open("a").close()  # as rank 0 will
         if self.resolved.is_file():
             try:
                 unchanged = load_config(self.resolved) == config
@@ -133,7 +138,7 @@ class RunStatus:
     def read(self) -> dict[str, Any]:
         """Return the content, or an empty dict if there is none."""
         with contextlib.suppress(OSError, ValueError):
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            content = json.loads(files.read_bytes(self.path, _MAX_STATUS_BYTES))
             return content if isinstance(content, dict) else {}
         return {}
 
@@ -174,13 +179,22 @@ class RunLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # no file object: nothing else may close it
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, f"{path.name} is a link to {os.readlink(path)}: delete it")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        self._fd = os.open(path, flags, 0o666)  # no file object: nothing else may close it
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            self._close()
+            raise OSError(errno.EEXIST, f"{path.name} is not a file of its own: delete it")
         host = os.uname().nodename
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
-                holder = self._read_holder() or "another job"
+                holder = self._read_holder() or host
+                if here := _processes_with(path):
+                    holder += f" (its lock is held on this host by process {', '.join(map(str, here))})"
                 self._close()
                 expected = f"a run that no other job is training; {holder} is training this one"
                 remedy = "Wait for it, stop it, or choose another run.name."
@@ -206,21 +220,35 @@ class RunLock:
             self._write_holder("")
             self._close()
 
+    def keep_from_children(self) -> None:
+        """Close it in the processes that this one forks, such as data workers: one that outlives the job keeps none."""
+        os.register_at_fork(after_in_child=self._close)
+
     def _read_holder(self) -> str:
         return os.pread(self._fd, 1000, 0).decode(errors="replace").strip()
 
     def _write_holder(self, text: str) -> None:
-        os.ftruncate(self._fd, 0)
         with contextlib.suppress(OSError):  # on a full disk, the lock does not name its holder
-            os.pwrite(self._fd, text.encode(), 0)
+            os.pwrite(self._fd, text.encode().ljust(_HOLDER_BYTES), 0)
 
     def _close(self) -> None:
-        os.close(self._fd)
-        self._fd = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
         assert self._fd >= 0, "released"
         return _inherited_lock, (reduction.DupFd(self._fd),)
+
+
+def _processes_with(path: Path) -> list[int]:
+    """Return the processes of this host that have a file open, as far as this user may know, but for this one."""
+    target, found = str(path.resolve()), set()
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(fd) == target:
+                found.add(int(fd.parts[2]))
+    return sorted(found - {os.getpid()})
 
 
 def _inherited_lock(fd: Any) -> RunLock:

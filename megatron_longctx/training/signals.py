@@ -57,10 +57,14 @@ class StopRequest:
 
 
 class SignalForwarder:
-    """Forwards this process's stop signals to the ranks, SIGINT as SIGTERM. A second SIGINT interrupts."""
+    """Forwards this process's stop signals to the ranks, SIGINT as SIGTERM. A second SIGINT interrupts.
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = pids
+    Args:
+        saves: whether a stopped run writes a checkpoint.
+    """
+
+    def __init__(self, pids: Sequence[int], saves: bool) -> None:
+        self._pids, self._saves = pids, saves
         self._interrupted = False
         self._previous = {number: signal.signal(number, self._forward) for number in handled_signals()}
 
@@ -74,7 +78,8 @@ class SignalForwarder:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
-            logger.info("interrupted: stopping after this step with a checkpoint; once more to stop at once")
+            how = "with a checkpoint" if self._saves else "without a checkpoint (train.save=false)"
+            logger.info("interrupted: stopping after this step %s; once more to stop at once", how)
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):  # it has already ended
                 os.kill(pid, signal.SIGTERM if number == signal.SIGINT else number)

@@ -9,12 +9,12 @@ import socket
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from ..comm.rendezvous import RankInfo, connect_store, host_store, join_group
 from ..compose import load_config
 from ..config import Config
+from ..gpus import uses_cuda
 from .heartbeat import Heartbeat, enable_flight_recorder
 from .run_folder import RunFolder, RunLock, disk_full
 from .signals import StopRequest
@@ -32,6 +32,7 @@ def run_spawned(local_rank: int, world_size: int, listener: socket.socket, run_f
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         return  # it died while this rank was starting; from now on its death arrives as SIGINT
+    lock.keep_from_children()
     place = RankInfo.local(local_rank, world_size)
     place.export(os.environ)
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
@@ -46,25 +47,21 @@ def run_spawned(local_rank: int, world_size: int, listener: socket.socket, run_f
             listener.close()  # otherwise connections would wait here once rank 0 has ended
             store = connect_store(port, limit)
         enable_flight_recorder(folder.ranks)
-        join_group(place, store, limit, uses_cuda(config))
+        join_group(place, store, limit, uses_cuda(config.train.device))
     except BaseException as error:
         folder.record_error(local_rank, error)
         raise
     run(config)
 
 
-def uses_cuda(config: Config) -> bool:
-    return torch.cuda.is_available() and config.train.device != "cpu"
-
-
 def run(config: Config) -> None:
     """Train as this rank of a joined process group. Record a failure in the run folder and raise it."""
     rank = dist.get_rank()
     folder = RunFolder.of(config)
-    configure_logging(folder.log, rank)
-    stop = StopRequest()
-    heartbeat = Heartbeat(folder, rank)
     try:
+        configure_logging(folder.log, rank)
+        stop = StopRequest()
+        heartbeat = Heartbeat(folder, rank)
         from .loop import Trainer  # here, so that a failing import of Megatron is recorded too
 
         trainer = Trainer(config, folder, stop)  # a name, so that it exists until the process group is destroyed

@@ -1,4 +1,4 @@
-"""The `check` and `demo` verbs: train with context-parallel ranks and with one, and compare the two runs."""
+"""The `check` and `demo` verbs: train with parallelism and without it, and compare the two runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..compose import compose_config
-from ..config import Config, ParallelismConfig, validate
+from ..config import Config, ParallelismConfig, data_parallel_size, validate
 from ..errors import JobFailed, refuse
 
 if TYPE_CHECKING:
@@ -27,26 +27,25 @@ logger = logging.getLogger(__name__)
 # two layers differ by up to 4e-3.
 _TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 _MAX_NAMED = 5
+_RUN, _REFERENCE = "run", "reference"
 _DEMO_RUNS = (("demo-cp4", "cp4"), ("demo-cp1", "single"))
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A recipe on `world` ranks, and the reference: the same recipe without context parallelism on fewer ranks."""
+    """A recipe, and its reference: the same recipe with less parallelism on fewer ranks, and equal data parallelism."""
 
     config: Config
     reference: Config
-    world: int
+    data_parallel: int
     device: str
     tolerance: float
 
-    @property
-    def cp(self) -> int:
-        return self.config.parallelism.context_parallel_size
-
 
 def check(settings: Sequence[str], steps: int = 3, tolerance: float | None = None) -> int:
-    """Train some steps with and without context parallelism, all else equal, and print the differences.
+    """Train some steps with and without parallelism, all else equal, and print the differences.
+
+    The reference has data parallelism alone. If its ranks cannot hold the model, only context parallelism is left out.
 
     Args:
         settings: as for `train`. By default, precision is fp32 if the kernel supports it.
@@ -58,7 +57,10 @@ def check(settings: Sequence[str], steps: int = 3, tolerance: float | None = Non
     """
     with _temporary_folder() as root:
         comparison = _prepare(settings, steps, tolerance, root)
-        reference, curves = (_train(each, comparison, steps) for each in (comparison.reference, comparison.config))
+        reference = _train(comparison.reference, comparison, steps)
+        # From the same weights: at other tensor- and pipeline-parallel sizes, the seed alone gives others.
+        train = replace(comparison.config.train, init_from=str(root / _REFERENCE))
+        curves = _train(replace(comparison.config, train=train), comparison, steps)
         return _report(comparison, steps, reference, curves)
 
 
@@ -69,8 +71,8 @@ def _temporary_folder() -> Iterator[Path]:
     try:
         yield root
     except JobFailed as error:
-        for gradients in root.glob("*/*.pt"):
-            gradients.unlink()
+        for tensors in (*root.glob("*/gradients"), *root.glob("*/checkpoints")):
+            shutil.rmtree(tensors)
         raise JobFailed(f"{error}\n(what the ranks left: {root})") from error
     except BaseException:
         shutil.rmtree(root)
@@ -85,9 +87,9 @@ def _prepare(settings: Sequence[str], steps: int, tolerance: float | None, root:
     if tolerance is not None and not 0 < tolerance < math.inf:
         raise refuse("--tolerance", tolerance, "a number above 0", "Leave it out for that of the precision.")
     config = compose_config(settings)
-    if config.parallelism.context_parallel_size == 1:
-        remedy = "Set parallelism.context_parallel_size, or parallelism=cp2."
-        raise refuse("parallelism.context_parallel_size", 1, "2 or more, to be compared with 1", remedy)
+    if config.parallelism.model_parallel_size * config.parallelism.expert_model_parallel_size == 1:
+        expected = "2 or more, or another parallel size that is, to be compared with 1"
+        raise refuse("parallelism.context_parallel_size", 1, expected, "Set it, or parallelism=cp2.")
     from ..comm.rendezvous import RankInfo
     from ..training import auto, preflight  # here: Megatron takes seconds to import
 
@@ -105,13 +107,46 @@ def _prepare(settings: Sequence[str], steps: int, tolerance: float | None, root:
             config = exact
     world = preflight.local_world_size(config)
     preflight.check(config, world)
-    reference = _without_context_parallelism(config, world)
-    comparison = _Comparison(config, reference, world, device, tolerance or _TOLERANCES[config.train.precision])
-    try:
-        preflight.check(reference, world // comparison.cp)
-    except ValueError as error:
-        raise ValueError(f"the run at CP=1, to compare with: {error}") from error
-    return comparison
+    dp = data_parallel_size(config, world)
+    reference = _reference(config, dp)
+    return _Comparison(config, reference, dp, device, tolerance or _TOLERANCES[config.train.precision])
+
+
+def _reference(config: Config, dp: int) -> Config:
+    """Return the first reference that can run: with data parallelism alone, or with all but context parallelism.
+
+    Sums over tensor-parallel ranks that the recipe quantizes can only be compared with equal ones.
+    """
+    from ..training import preflight
+
+    par, default = config.parallelism, ParallelismConfig()
+    reset = ("schedule", "layout", "max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
+    whole = replace(par, context_parallel_size=1, **{name: getattr(default, name) for name in reset})
+    # Experts on as many of the fewer ranks as can share them.
+    ranks = dp * whole.model_parallel_size // (par.tensor_size_of_experts * par.pipeline_parallel_size)
+    whole = replace(whole, expert_model_parallel_size=max(1, math.gcd(par.expert_model_parallel_size, ranks)))
+    single = replace(
+        whole,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+    )
+    quantized = config.reduction.in_training and par.tensor_parallel_size > 1
+    why = "reduction.in_training=true quantizes sums over tensor-parallel ranks"
+    train, run = replace(config.train, num_processes=None), replace(config.run, name=_REFERENCE)
+    candidates = [*([] if quantized else [single]), *([whole] if par.context_parallel_size > 1 else [])]
+    for parallelism in dict.fromkeys(candidates):
+        reference = replace(config, parallelism=parallelism, train=train, run=run)
+        try:
+            validate(reference)
+            preflight.check(reference, dp * parallelism.model_parallel_size)
+        except ValueError as error:
+            why = str(error)
+            logger.info("cannot compare with %s: %s", _sizes(parallelism), why)
+        else:
+            return reference
+    raise ValueError(f"the run to compare with, at less parallelism: {why}")
 
 
 def _short(config: Config, steps: int, root: Path) -> Config:
@@ -122,23 +157,9 @@ def _short(config: Config, steps: int, root: Path) -> Config:
         config,
         train=replace(train, steps=steps, save=False),
         optim=replace(optim, decay_steps=decay),
-        run=replace(config.run, root=str(root), name=f"cp{config.parallelism.context_parallel_size}"),
+        run=replace(config.run, root=str(root), name=_RUN),
         logging=replace(config.logging, wandb="disabled", profile_step=None),
     )
-
-
-def _without_context_parallelism(config: Config, world: int) -> Config:
-    """Reset what only context parallelism uses, and put experts on as many of the fewer ranks as can share them."""
-    default, par = ParallelismConfig(), config.parallelism
-    stage = par.tensor_size_of_experts * par.pipeline_parallel_size
-    experts = math.gcd(par.expert_model_parallel_size, world // par.context_parallel_size // stage)
-    names = ("schedule", "layout", "max_buffer_tokens", "inner_size", "head_chunks", "outer_schedule", "cluster")
-    defaults = {name: getattr(default, name) for name in names}
-    single = replace(par, context_parallel_size=1, expert_model_parallel_size=max(1, experts), **defaults)
-    train = replace(config.train, num_processes=None)
-    result = replace(config, parallelism=single, train=train, run=replace(config.run, name="cp1"))
-    validate(result)
-    return result
 
 
 def _train(config: Config, comparison: _Comparison, steps: int) -> Curves:
@@ -146,14 +167,15 @@ def _train(config: Config, comparison: _Comparison, steps: int) -> Curves:
 
     if comparison.device == "cuda" and config.train.precision == "fp32":
         os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # Transformer Engine multiplies fp32 with 10 bits otherwise
-    cp = config.parallelism.context_parallel_size
-    parallel = ranks.Ranks(comparison.world // comparison.cp * cp, comparison.device)
-    begin = time.perf_counter()
-    curves: Curves = ranks.run_on_ranks(parallel, recorded.record, config, sorted({0, steps - 1}))
+    par, is_reference = config.parallelism, config is comparison.reference
+    parallel = ranks.Ranks(comparison.data_parallel * par.model_parallel_size, comparison.device)
+    begin, exported = time.perf_counter(), sorted({0, steps - 1})
+    curves: Curves = ranks.run_on_ranks(parallel, recorded.record, config, exported, is_reference)
     seconds, plural = time.perf_counter() - begin, "s" * (parallel.count > 1)
     logger.info(
-        "CP=%d: trained %d steps on %d %s rank%s in %.0f s", cp, steps, parallel.count, parallel.device, plural, seconds
-    )
+        "%s: trained %d steps on %d %s rank%s in %.0f s",
+        _sizes(par), steps, parallel.count, parallel.device, plural, seconds,
+    )  # fmt: skip
     return curves
 
 
@@ -166,37 +188,50 @@ def _report(comparison: _Comparison, steps: int, reference: Curves, curves: Curv
         "gradient norm": (reference.grad_norms, curves.grad_norms),
     }
     errors: dict[str, float] = {}
-    cp, root = comparison.cp, Path(comparison.config.run.root)
-    print(f"\n{_title(comparison)}\n\n{'step':>4}  {'':<14}{'CP=1':>16}{f'CP={cp}':>16}{'difference':>12}")
+    root, (run, other) = Path(comparison.config.run.root), _names(comparison)
+    print(f"\n{_title(comparison)}\n\n{'step':>4}  {'':<14}{'reference':>16}{'run':>16}{'difference':>12}")
     for step in range(steps):
         for name, (single, parallel) in pairs.items():
             difference = _relative(parallel[step], single[step])
             errors[f"{name} of step {step + 1}"] = difference
             print(f"{step + 1:>4}  {name:<14}{single[step]:>16.8g}{parallel[step]:>16.8g}{difference:>12.1e}")
     for step in sorted({0, steps - 1}):
-        by_name = gradient_errors(root / f"cp{cp}", root / "cp1", step)
+        by_name = gradient_errors(root / _RUN, root / _REFERENCE, step)
         print(f"\ngradients of step {step + 1}: {len(by_name)} parameters, the worst of them")
         for name in sorted(by_name, key=lambda name: -by_name[name])[:_MAX_NAMED]:
             print(f"  {name:<58}{by_name[name]:>12.1e}")
         errors |= {f"gradient of {name} in step {step + 1}": error for name, error in by_name.items()}
     beyond = {name: error for name, error in errors.items() if not error <= comparison.tolerance}  # also NaN
     if not beyond:
-        print(f"\nCP={cp} trains as CP=1 does: all {len(errors)} figures are within {comparison.tolerance:g}")
+        print(f"\n{run} trains as {other} does: all {len(errors)} figures are within {comparison.tolerance:g}")
         return 0
     worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
     print(
-        f"\nCP={cp} does NOT train as CP=1 does: {len(beyond)} of {len(errors)} figures are beyond "
+        f"\n{run} does NOT train as {other} does: {len(beyond)} of {len(errors)} figures are beyond "
         f"{comparison.tolerance:g}, the worst is the {worst} ({beyond[worst]:.1e})"
     )
     return 1
 
 
+def _names(comparison: _Comparison) -> tuple[str, str]:
+    return _sizes(comparison.config.parallelism), _sizes(comparison.reference.parallelism)
+
+
+def _sizes(par: ParallelismConfig) -> str:
+    """Return the sizes of what shards a sequence or a model; sizes of 1 are left out, except CP's."""
+    others = {
+        "TP": par.tensor_parallel_size,
+        "PP": par.pipeline_parallel_size,
+        "EP": par.expert_model_parallel_size,
+    }
+    more = (f"{axis}={size}" for axis, size in others.items() if size > 1)
+    return ", ".join((f"CP={par.context_parallel_size}", *more))
+
+
 def _title(comparison: _Comparison) -> str:
-    par, config = comparison.config.parallelism, comparison.config
-    tp, pp = par.tensor_parallel_size, par.pipeline_parallel_size
-    dp = comparison.world // par.model_parallel_size
+    config, (run, other) = comparison.config, _names(comparison)
     return (
-        f"CP={comparison.cp} against CP=1, with TP={tp}, PP={pp}, DP={dp}; {par.schedule}, "
+        f"{run} against {other}, with DP={comparison.data_parallel}; {config.parallelism.schedule}, "
         f"packing {config.data.packing}, {config.data.seq_length:,} tokens, {config.train.precision}; "
         f"largest relative difference {comparison.tolerance:g}"
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import TOKENIZERS
-from ..errors import JobFailed
+from ..errors import JobFailed, printable
 from . import hydra_options, wandb_runs
 
 _EPILOG = """\
@@ -44,15 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=stream)
     logging.getLogger("megatron_longctx").setLevel(logging.INFO)
     try:
-        with _interrupts_during_imports():
+        with _interrupts_not_swallowed():
             code = hydra_options.run(arguments, _run)
         sys.stdout.flush()  # inside `try`, which handles a closed pipe
         return code
     except ValueError as error:
-        print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
+        print(printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
         return 2
     except JobFailed as error:
-        print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
+        print(printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         reason = error.strerror or error
-        print(f"megatron-longctx {arguments.verb}: {place}{reason}. Check the path and the disk.", file=sys.stderr)
+        message = f"megatron-longctx {arguments.verb}: {place}{reason}. Check the path and the disk."
+        print(printable(message), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"megatron-longctx {arguments.verb}: interrupted", file=sys.stderr)
@@ -68,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _interrupts_during_imports() -> Iterator[None]:
-    """Let Ctrl-C end the process during imports: some modules catch KeyboardInterrupt and continue."""
+def _interrupts_not_swallowed() -> Iterator[None]:
+    """Let Ctrl-C interrupt where its exception is lost: in imports, since some modules catch it, and in destructors."""
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         while frame is not None:
@@ -79,15 +80,26 @@ def _interrupts_during_imports() -> Iterator[None]:
             frame = frame.f_back
         raise KeyboardInterrupt
 
+    def lost(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:
+            report_lost(unraisable)
+            return
+        # Once more, a little later, when the destructor has ended.
+        again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
+
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not default or threading.current_thread() is not threading.main_thread():  # ignored, or another handler is set
         yield
         return
+    report_lost, sys.unraisablehook = sys.unraisablehook, lost
     signal.signal(signal.SIGINT, interrupted)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = report_lost
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -202,11 +214,13 @@ def _parser() -> argparse.ArgumentParser:
 
     check = verbs.add_parser(
         "check",
-        help="check that a recipe trains the same with context parallelism as without",
-        description="Trains the recipe for a few steps at its context-parallel size and at 1, with all else equal. "
+        help="check that a recipe trains the same with parallelism as without",
+        description="Trains the recipe for a few steps at its parallel sizes, and with data parallelism alone. If no "
+        "rank can hold the whole model, the second run differs in its context-parallel size alone, which is 1. "
         "Compares every loss and gradient norm (before clipping), and the gradients of the first and the last step. "
-        "The exit code is 0 if all agree, otherwise 1. A rank at CP=1 holds a whole sequence, and the temporary folder "
-        "(TMPDIR) holds two copies of the gradients of two steps: reduce large models with model.num_layers=2.",
+        "The exit code is 0 if all agree, otherwise 1. A rank of the second run holds a whole sequence, and the "
+        "temporary folder (TMPDIR) holds the weights, and two copies of the gradients of two steps: reduce large "
+        "models with model.num_layers=2.",
     )
     check.add_settings()
     hydra_options.add_options(check)

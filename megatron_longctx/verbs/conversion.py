@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..compose import RESOLVED, load_config, override_config, save_config
-from ..config import Config
+from ..config import Config, ModelConfig
 from ..errors import refuse
 from ..mcore import checkpoint_weights
 from ..mcore.checkpoint_folder import iteration_directory
@@ -114,7 +114,7 @@ def export_model(words: Sequence[str]) -> None:
         raise refuse("word", others[0], "checkpoint=RUN, out=FOLDER or iteration=N", "A run is exported unchanged.")
     run, iteration = checkpoint_of(own)
     config = load_config(run / RESOLVED)
-    saved = preflight.check_saved_weights("checkpoint", run, config, iteration)
+    saved = preflight.check_saved_weights("checkpoint", run, config, iteration, tensor_files=True)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     model = replace(config.model, vocab_size=padded_vocab_size(config.model, tokenizer.vocab_size))
     family = family_of_model(model)
@@ -129,7 +129,8 @@ def export_model(words: Sequence[str]) -> None:
         _write_weights(folder, reader, weights, dims)
         dtype = _DTYPES[reader.dtype(places[0])]
         token_ids = {key: value for key, value in original.items() if key.endswith("_token_id")}
-        written = family.config_of(model, dims.vocab, config.data.seq_length) | token_ids | {"torch_dtype": dtype}
+        length = max(config.data.seq_length, _published_length(original, model))
+        written = family.config_of(model, dims.vocab, length) | token_ids | {"torch_dtype": dtype}
         (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         _copy_tokenizer(config, folder)
     seconds, name = time.perf_counter() - begin, family.name
@@ -219,6 +220,17 @@ def _original_config(config: Config, tokens: int, rows: int) -> Mapping[str, Any
     original = read_json(path) if path.is_file() else {}
     vocab = original.get("vocab_size")
     return original if isinstance(vocab, int) and tokens <= vocab <= rows else {}
+
+
+def _published_length(original: Mapping[str, Any], model: ModelConfig) -> int:
+    """Return the longest sequence of the published model that `model` was made from, which may differ in RoPE; or 0."""
+    try:
+        published, length = family_of_source(original).model_of(original)
+        rope = {key: getattr(published, key) for key in ("rope_base", "rope_scaling", "window_rope_base")}
+        check_same_function(replace(model, **rope), published, _TOKENIZER)
+    except ValueError:  # another model's, whose tokenizer alone is used
+        return 0
+    return length
 
 
 def _import_identity(source: Path, folder: Path) -> str:

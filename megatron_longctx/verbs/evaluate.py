@@ -19,6 +19,7 @@ from ..evaluation.questions import Format
 from ..evaluation.results import JSON, TABLES, Results
 from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
+from ..inference.session import check_length
 from ..mcore import checkpoint
 from ..mcore.corpus import check_corpus, check_tokenizer
 from ..mcore.data import check_samples
@@ -74,7 +75,7 @@ def evaluate(words: Sequence[str]) -> None:
     job = replace(job, iteration=checkpoint.latest(job.checkpoints) if job.iteration is None else job.iteration)
     run = Path(own["checkpoint"])
     lengths = _numbers(own, "lengths", (job.config.data.seq_length,), int, 1, _MAX_LENGTH)
-    check_positions(job.config, lengths)
+    check_length("lengths", max(lengths), job.config.inference.max_model_len)
     (samples,) = _numbers(own, "samples", (8,), int, 1, _MAX_COUNT, most_values=1)
     out = _folder(own.get("out"), run)
     evaluation = _Evaluation(lengths, samples, out, _no_results(run, job, own, lengths, samples))
@@ -93,14 +94,6 @@ def evaluate(words: Sequence[str]) -> None:
         raise refuse(unused[0], own[unused[0]], "a task with questions", f"Set tasks={LOSSES},needle, or leave it out.")
     out.mkdir(parents=True, exist_ok=True)
     start(replace(job, options=evaluation), _evaluate)
-
-
-def check_positions(config: Config, lengths: Sequence[int]) -> None:
-    """Refuse lengths beyond the model's learned position embeddings."""
-    longest, most = max(lengths), config.data.seq_length
-    if config.model.position_embedding == "learned" and longest > most:
-        expected = f"at most the {most} positions that the model has learned"
-        raise refuse("lengths", longest, expected, "Ask for shorter texts.")
 
 
 def _tasks(value: str | None) -> list[str]:
@@ -176,7 +169,7 @@ def _with_losses(evaluation: _Evaluation, config: Config, prefix: str | None) ->
         text = f"{data.prefix}, on which the run was trained"
         logger.warning("data.split=%s has no second part: losses are those of %s. Set data=PREFIX.", data.split, text)
     config = replace(config, data=replace(data, seq_length=1))
-    validate(config)
+    validate(config, training=False)
     check_corpus(config.data)
     if config.train.check_data:
         check_tokenizer(config.data, build_tokenizer(data.tokenizer, data.tokenizer_path))

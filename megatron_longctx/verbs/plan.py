@@ -123,7 +123,7 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
         _target(config),
         token_unit(par),
         par.layout,
-        replace(mode_options(par), inner_size=None, max_buffer_tokens=None, head_chunks=1),
+        replace(mode_options(par), inner_size=None, max_buffer_tokens=None),
         keep_received=config.keep_received,
         sum_in_node=config.sum_in_node,
     )

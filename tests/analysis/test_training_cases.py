@@ -1,6 +1,7 @@
 """Files of cases: the committed ones compose, and invalid ones are refused by name."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def test_committed_cases_compose(path: Path) -> None:
     names = [config.run.name for config in cases.configs]
     assert cases.title and names and len(set(names)) == len(names)
     assert all(config.train.device == "cuda" and not config.train.save for config in cases.configs)
+    assert cases.baselines == {name: re.sub(r".*(?=te_)", "", name) for name in names if "te_" in name}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,7 @@ def test_committed_cases_compose(path: Path) -> None:
         ("cases: {a: []}", "`title:`"),
         ("{", "a readable YAML file"),
         ("{title: a, cases: {a: [model.num_layers=0]}}", "model.num_layers=0"),
+        ("{title: a, cases: {a: [baseline=p2p]}}", "baseline=p2p: expected one of te_p2p, te_all_gather, te_a2a."),
     ],
 )
 def test_invalid_files_are_refused(tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

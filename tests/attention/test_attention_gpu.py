@@ -32,7 +32,7 @@ from megatron_longctx.comm.symmetric import RANKS_PER_HOST, find_hosts
 from megatron_longctx.gpus import max_gpu_ranks
 from megatron_longctx.kernels import PROVIDERS, KernelRequest, choose
 from megatron_longctx.layout import Layout
-from megatron_longctx.schedules import MODES, Mask, ModeOptions, Target
+from megatron_longctx.schedules import MODES, Mask, Target
 from megatron_longctx.schedules.mask import documents
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv, shard, visible
@@ -258,14 +258,11 @@ def _kept(rank: int, transport: str) -> list[str]:
     """Compare calls of three layers in flight that keep received blocks with calls that fetch them again."""
     device = torch.device("cuda", torch.cuda.current_device())
     wrong = []
-    modes = [(name, ModeOptions()) for name in ("ulysses", "usp", "all_gather", "zigzag")]
-    modes += [("ulysses", ModeOptions(head_chunks=2))] if 8 % (2 * dist.get_world_size()) == 0 else []
-    for schedule, options in modes:
+    for schedule in ("ulysses", "usp", "all_gather", "zigzag"):
         keeping, fetching = (
             ContextParallelAttention(
                 dist.group.WORLD,
                 schedule=schedule,
-                options=options,
                 transport=transport,
                 keep_received=keep,
                 kernel="flash",  # which prepares nothing per shape, of which there are many
@@ -291,8 +288,7 @@ def _kept(rank: int, transport: str) -> list[str]:
                         # A kernel may add gradients in another order every time.
                         if not error <= (0 if name == "out" else 5e-3):
                             wrong.append(
-                                f"rank {rank}, {schedule} in {options.head_chunks}, {case}, layer {i} of {iteration}: "
-                                f"{name} {error:.1e}"
+                                f"rank {rank}, {schedule}, {case}, layer {i} of {iteration}: {name} {error:.1e}"
                             )
     return wrong
 

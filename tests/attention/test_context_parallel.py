@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.kv_format import int8_kv
+from megatron_longctx.inference.kv_int8 import int8_kv
 from megatron_longctx.layout import Layout
 from megatron_longctx.schedules import MODES, Mask, ModeOptions, build_plan, find_mode
 from megatron_longctx.schedules.mask import causal, documents

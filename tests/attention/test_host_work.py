@@ -186,24 +186,23 @@ def counted(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Counted
 
 
 DOCUMENTS = documents([100, 28, 60, 68], window=(50, None))
-LAYERS: dict[tuple[str, int, int, bool, Any], tuple[int, int, int]] = {
-    # (schedule, ranks, head chunks, keeps, mask): merges, launches and views of a layer's forward and backward
-    ("ulysses", 4, 1, False, None): (0, 9, 115),
-    ("ulysses", 4, 1, True, None): (0, 9, 95),
-    ("ulysses", 8, 1, True, None): (0, 9, 185),
-    ("ulysses", 4, 2, True, None): (0, 15, 185),
-    ("zigzag", 4, 1, False, None): (6, 11, 45),
-    ("zigzag", 8, 1, False, None): (18, 27, 135),
-    ("all_gather", 4, 1, False, None): (4, 7, 40),
-    ("ring", 4, 1, False, None): (4, 7, 20),
-    ("usp", 4, 1, False, None): (9, 17, 150),
-    ("zigzag", 4, 1, False, DOCUMENTS): (4, 9, 50),
-    ("ulysses", 4, 1, True, DOCUMENTS): (0, 9, 95),
+LAYERS: dict[tuple[str, int, bool, Any], tuple[int, int, int]] = {
+    # (schedule, ranks, keeps, mask): merges, launches and views of a layer's forward and backward
+    ("ulysses", 4, False, None): (0, 9, 115),
+    ("ulysses", 4, True, None): (0, 9, 95),
+    ("ulysses", 8, True, None): (0, 9, 185),
+    ("zigzag", 4, False, None): (6, 11, 45),
+    ("zigzag", 8, False, None): (18, 27, 135),
+    ("all_gather", 4, False, None): (4, 7, 40),
+    ("ring", 4, False, None): (4, 7, 20),
+    ("usp", 4, False, None): (9, 17, 150),
+    ("zigzag", 4, False, DOCUMENTS): (4, 9, 50),
+    ("ulysses", 4, True, DOCUMENTS): (0, 9, 95),
 }
 
 
-def plan_of(schedule: str, n: int, chunks: int, keep: bool, mask: Any, tokens: int = 64) -> Plan:
-    options = ModeOptions(inner_size=2, head_chunks=chunks)
+def plan_of(schedule: str, n: int, keep: bool, mask: Any, tokens: int = 64) -> Plan:
+    options = ModeOptions(inner_size=2)
     plan = build_plan(schedule, n, n * tokens if mask is None else mask, options)
     return keep_received(plan) if keep else plan
 
@@ -243,7 +242,7 @@ def test_exchanges_without_overlap_are_read_in_the_peers_memory(
 ) -> None:
     """Over peer memory, a layer of Ulysses packs, pulls and unpacks in one launch each. Other modes read the last
     results of backward in the senders' memory."""
-    layer = Layer(plan_of(schedule, n, 1, schedule == "ulysses", None), 1, peers=True)
+    layer = Layer(plan_of(schedule, n, schedule == "ulysses", None), 1, peers=True)
     found = counted(lambda: (layer.transport.events.clear(), layer.both()), monkeypatch)
     events = Counter(layer.transport.events)
     assert events["acquire"] == events["release"]
@@ -280,16 +279,16 @@ def test_batched_copies_are_independent(schedule: str, peers: bool, monkeypatch:
         assert not any(addresses(source) & written for _, source in pairs), key
 
     monkeypatch.setattr(BatchedCopy, "copy", copy)
-    for keep, chunks in ((False, 1), (True, 2 if schedule == "ulysses" else 1)):
+    for keep in (False, True):
         for mask in (None, documents([9, 3, 20], window=(7, None))):
-            plan = plan_of(schedule, 4, chunks, keep, mask, tokens=8)
+            plan = plan_of(schedule, 4, keep, mask, tokens=8)
             for rank in (0, 3):
                 Layer(plan, rank, peers).both()
     assert several
 
 
 def test_the_next_messages_start_before_the_kernel_call() -> None:
-    layer = Layer(plan_of("ring", 4, 1, False, full(64)), 1)
+    layer = Layer(plan_of("ring", 4, False, full(64)), 1)
     run = layer.forward()
     events = [event for event in layer.transport.events if event != "mark"]
     assert events == ["start", "kernel", *["wait", "start", "kernel"] * 2, "wait", "kernel"]
@@ -317,7 +316,7 @@ def test_without_overlap_messages_are_awaited_immediately(schedule: str, peers: 
 
 def test_every_exchange_is_awaited_once() -> None:
     for schedule in MODES:
-        layer = Layer(plan_of(schedule, 4, 1, False, None), 2)
+        layer = Layer(plan_of(schedule, 4, False, None), 2)
         layer.both()
         events = Counter(layer.transport.events)
         assert events["start"] == events["wait"] > 0 == events["acquire"]
@@ -325,7 +324,7 @@ def test_every_exchange_is_awaited_once() -> None:
 
 
 def test_rows_of_buffers_are_the_same_tensors_until_the_buffers_grow() -> None:
-    layer = Layer(plan_of("zigzag", 4, 1, False, None, tokens=16), 1)
+    layer = Layer(plan_of("zigzag", 4, False, None, tokens=16), 1)
     received = layer.transport.received
 
     def passes(layer: Layer) -> list[list[Tensor]]:
@@ -336,7 +335,7 @@ def test_rows_of_buffers_are_the_same_tensors_until_the_buffers_grow() -> None:
     passes(layer)  # allocates the buffers of backward
     first, again = passes(layer), passes(layer)
     assert any(first) and all(x is y for a, b in zip(first, again, strict=True) for x, y in zip(a, b, strict=True))
-    longer = Layer(plan_of("zigzag", 4, 1, False, None, tokens=64), 1, runtime=layer.runtime)
+    longer = Layer(plan_of("zigzag", 4, False, None, tokens=64), 1, runtime=layer.runtime)
     larger = {x.untyped_storage().data_ptr() for each in passes(longer) for x in each}
     after = {x.untyped_storage().data_ptr() for each in passes(layer) for x in each}
     assert after == larger, "memory that the pool has replaced"
@@ -344,7 +343,7 @@ def test_rows_of_buffers_are_the_same_tensors_until_the_buffers_grow() -> None:
 
 def test_passes_do_not_share_kept_memory() -> None:
     for schedule in MODES:
-        layer = Layer(plan_of(schedule, 4, 1, True, full(64)), 1)
+        layer = Layer(plan_of(schedule, 4, True, full(64)), 1)
         kept = [layer.forward().kept for _ in range(2)]
         one, other = ({x.untyped_storage().data_ptr() for entry in each for x in entry} for each in kept)
         assert one and one.isdisjoint(other), schedule

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.kv_format import Int8KV, KVFormat, int8_kv
+from megatron_longctx.attention.kv_format import KVFormat
+from megatron_longctx.inference.kv_int8 import Int8KV, int8_kv
 from megatron_longctx.kernels import KernelRequest, choose
 from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
 from megatron_longctx.schedules import MODES, ModeOptions, build_plan

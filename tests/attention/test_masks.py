@@ -161,11 +161,10 @@ def cases(draw: st.DrawFn, name: str) -> Case:
     options = ModeOptions(
         max_buffer_tokens=draw(st.sampled_from([None, None, 2, 8, 31])),
         inner_size=inner,
-        head_chunks=draw(st.sampled_from([1, 1, 2, 3])) if name == "ulysses" and n > 1 else 1,
         outer_schedule=draw(st.sampled_from(outer_modes())),
     )
-    parts = {"ulysses": n * options.head_chunks, "usp": options.resolve_inner_size(n)}.get(name, 1)
-    g = draw(st.sampled_from([parts, 2 * parts if parts < 5 else parts, 1 if options.head_chunks == 1 else parts]))
+    parts = {"ulysses": n, "usp": options.resolve_inner_size(n)}.get(name, 1)
+    g = draw(st.sampled_from([parts, 2 * parts if parts < 5 else parts, 1]))
     h = draw(st.sampled_from([1, 2, 3] if max(g, parts) < 5 else [1])) * max(g, parts)
     kernel = draw(st.sampled_from(["packed", "bands", *KERNELS]))
     d, e = draw(st.sampled_from([(4, 4), (4, 4), (6, 4), (4, 12)]))

@@ -264,7 +264,6 @@ MODES: dict[str, Any] = {
     "all_gather": ("all_gather", 5, 75, ModeOptions(8)),
     "ulysses, ranks without tokens": ("ulysses", 6, 4, ModeOptions()),
     "usp, ranks without tokens": ("usp", 6, 4, ModeOptions(inner_size=2)),
-    "ulysses, chunks": ("ulysses", 5, 75, ModeOptions(head_chunks=2)),
     "ring, documents": ("ring", 6, documents([30, 4, 1, 24, 13]), ModeOptions()),
     "zigzag, a window": ("zigzag", 6, documents([75], window=(20, None)), ModeOptions()),
     "helper, documents in a window": ("helper", 5, documents([50, 25], window=(30, None)), ModeOptions()),

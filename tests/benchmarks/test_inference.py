@@ -63,7 +63,7 @@ def _append_counts(path: Path, first: list[FirstToken], decoded: list[Decoded]) 
 
 def test_results_are_written_after_every_measurement_and_the_first_time_may_count(tmp_path: Path) -> None:
     counts = tmp_path / "counts"
-    config = inference_config(compose_config([*SETTINGS, "inference.rule=bytes", "inference.cache_tokens=512"]))
+    config = inference_config(compose_config([*SETTINGS, "inference.cache_tokens=512"]))
     sweep = Sweep((40,), (1.0, 0.1), (1, 2), 0, 2, modes=("pass_q",))
     first, decoded = run_distributed(measure, 2, config, sweep, partial(_append_counts, counts))[1]
     assert counts.read_text() == "10 20 21 22 " and (len(first), len(decoded)) == (2, 2)

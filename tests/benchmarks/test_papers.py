@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from benchmarks.fit import Prompt, fit, prompts, score, slower
-from benchmarks.papers import decoding, tensor_parallel
+from benchmarks.papers import cp_inference, decoding, tensor_parallel
 from benchmarks.papers.__main__ import main
+from benchmarks.papers.cp_inference import TABLE_4
+from benchmarks.papers.cp_inference_rules import RuleInputs, algorithm_1, algorithm_5, results_threshold
 from benchmarks.papers.latencies import LLAMA3_8B, LLAMA3_70B, prefill, sent
 from benchmarks.papers.page import Proof, proofs
 from benchmarks.papers.rounding import TOKEN, Rounding, hadamard, rounded
@@ -27,8 +29,9 @@ from benchmarks.papers.steps import (
     ulysses_step,
 )
 from megatron_longctx.lowbit.quantize import QuantFormat, dequantize, quantize
-from megatron_longctx.schedules import Workload, backward_plan, build_plan
+from megatron_longctx.schedules import Costs, Workload, backward_plan, build_plan
 from megatron_longctx.schedules.verify import PlanError
+from megatron_longctx.topology import Cluster, Network
 
 
 @pytest.mark.parametrize("n", [3, 4, 5])
@@ -106,6 +109,36 @@ def test_hadamard_matrices(size: int) -> None:
     assert torch.allclose(found.abs(), torch.full_like(found, size**-0.5))
     with pytest.raises(ValueError, match="product of 12s and 2s"):
         hadamard(7)
+
+
+CLEAR = [row for row in TABLE_4 if abs(row[2] - row[3]) > 0.01 * row[3]]
+"""Rows whose modes differ by more than 1%."""
+PAPER = RuleInputs(
+    Workload(num_heads=16, num_kv_heads=1, head_dim=128),
+    Cluster("hosts", 4, 1, network=Network(1, 26e9 / 2**30, 1e-5)),
+    Costs(540, 540),
+)
+
+
+@pytest.mark.parametrize(("cached", "new", "kv_ms", "q_ms"), CLEAR)
+def test_algorithm_1_is_right_where_the_papers_table_4_is_clear(
+    cached: int, new: int, kv_ms: float, q_ms: float
+) -> None:
+    assert algorithm_1(new, cached, 4, PAPER) == (kv_ms < q_ms)
+
+
+def test_algorithm_5_takes_pass_q_in_no_case_where_algorithm_1_does_not() -> None:
+    for cached, new, *_ in TABLE_4:
+        assert algorithm_5(new, cached, 4, PAPER) >= algorithm_1(new, cached, 4, PAPER)
+    assert results_threshold(1280, 4, PAPER) == pytest.approx(2 / 16 - 4 * 1280 * 26e9 / (4 * 540e12 * 2))
+    assert PAPER.hides_from(4) == pytest.approx(4 * 540e12 * 1 * 2 / (2 * 16 * 26e9))
+
+
+def test_the_empirical_rule_as_printed_is_wrong_on_the_papers_own_table() -> None:
+    """The rule needs coefficients that are fitted to the machine."""
+    assert not any(score(Prompt(new, cached, kv, q), cp_inference.PRINTED) > 0 for cached, new, kv, q in TABLE_4)
+    fitted = [score(Prompt(new, cached, kv, q), (0.0, 1.0, 2.9)) > 0 for cached, new, kv, q in CLEAR]
+    assert fitted == [kv < q for *_, kv, q in CLEAR]
 
 
 def test_fitting_recovers_the_rule_that_generated_the_prompts() -> None:

@@ -41,9 +41,9 @@ def test_the_configured_length_is_measured_unless_it_is_short(
 
 
 def test_candidates_are_all_modes_with_the_options_of_auto() -> None:
-    modes = candidate_modes(4, GQA, Cluster("one", 1, 4, Mesh(300.0)), 4096)
+    modes = candidate_modes(4, Cluster("one", 1, 4, Mesh(300.0)), 4096)
     assert {mode.name for mode in modes} == set(MODES)
-    assert {"ulysses", "ulysses (head_chunks=2)", "usp (inner_size=2)"} <= set(map(str, modes))
+    assert {"ulysses", "usp (inner_size=2)"} <= set(map(str, modes))
     assert len(set(modes)) == len(modes)
 
 

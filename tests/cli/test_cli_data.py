@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_longctx.verbs import cli
 
 Run = Callable[..., str]
+TWO_FRAMES = "KLUv/SAQgQAAeyJ0ZXh0IjogIm9uZSJ9Cii1L/0gEIEAAHsidGV4dCI6ICJ0d28ifQo="  # a line of JSONL each, in zstd
 EOD = 256  # of the byte-level tokenizer
 
 
@@ -128,6 +132,55 @@ def test_jsonl_has_one_document_per_line(tmp_path: Path, data: Run) -> None:
     assert documents(tmp_path / "corpus") == [[b"one"], [b"two\nlines"], ["ünï".encode()]]
 
 
+def test_a_folder_of_jsonl_has_one_document_per_line(tmp_path: Path, data: Run) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n'))
+    (folder / "c.txt.gz").write_bytes(gzip.compress(b"four\n{}\n"))
+    (folder / "d.jsonl").write_text("")
+    expected = [[b"one"], [b"two"], [b"three"], [b"four\n{}\n"]]
+    for words in ([], ["--glob", "*"]):
+        data(folder, tmp_path / "corpus", *words)
+        assert documents(tmp_path / "corpus") == expected
+    data(folder, tmp_path / "corpus", "--glob", "*.jsonl")
+    assert documents(tmp_path / "corpus") == expected[:2]
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n' * 100)[:-20])
+    assert f"{folder}/b.jsonl.gz: damaged, or not a file in .gz (" in data(folder, tmp_path / "corpus", code=2)
+
+
+def test_zstandard_is_read_or_its_package_named(tmp_path: Path, data: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, corpus = tmp_path / "a.jsonl.zst", tmp_path / "corpus"
+    path.write_bytes(base64.b64decode(TWO_FRAMES))
+    if sys.version_info < (3, 14):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "backports.zstd", None)
+            message = f"{path}: expected the package backports.zstd. Run pip install 'megatron-longctx[data]'"
+            assert message in data(path, corpus, code=2)
+        pytest.importorskip("backports.zstd")
+    data(path, corpus)
+    assert documents(corpus) == [[b"one"], [b"two"]]
+    path.write_bytes(path.read_bytes()[:-5])
+    assert f"{path}: damaged, or not a file in .zst (" in data(path, corpus, code=2)
+
+
+def test_links_do_not_lead_out_of_the_folder(tmp_path: Path, data: Run) -> None:
+    for name in ("text/a.txt", "other/secret.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    (tmp_path / "text/b.txt").symlink_to("a.txt")
+    data(tmp_path / "text", tmp_path / "corpus")
+    assert len(documents(tmp_path / "corpus")) == 2
+    for link, target, words in (
+        ("c.txt", tmp_path / "other/secret.txt", []),
+        ("d", tmp_path / "other", ["--glob", "*/*.txt"]),
+    ):
+        (tmp_path / "text" / link).symlink_to(target)
+        message = data(tmp_path / "text", tmp_path / "corpus", *words, code=2)
+        assert f"is a link to {tmp_path}/other/secret.txt. Name the folder that it leads to" in message
+        (tmp_path / "text" / link).unlink()
+
+
 def test_the_standard_library_is_a_source(
     source: Path, tmp_path: Path, data: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +215,8 @@ def test_a_failed_source_keeps_the_earlier_corpus(tmp_path: Path, data: Run) -> 
     assert documents(tmp_path / "corpus") == [[b"kept"]]
 
 
-NAMED = "`stdlib`, `pydoc`, a folder, or a file that ends in .jsonl, .md, .py, .rst, .tex, .txt. Check the path, or"
+ENDINGS = ".jsonl, .md, .py, .rst, .tex, .txt, or one of these and .gz or .zst"
+NAMED = f"`stdlib`, `pydoc`, a folder, or a file that ends in {ENDINGS}. Check the path, or"
 
 
 CHATS = {"a.jsonl": '{"prompt": "why?", "completion": "so"}\n'}
@@ -178,8 +232,8 @@ CHATS = {"a.jsonl": '{"prompt": "why?", "completion": "so"}\n'}
         ({"a.jsonl": ""}, "a.jsonl", [], "--source=AT/a.jsonl: expected text; the file is empty."),
         ({"x/y/.gitkeep": ""}, "x", [], "--source=AT/x: expected files in the folder; it has none. Check the path."),
         ({"x/a.pdf": "p", "x/y/b.pdf": "p", "x/c": "c"}, "x", [],
-         "--source=AT/x: expected files that end in .md, .py, .rst, .tex, .txt; its 3 files have .pdf, no ending. "
-         "Choose others by --glob, for example --glob '**/*.html'."),
+         f"--source=AT/x: expected files that end in {ENDINGS}; its 3 files have .pdf, no ending. "
+         "Choose other text files by --glob, for example '**/*.html'."),
         ({"x/a.md": "", "x/b.md": ""}, "x", [], "--source=AT/x: expected text; all 2 files are empty."),
         ({"x/a.md": "a"}, "x", ["--glob", "*.txt"],
          "--glob=*.txt: expected a pattern that files in AT/x match; none does. For example '**/*.txt'."),
@@ -197,6 +251,11 @@ CHATS = {"a.jsonl": '{"prompt": "why?", "completion": "so"}\n'}
          "--chat-template=gone: expected a file with a Jinja template"),
         ({"a.md": "a"}, "a.md", ["--chat-template", "template"],
          "--chat-template=template: expected conversations to lay out; the first line of AT/a.md is none"),
+        ({"x/a.json": '{"text": "a"}\n{"text": "b"}\n'}, "x", ["--glob", "*.json"],
+         "AT/x/a.json: expected text, but its first line is a document in JSON. Let its name end in .jsonl"),
+        ({"x/a.md": "a", "x/b.jsonl": '{"text": "a"}\n'}, "x", ["--join"],
+         "--source=AT/x: expected a folder of text with --join; lines of JSONL are documents of their own"),
+        ({"a.jsonl.gz": "text"}, "a.jsonl.gz", [], "AT/a.jsonl.gz: damaged, or not a file in .gz ("),
         ({"a.md": "a"}, "a.md", ["--tokenizer", "huggingface"],
          "--tokenizer-path None: expected the files of a huggingface tokenizer"),
         ({"a.md": "a"}, "a.md", ["--tokenizer", "sentencepiece"],
@@ -245,6 +304,11 @@ def test_chats_are_formatted_and_only_replies_are_trained(tmp_path: Path, data: 
     (tmp_path / "template").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     path = tmp_path / "chats.jsonl"
     path.write_text('{"prompt": "why?", "completion": "so"}\n{"prompt": "and?", "completion": "no"}\n')
+    (tmp_path / "folder").mkdir()
+    for number, line in enumerate(path.read_text().splitlines()):
+        (tmp_path / f"folder/{number}.jsonl").write_text(line)
+    of_folder = data(tmp_path / "folder", tmp_path / "chats", "--chat-template", str(tmp_path / "template"))
+    assert ": 2 documents, 20 tokens, 8 of them answers (" in of_folder
     message = data(path, tmp_path / "chats", "--chat-template", str(tmp_path / "template"))
     assert ": 2 documents, 20 tokens, 8 of them answers (" in message
     tokens, mask = IndexedDataset(str(tmp_path / "chats")), IndexedDataset(str(tmp_path / "chats.mask"))

@@ -12,7 +12,6 @@ import pytest
 
 from megatron_longctx.compose import override_config
 from megatron_longctx.config import Config
-from megatron_longctx.schedules import build
 from megatron_longctx.verbs import cli
 from megatron_longctx.verbs import plan as plan_verb
 from tests.shared.training import tiny_corpus
@@ -237,15 +236,6 @@ def test_a_plan_of_many_ranks_that_takes_hours_is_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert f"megatron-longctx plan: {message}" in plan(capsys, "parallelism.context_parallel_size=512", *words, code=2)
-
-
-def test_a_slow_plan_is_announced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_MANY_MESSAGES", 24)
-    monkeypatch.setattr(build, "_MESSAGES_PER_S", 5)
-    with caplog.at_level("INFO", "megatron_longctx"):
-        for n in (4, 5):
-            build.build_plan("ring", n, 1013)
-    assert caplog.messages == ["planning ring for 5 ranks: some 5 s"]
 
 
 def test_work_grows_with_the_messages_of_a_plan_and_not_with_messages_times_ranks() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,42 @@ VERBS = (
     *("train", "plan", "generate", "eval", "serve", "import", "export"),
     *("data", "calibrate", "check", "compare", "doctor", "demo"),
 )
+
+
+class Interrupted:
+    """Ctrl-C arrives in its destructor, where Python drops the exception."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+
+
+def test_ctrl_c_in_a_destructor_is_not_lost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def destroy(arguments: argparse.Namespace) -> None:
+        for _ in range(50):
+            Interrupted()
+            time.sleep(0.1)
+
+    monkeypatch.setattr(cli, "_run", destroy)
+    assert run(capsys, "doctor") == (130, "", "megatron-longctx doctor: interrupted\n")
+
+
+def test_ctrl_c_while_the_command_is_imported_prints_no_traceback() -> None:
+    program = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "megatron_longctx.verbs.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from megatron_longctx.__main__ import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -14,7 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm.rendezvous import RankInfo, connect_store, host_store, interface_to, listen, rendezvous_store
+from megatron_longctx.comm import rendezvous
+from megatron_longctx.comm.rendezvous import (
+    RankInfo,
+    connect_store,
+    host_store,
+    interface_to,
+    join_group,
+    listen,
+    rendezvous_store,
+)
 from megatron_longctx.testing.distributed import PATIENCE_S, run_distributed
 
 
@@ -46,6 +55,23 @@ def test_the_store_listens_at_its_socket_only() -> None:
     assert listening() - before <= {"127.0.0.1"} and store.port == port
     connect_store(port, 20.0).set("a", "b")
     assert store.get("a") == b"b"
+
+
+@pytest.mark.parametrize("omp", [None, "3"])
+def test_ranks_share_the_cpus_unless_the_user_sets_their_threads(
+    monkeypatch: pytest.MonkeyPatch, omp: str | None
+) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(rendezvous.torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if omp:
+        monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    join_group(RankInfo.local(0, 4), None, 1.0, cuda=False)
+    assert threads == ([] if omp else [2])
 
 
 def _hosts(listener: socket.socket) -> None:

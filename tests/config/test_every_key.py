@@ -47,7 +47,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "parallelism.inner_size": {"parallelism.schedule": "usp"},
     "train.eval_interval": {"data.split": "95,5,0"},
     "parallelism.outer_schedule": {"parallelism.schedule": "usp"},
-    "parallelism.head_chunks": {"parallelism.schedule": "ulysses"},
     "parallelism.max_buffer_tokens": {"parallelism.schedule": "all_gather"},
     "parallelism.max_attention_gib": {"parallelism.schedule": "auto"},
     "inference.exact_reuse": {"inference.prefill_chunk": 64},

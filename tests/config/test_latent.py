@@ -34,7 +34,6 @@ def _config(settings: dict[str, Any]) -> Config:
         ({"model.head_dim": 20}, "model.head_dim=20: expected null with"),
         ({"model.position_embedding": "learned"}, "model.position_embedding=learned: expected rope with"),
         ({"model.bias": True}, "model.bias=True: expected false with"),
-        ({"attention.baseline": "te_a2a"}, "attention.baseline=te_a2a: expected null with"),
         ({**TP2, "parallelism.sequence_parallel": False}, "parallelism.sequence_parallel=False: expected true with"),
         ({**TP2, "model.q_lora_rank": 5}, "tensor_parallel_size=2: expected a divisor of model.q_lora_rank=5"),
     ],

@@ -58,6 +58,15 @@ def test_a_file_of_another_version_is_refused(old: str, new: str, reason: str, t
     assert text.startswith(f"{path}: ") and reason in text and text.endswith("Restore or delete it.")
 
 
+def test_keys_that_are_gone_are_skipped_where_they_changed_nothing(tmp_path: Path) -> None:
+    was = "attention:\n  baseline: null\n"
+    assert load_config(spoiled(tmp_path, "attention:\n", was)) == Config()
+    with pytest.raises(ValueError, match=r"not a configuration of this version .*baseline"):
+        load_config(spoiled(tmp_path, "attention:\n", was.replace("null", "te_p2p")))
+    rules = "inference:\n  rule: auto\n  rule_alpha: -1.059\n  rule_beta: 1.145\n  rule_gamma: 12.112\n"
+    assert load_config(spoiled(tmp_path, "inference:\n", rules)) == Config()
+
+
 def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "resolved.yaml"
     save_config(Config(), path)

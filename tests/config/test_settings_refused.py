@@ -181,7 +181,6 @@ def test_long_and_deep_values_are_refused_in_one_line(key: str, value: str) -> N
          "parallelism.layout=zigzag: expected one of auto, contiguous"),
         ("parallelism=cp4 parallelism.schedule=usp parallelism.layout=balanced",
          "parallelism.layout=balanced: expected one of auto, zigzag. Leave it at auto, or choose another schedule"),
-        ("parallelism.head_chunks=2", "parallelism.head_chunks=2: expected 1 with parallelism.schedule=zigzag"),
         ("parallelism.schedule=ring parallelism.max_buffer_tokens=8",
          "parallelism.max_buffer_tokens=8: expected null with parallelism.schedule=ring"),
         ("parallelism.max_attention_gib=2",
@@ -225,22 +224,6 @@ def test_long_and_deep_values_are_refused_in_one_line(key: str, value: str) -> N
          "parallelism.expert_model_parallel_size=2: expected 1 with model.num_moe_experts=null"),
         ("model=tiny_moe recompute.mlp_tile_tokens=8",
          "recompute.mlp_tile_tokens=8: expected null with model.num_moe_experts="),
-
-        ("attention.baseline=te_p2p recompute=attention_output",
-         "recompute.mode=attention_output: expected none or layer with attention.baseline=te_p2p. "
-         "Change it, or leave attention.baseline null."),
-        ("attention.baseline=te_p2p model.window=64",
-         "model.window=64: expected null with attention.baseline=te_p2p"),
-        ("attention.baseline=te_a2a model.sinks=learnable",
-         "model.sinks=learnable: expected none with attention.baseline=te_a2a"),
-        ("attention.baseline=te_a2a attention.deterministic=true",
-         "attention.deterministic=True: expected false with attention.baseline=te_a2a"),
-        ("attention.baseline=te_a2a attention.overlap=false",
-         "attention.overlap=False: expected true with attention.baseline=te_a2a"),
-        ("attention.baseline=te_a2a train.device=cpu",
-         "train.device=cpu: expected auto or cuda with attention.baseline=te_a2a"),
-        ("attention.baseline=te_a2a parallelism=cp4 data.seq_length=4100",
-         "2 x parallelism.context_parallel_size=8: expected a divisor of data.seq_length=4100"),
     ],
 )  # fmt: skip
 def test_values_out_of_range(words: str, message: str) -> None:
@@ -256,7 +239,6 @@ def test_datasets_without_weight(prefix: str) -> None:
 def test_values_at_the_ends_of_their_ranges() -> None:
     compose_config(["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=2"])
     compose_config(["optim.warmup_steps=19"])
-    compose_config(["attention.baseline=te_all_gather", "model.window=64", "recompute=layer", "parallelism=cp4"])
     compose_config(["optim.min_lr=3e-4", "optim.beta1=0", "optim.clip_grad=0"])
     validate(Config())
 

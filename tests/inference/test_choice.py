@@ -1,4 +1,4 @@
-"""The choice of a mode: the paper's rules, the simulator's predictions, and where their numbers come from."""
+"""The choice of a mode: the simulator's predictions, the sizes of messages, and where their numbers come from."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ import pytest
 import torch
 
 from megatron_longctx.compose import compose_config
-from megatron_longctx.config import CACHE_RULES, Config, workload_of
+from megatron_longctx.config import Config, workload_of
 from megatron_longctx.inference import choice
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.choice import (
     Chooser,
-    RuleInputs,
-    algorithm_1,
-    algorithm_5,
-    bytes_rule,
+    LinkFacts,
     calibration_file,
-    empirical,
-    find_rule_inputs,
+    find_facts,
 )
 from megatron_longctx.mcore.inference import inference_config
 from megatron_longctx.schedules import Workload
@@ -36,48 +32,17 @@ CPU = torch.device("cpu")
 # Llama 3 405B's heads on one of 8 tensor-parallel ranks, over 4 hosts; the paper's achieved rates.
 HEADS = Workload(num_heads=16, num_kv_heads=1, head_dim=128)
 HOSTS = Cluster("hosts", 4, 1, network=Network(1, 26e9 / 2**30, 1e-5))
-PAPER = RuleInputs(HEADS, HOSTS, Costs(540, 540))
-# Table 4: cached, new, milliseconds of pass-KV and pass-Q (128K tokens, 4 hosts).
-TABLE_4 = (
-    (126720, 1280, 1023.39, 898.71),
-    (124800, 3200, 1110.18, 1046.43),
-    (123840, 4160, 1298.92, 1280.1),
-    (121600, 6400, 1305.56, 1302.01),
-    (115200, 12800, 2080.67, 2205.27),
-    (102400, 25600, 3353.02, 3617.02),
-    (64000, 64000, 6845.21, 7367.99),
-    (12800, 115200, 11136.4, 11571.62),
-    (0, 128000, 11462.15, 12360.57),
+PAPER = LinkFacts(HEADS, HOSTS, Costs(540, 540))
+
+
+@pytest.mark.parametrize(
+    ("heads", "taken", "threshold"), [((16, 1), "pass_kv", 0.125), ((8, 8), "pass_q", 2.0), ((32, 8), "pass_kv", 0.5)]
 )
-CLEAR = [row for row in TABLE_4 if abs(row[2] - row[3]) > 0.01 * row[3]]
-
-
-@pytest.mark.parametrize(("cached", "new", "kv_ms", "q_ms"), CLEAR)
-def test_algorithm_1_is_right_where_the_papers_table_4_is_clear(
-    cached: int, new: int, kv_ms: float, q_ms: float
-) -> None:
-    assert algorithm_1(new, cached, 4, PAPER)[0] == (kv_ms < q_ms)
-
-
-def test_algorithm_5_takes_pass_q_in_no_case_where_algorithm_1_does_not() -> None:
-    for cached, new, *_ in TABLE_4:
-        assert algorithm_5(new, cached, 4, PAPER)[0] >= algorithm_1(new, cached, 4, PAPER)[0]
-    _, inputs = algorithm_5(1280, 126720, 4, PAPER)
-    assert inputs["threshold"] == pytest.approx(2 / 16 - 4 * 1280 * 26e9 / (4 * 540e12 * 2))
-    assert inputs["hides_from"] == pytest.approx(4 * 540e12 * 1 * 2 / (2 * 16 * 26e9))
-
-
-def test_the_empirical_rule_as_printed_is_wrong_on_the_papers_own_table() -> None:
-    """The rule needs coefficients that are fitted to the machine."""
-    assert not any(empirical(new, cached, 4, PAPER)[0] for cached, new, *_ in TABLE_4)
-    fitted = RuleInputs(HEADS, empirical=(0.0, 1.0, 2.9))
-    assert [empirical(new, cached, 4, fitted)[0] for cached, new, *_ in CLEAR] == [kv < q for *_, kv, q in CLEAR]
-
-
-def test_bytes_compares_the_sizes_of_messages() -> None:
-    for heads, kv_heads, threshold in ((16, 1, 0.125), (8, 8, 2.0), (32, 8, 0.5)):
-        taken, inputs = bytes_rule(50, 50, 4, RuleInputs(Workload(heads, kv_heads, 64)))
-        assert inputs == {"miss_rate": 0.5, "threshold": threshold} and taken == (threshold <= 0.5)
+def test_without_links_the_smaller_messages_travel(heads: tuple[int, int], taken: str, threshold: float) -> None:
+    decision = Chooser(LinkFacts(Workload(*heads, 64))).choose(batch_with_past(2, [(50,)], [50]))
+    assert (decision.mode, decision.rule) == (taken, "bytes")
+    assert decision.inputs == {"miss_rate": 0.5, "threshold": threshold}
+    assert Chooser(LinkFacts(HEADS)).choose(batch_with_past(2, [(50,)], [1])).mode == "one_hop"
 
 
 def test_the_simulator_passes_keys_for_a_fresh_prompt_and_queries_over_a_large_cache(
@@ -113,7 +78,7 @@ def operations(batch: Batch, mode: str) -> int:
     ],
 )
 def test_the_hosts_time_counts_for_short_prompts(cached: int, new: int, operation_s: float, taken: str) -> None:
-    facts = RuleInputs(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
+    facts = LinkFacts(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
     batch = batch_with_past(4, [(cached,)] if cached else [()], [new], page=64, pages=2 + (cached + new) // 200)
     decision = Chooser(facts).choose(batch)
     assert decision.mode == taken
@@ -126,8 +91,8 @@ def test_communication_behind_a_slow_host_counts_in_part() -> None:
     batch = batch_with_past(4, [(131006,)], [66], page=64, pages=520, max_contiguous=0)
 
     def seconds(operation_s: float) -> dict[str, float]:
-        facts = RuleInputs(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
-        return Chooser(facts, rule="simulate").choose(batch).seconds
+        facts = LinkFacts(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
+        return Chooser(facts).choose(batch).seconds
 
     device, slow = seconds(0.0), seconds(3e-4)
     issued = {mode: operations(batch, mode) for mode in CACHE_MODES}
@@ -146,29 +111,21 @@ def test_decodes_of_one_size_are_decided_once() -> None:
     assert first.mode == "one_hop"
 
 
-@pytest.mark.parametrize("rule", CACHE_RULES)
-def test_every_rule_chooses_a_mode(rule: str) -> None:
-    decision = Chooser(PAPER, rule=rule).choose(batch_with_past(4, [(40,)], [8]))
-    assert decision.mode in CACHE_MODES and (decision.inputs or decision.seconds)
-
-
 @pytest.mark.parametrize("mode", CACHE_MODES)
 def test_a_forced_mode_is_taken(mode: str) -> None:
-    assert Chooser(RuleInputs(HEADS), mode).choose(batch_with_past(2, [(4,)], [3])).mode == mode
+    assert Chooser(LinkFacts(HEADS), mode).choose(batch_with_past(2, [(4,)], [3])).mode == mode
 
 
-def test_unknown_modes_and_rules_are_refused() -> None:
+def test_unknown_modes_and_devices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"inference\.mode=ring: expected one of auto, one_hop"):
         Chooser(PAPER, "ring")
-    with pytest.raises(ValueError, match=r"inference\.rule=guess: expected one of auto, simulate"):
-        Chooser(PAPER, rule="guess")
-    with pytest.raises(ValueError, match=r"expected parallelism\.cluster=NAME"):
-        Chooser(RuleInputs(HEADS), rule="algorithm_1")
-    assert Chooser(RuleInputs(HEADS)).choose(batch_with_past(2, [(4,)], [3])).rule == "bytes"
+    with pytest.raises(ValueError, match="peak_tflops and efficiency"):
+        Chooser(LinkFacts(HEADS, HOSTS))
+    assert Chooser(LinkFacts(HEADS, HOSTS), "pass_q").mode == "pass_q"
 
 
 def test_a_mode_that_is_forced_in_a_context_has_no_effect_outside() -> None:
-    chooser, batch = Chooser(PAPER, rule="bytes"), batch_with_past(4, [(400,)], [1])
+    chooser, batch = Chooser(LinkFacts(HEADS)), batch_with_past(4, [(400,)], [1])
     assert chooser.candidates == tuple(CACHE_MODES) and Chooser(PAPER, mode="pass_q").candidates == ("pass_q",)
     with chooser.forcing("pass_kv"):
         assert chooser.choose(batch).mode == "pass_kv"
@@ -192,12 +149,13 @@ def calibrated(config: Config, folder: Path, gibps: float, batch: int = 1) -> No
 
 def test_a_calibration_comes_before_the_cluster(tmp_path: Path) -> None:
     config = config_of("parallelism.cluster=tcp")
-    named = find_rule_inputs(config, CPU, tmp_path)
+    named = find_facts(config, CPU, tmp_path)
     assert named.cluster is not None and named.cluster.name != "measured" and named.costs is None
     calibrated(config, tmp_path, 3.0)
-    found = find_rule_inputs(config, CPU, tmp_path)
-    assert found.cluster is not None and found.cluster.name == "measured" and found.flops == 0.5e12
-    assert found.bandwidth == 3 * 2**30
+    found = find_facts(config, CPU, tmp_path)
+    assert found.cluster is not None and found.cluster.name == "measured"
+    assert found.costs is not None and found.costs.forward_tflops == 0.5
+    assert found.cluster.route(0, 1).gibps == 3
     decision = Chooser(found).choose(batch_with_past(2, [(40,)], [8]))
     assert decision.rule == "simulation" and decision.seconds
 
@@ -205,17 +163,15 @@ def test_a_calibration_comes_before_the_cluster(tmp_path: Path) -> None:
 def test_calibrations_of_batches_are_not_used(tmp_path: Path) -> None:
     config = config_of()
     calibrated(config, tmp_path, 3.0, batch=2)
-    assert find_rule_inputs(config, CPU, tmp_path).cluster is None
+    assert find_facts(config, CPU, tmp_path).cluster is None
 
 
 def test_one_rank_and_unknown_links(tmp_path: Path) -> None:
     calibrated(config_of(), tmp_path, 3.0)
-    alone = find_rule_inputs(config_of("parallelism.context_parallel_size=1"), CPU, tmp_path)
+    alone = find_facts(config_of("parallelism.context_parallel_size=1"), CPU, tmp_path)
     assert alone.cluster is None
-    other_heads = find_rule_inputs(config_of("model.num_kv_heads=4"), CPU, tmp_path)
-    assert other_heads.cluster is None and Chooser(other_heads)._rule == "bytes"
-    with pytest.raises(ValueError, match="longctx calibrate"):
-        Chooser(other_heads, rule="simulate")
+    other_heads = find_facts(config_of("model.num_kv_heads=4"), CPU, tmp_path)
+    assert other_heads.cluster is None
 
 
 def test_a_broken_calibration_is_refused(tmp_path: Path) -> None:
@@ -223,13 +179,13 @@ def test_a_broken_calibration_is_refused(tmp_path: Path) -> None:
     path = calibration_file(config, CPU, tmp_path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="expected a calibration"):
-        find_rule_inputs(config, CPU, tmp_path)
+        find_facts(config, CPU, tmp_path)
 
 
 def test_the_calibration_is_that_of_the_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     over_peers, either = config_of("inference.transport=peer"), config_of("inference.transport=auto")
     calibrated(config_of(), tmp_path, 3.0)
-    assert find_rule_inputs(over_peers, CPU, tmp_path).costs is None
+    assert find_facts(over_peers, CPU, tmp_path).costs is None
     assert calibration_file(over_peers, CPU, tmp_path) != calibration_file(config_of(), CPU, tmp_path)
     assert calibration_file(either, CPU, tmp_path) == calibration_file(config_of(), CPU, tmp_path)
     gpu = torch.device("cuda")

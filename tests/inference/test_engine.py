@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,9 @@ def test_every_turn_equals_the_dense_model(trained: Config, truth: list[Truth], 
         cases.append((parallel(model.config, n, decode="plan"), 0))
     if n == 4:
         cases.append((parallel(model.config, 2, tensor=2), 0))
+        alone = parallel(model.config, 1)
+        sizes = replace(alone.parallelism, tensor_parallel_size=4)  # two ranks for each KV head, which is no training
+        cases.append((replace(alone, parallelism=sizes), 0))
     jobs = [Model(config, model.checkpoints if i == 0 else None) for config, i in cases]
     ranks = run_distributed(converse_in, n, jobs)
     for records in ranks:

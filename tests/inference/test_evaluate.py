@@ -15,13 +15,14 @@ import pytest
 
 from megatron_longctx import names
 from megatron_longctx.config import Config, ParallelismConfig
+from megatron_longctx.mcore.inference import with_length
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.verbs import cli
-from megatron_longctx.verbs.evaluate import check_positions
-from tests.inference.test_generate import run_of
+from tests.inference.test_generate import TRAINED, run_of
 from tests.shared.jobs import CLI, clean_environment, finished
 from tests.shared.training import Job, changed, run_jobs
 
+YARN = {"model.rope_scaling.kind": "yarn", "model.rope_scaling.factor": 4}
 HELD_OUT = ("data.split=60,40", "train.check_data=false")
 
 
@@ -144,6 +145,8 @@ def test_a_chats_template_counts(trained: Config, tmp_path: Path, capsys: pytest
         ),
         (["tasks=loss_by_position", "parallelism.pipeline_parallel_size=2"], "expected 1 for inference"),
         ([], "lengths=96: expected at least "),
+        (["lengths=90,97", TRAINED], "lengths=97: expected at most 96 tokens (inference.max_model_len). Shorten it"),
+        (["tasks=loss_by_position", "lengths=97", TRAINED], "lengths=97: expected at most 96 tokens"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(
@@ -163,9 +166,27 @@ def test_an_earlier_evaluation_is_not_overwritten(
     assert "expected a folder without eval.json of an earlier evaluation" in capsys.readouterr().err
 
 
-def test_learned_positions_bound_the_lengths(trained: Config) -> None:
-    learned = changed(trained, {"model.position_embedding": "learned"})
-    check_positions(learned, [96])
-    check_positions(trained, [97])
-    with pytest.raises(ValueError, match="lengths=97: expected at most the 96 positions that the model has learned"):
-        check_positions(learned, [96, 97])
+@pytest.mark.parametrize(
+    ("own", "override", "most"),
+    [
+        ({}, {}, 96),
+        ({}, {"data.seq_length": 500}, 96),
+        ({}, {"inference.max_model_len": 500}, 500),
+        ({}, {"inference.max_model_len": 50}, 50),
+        ({}, {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": 4}, 384),
+        ({"model.rope_scaling.kind": "ntk", "model.rope_scaling.factor": 2}, {}, 96),  # trained so
+        ({"model.rope_scaling.kind": "ntk", "model.rope_scaling.factor": 2}, {"model.rope_scaling.factor": 8}, 384),
+        ({}, {**YARN, "model.rope_scaling.original_length": 64}, 256),
+        ({}, {**YARN, "model.rope_scaling.original_length": 8}, 96),
+        ({"model.position_embedding": "learned"}, {}, 96),
+        ({"model.position_embedding": "learned"}, {"inference.max_model_len": 97}, None),
+    ],
+    ids=str,
+)
+def test_the_length_of_a_model(own: dict[str, Any], override: dict[str, Any], most: int | None) -> None:
+    run = changed(Config(), {"data.seq_length": 96, **own})
+    if most is None:
+        with pytest.raises(ValueError, match="max_model_len=97: expected at most 96, the positions that the model has"):
+            with_length(changed(run, override), run)
+    else:
+        assert with_length(changed(run, override), run).inference.max_model_len == most

@@ -8,14 +8,24 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_longctx.config import Config
+from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.mcore.losses import losses_config
+from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.models.chat import Chat
+from megatron_longctx.serving import generate as verb
+from megatron_longctx.serving import inference_job
 from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, clean_environment, finished
 
 SUMMARY = r"(\d+) tokens, (\d+) of them cached before this turn; first token after [\d.]+ s; [\d.]+ ms per token; cache"
+
+TRAINED = "inference.max_model_len=null"  # the length in training, 96
 
 
 def run_of(config: Config) -> str:
@@ -90,9 +100,19 @@ def test_a_chat_with_a_template_computes_only_what_is_not_cached(trained: Config
         (["prompt=a", "iteration=" + "9" * 5000], "characters): expected a number"),
         (["prompt=a", "checkpoint="], "checkpoint=: expected checkpoint=RUN"),
         (["prompt=a", "inference.cache_tokens=10000000000"], "inference.cache_tokens=10000000000: expected at most "),
-        (["prompt=a", "inference.max_new_tokens=1000000000"], "inference.cache_tokens=10000000"),
+        (
+            ["prompt=a", "inference.max_new_tokens=1000000000"],
+            "expected at most 100000 tokens (inference.max_model_len",
+        ),
+        (
+            ["prompt=abc", TRAINED],
+            "and inference.max_new_tokens=131: expected at most 96 tokens (inference.max_model_len",
+        ),
         (["prompt=a", "parallelism.cluster=nowhere"], "parallelism.cluster=nowhere: expected a .yaml file or one of "),
-        (["prompt=a", "parallelism.tensor_parallel_size=4"], "expected a divisor of model.num_kv_heads=2"),
+        (
+            ["prompt=a", "parallelism.tensor_parallel_size=3"],
+            "=3: expected one of 1, 2, 4 with 4 query heads and 2 key/va",
+        ),
         (["prompt=a", "parallelism.schedule=ring"], "parallelism.schedule=ring: expected one of parallelism.context_"),
         (["prompt=a", "parallelism.pipeline_parallel_size=2"], "expected 1 for inference"),
     ],
@@ -142,3 +162,22 @@ def test_a_turn_that_does_not_fit_does_not_end_a_conversation_at_a_terminal(
     assert stderr.count("The conversation is as before.") == 2
     first = 4 + 3  # "abc" with the end of a line, or with a dot; and the answer
     assert [int(count) for count, _ in re.findall(SUMMARY, stderr)] == [first, first + 1 + 3 + 3]
+
+
+def test_sizes_need_not_be_those_of_training(trained: Config) -> None:
+    run = {"checkpoint": run_of(trained).removeprefix("checkpoint=")}
+    settings = ["data.seq_length=97", "parallelism.tensor_parallel_size=4"]  # odd, and more ranks than KV heads
+    assert inference_job.build_job(run, settings).world_size == 8
+    assert inference_job.build_job(run, settings, adapted=losses_config).world_size == 8
+
+
+def test_a_turn_beyond_the_models_length_is_refused_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verb, "on_rank_0", lambda work: work())
+    session = SimpleNamespace(tokens=[], cached_tokens=0, append=lambda tokens: pytest.fail("computed"))
+    engine: Any = SimpleNamespace(open=lambda: session, model=SimpleNamespace(max_positions=10))
+    with_template: Any = SimpleNamespace(template="{{ messages }}", text=lambda messages: "abcdefg", stop_texts=())
+    for chat in (Chat(), with_template):
+        conversation = verb._Conversation(engine, build_tokenizer("byte-level"), chat, Sampling(max_new_tokens=4))
+        with pytest.raises(ValueError, match=r"inference.max_new_tokens=11: expected at most 10 tokens"):
+            conversation.answer("abcdefg")
+        assert not conversation.messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 
 from megatron_longctx.inference.scheduler import Event
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.models.chat import load_chat
-from tests.inference.http_server import BODY, Served, answer_on, serving
+from megatron_longctx.models.chat import Chat, load_chat
+from megatron_longctx.serving.http_api import parsing
+from megatron_longctx.serving.http_api.parsing import ApiError, Model, parse_request
+from tests.inference.http_server import BODY, LIMITS, Served, answer_on, decode, encode, serving
 from tests.shared.jobs import PATIENCE_S
 
 
@@ -136,6 +139,110 @@ def test_hostile_bodies(served: Served, body: bytes, status: int, message: str) 
     else:
         found, answer, _ = answer_on(connection)
         assert found == status and message in answer["error"]["message"] and len(answer["error"]["message"]) < 300
+
+
+TALK = {"messages": [{"role": "user", "content": "a"}]}
+PART = {"type": "text", "text": "a"}
+MODEL = Model("m", encode, decode, 0, Chat(), 16, LIMITS)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({key: {"type": "object"}} for key in ("guided_json", "structured_outputs", "chat_template_kwargs", "audio")),
+        *({key: ["a"]} for key in ("guided_choice", "allowed_token_ids", "bad_words", "tools", "stop_token_ids")),
+        *({key: 5} for key in ("truncate_prompt_tokens", "prompt_logprobs", "n", "min_p", "logprobs", "priority")),
+        *({key: True} for key in ("return_token_ids", "include_stop_str_in_output", "echo", "n", "presence_penalty")),
+        *({key: True} for key in ("continue_final_message", "logprobs")),
+        *({key: False} for key in ("skip_special_tokens", "add_generation_prompt", "min_tokens")),
+        *({key: "auto"} for key in ("tool_choice", "regex", "reasoning_effort", "tempreature", "cache_salt")),
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        {"stream_options": {"include_obfuscation": True}},
+        {"stream_options": {"include_usages": True}},
+        {"top_k\u2028": 5},
+    ],
+    ids=str,
+)
+def test_keys_that_would_change_the_answer_are_refused(given: dict[str, Any], chat: bool) -> None:
+    body = {**(TALK if chat else BODY), **given}
+    with pytest.raises(ApiError, match="is not supported; leave it out") as caught:
+        parse_request(MODEL, json.dumps(body).encode(), chat)
+    (key,) = given
+    param = caught.value.body["error"]["param"]
+    assert caught.value.status == 400 and param.startswith(key) and ascii(key)[1:-1] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "chat", "param"),
+    [
+        ({**BODY, "messages": TALK["messages"]}, False, "messages"),
+        ({**TALK, "prompt": "a"}, True, "prompt"),
+        ({**BODY, "logprobs": 0}, False, "logprobs"),
+        ({**BODY, "add_special_tokens": False}, False, "add_special_tokens"),
+        ({**TALK, "add_special_tokens": True}, True, "add_special_tokens"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, True, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, True, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": [PART, PART | {"cut": 1}]}]}, True, "messages[0].content[1].cut"),
+        ({"messages": [{"role": "user", "content": [PART | {"type": "image"}]}]}, True, "messages[0].content[0].type"),
+        ({**BODY, "temperature": "hot"}, False, "temperature"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_key(body: dict[str, Any], chat: bool, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_request(MODEL, json.dumps(body).encode(), chat)
+    assert caught.value.status == 400 and caught.value.body["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "chat"),
+    [
+        ({**BODY, "user": "x", "metadata": {"a": 1}, "store": True, "guided_json": None, "logprobs": None}, False),
+        ({**BODY, "n": 1, "best_of": 1.0, "echo": False, "suffix": "", "add_special_tokens": True}, False),
+        ({**TALK, "logprobs": False, "top_logprobs": 0, "modalities": ["text"], "tool_choice": "none"}, True),
+        ({**TALK, "add_generation_prompt": True, "continue_final_message": False, "stream_options": None}, True),
+        ({**TALK, "stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}, True),
+        # An answer of the `openai` package, sent back.
+        (
+            {"messages": [{"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None}]},
+            True,
+        ),
+    ],
+    ids=str,
+)
+def test_keys_that_change_nothing_are_accepted(body: dict[str, Any], chat: bool) -> None:
+    assert parse_request(MODEL, json.dumps(body).encode(), chat).prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("{" + ",".join(f'"{i}":0' for i in range(100_001)) + "}", "expected at most 100000 strings, lists"),
+        ('{"prompt": [' + "[]," * 100_001 + "1]}", "expected at most 100000 strings, lists"),
+        ('{"prompt": [' + "1," * 120_000 + "1]}", "expected at most 10000 tokens"),
+    ],
+    ids=["keys", "lists", "numbers"],
+)
+def test_bodies_with_too_many_values_are_refused_before_they_are_parsed(
+    monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    """Parsing them would hold Python's lock, and every other request, for seconds."""
+    monkeypatch.setattr(json, "loads", lambda *_: pytest.fail("parsed"))
+    with pytest.raises(ApiError, match=message) as caught:
+        parse_request(MODEL, body.encode(), chat=False)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("value", ["x" * 10**6, [0] * 10**6, {"a": ["x" * 10**6]}], ids=["text", "list", "nested"])
+def test_an_error_copies_no_large_value(value: Any) -> None:
+    tracemalloc.start()
+    try:
+        shown = parsing._shown(value)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(shown) <= 100 and peak < 10**5
 
 
 @pytest.mark.parametrize(

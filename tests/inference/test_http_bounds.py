@@ -154,18 +154,19 @@ def test_stalled_ranks_are_reported() -> None:
     with serving(inbox=inbox) as served:
         waiting, streaming = served.post(BODY), served.post({**BODY, "stream": True})
         numbers = {served.request().number, served.request().number}
-        inbox.round_began = time.monotonic() - 900
+        inbox.last_beat = time.monotonic() - 900
         assert served.get("/health")[0] == 200
-        inbox.round_began = time.monotonic() - 1001
+        inbox.last_beat = time.monotonic() - 1001
         status, answer, response = served.get("/health")
         assert status == 503 and answer == {"status": "stalled", "requests": 2} and response.headers["retry-after"]
-        for connection in (waiting, streaming, served.post(BODY)):
-            status, answer, _ = answer_on(connection)
-            assert status == 503 and "one of them hangs" in answer["error"]["message"]
-        assert {served.take(), served.take()} == numbers, "the requests are cancelled, should the ranks come back"
+        assert served.get("/health/ready")[0] == 503 and served.get("/health/live")[0] == 200
+        status, answer, _ = served.ask(BODY)
+        assert status == 503 and "one of them hangs" in answer["error"]["message"]
+        time.sleep(1.5)  # more than any interval of checks: requests under way are not cancelled
         for number in numbers:
-            served.say(number, "c", "cancelled")
-        inbox.round_began = None
+            served.say(number, "c", "length")
+        assert answer_on(waiting)[0] == 200 and b"[DONE]" in answer_on(streaming)[1]
+        inbox.beat()  # by a layer
         assert served.get("/health")[0] == 200
 
 
@@ -206,11 +207,19 @@ def test_the_allowed_hosts_of_a_server(host: str, allowed: str | None, accepted:
 
 def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n  two \nfirst\n")
+    for mode in (0o644, 0o640, 0o606):
+        (tmp_path / "keys").chmod(mode)
+        with pytest.raises(
+            ValueError, match=rf"a file that only its owner can read; its mode is {mode:o}\. Run chmod 600"
+        ):
+            build_access(ServeConfig(api_keys=str(tmp_path / "keys")), {})
+    (tmp_path / "keys").chmod(0o600)
     access = build_access(ServeConfig(host="::", api_keys=str(tmp_path / "keys")), {API_KEY: "first\nsecond"})
     assert access.keys == ("first", "second", "one", "two")
     assert [access.client(f"Bearer {key}".encode()) for key in (*access.keys, "three", "")] == [1, 2, 3, 4, None, None]
     assert build_access(ServeConfig(), {}).client(b"Bearer whatever") == 0
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "empty").chmod(0o600)
     for name, reason in (("gone", "No such file"), ("empty", "it has none")):
         with pytest.raises(ValueError, match=rf"serve.api_keys=.*{name}: expected a file with a key a line \({reason}"):
             build_access(ServeConfig(api_keys=str(tmp_path / name)), {})
@@ -233,7 +242,10 @@ def test_a_requests_salt_is_its_client() -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"prompt": "a" * 40}, "the prompt has 40 characters: expected at most 36, since a prompt may have 9 tokens"),
+        (
+            {"prompt": "a" * 40},
+            r"the prompt has 40 characters: .* 36, since a prompt may have 9 tokens \(inference.cache_",
+        ),
         ({"messages": [{"role": "user", "content": "a" * 20}] * 2}, "the prompt has 40 characters"),
         ({"prompt": [1] * 11}, "prompt has 11 tokens: expected at most 9"),
         ({"prompt": "a" * 8, "max_tokens": 3}, "prompt and max_tokens=11: expected at most 10 tokens together"),
@@ -252,6 +264,27 @@ def test_prompts_that_are_too_long_are_refused_early(parameters: dict[str, Any],
     with pytest.raises(ApiError, match=f"^{message}") as caught:
         parse_request(model, json.dumps(parameters).encode(), chat="messages" in parameters)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            {"prompt": "a" * 30},
+            r"the prompt has 30 characters: expected at most 20, .* 5 tokens \(inference.max_model_len",
+        ),
+        ({"prompt": [1] * 8}, "prompt and max_tokens=9: expected at most 6 tokens .inference.max_model_len"),
+        ({"prompt": "a" * 4, "max_tokens": 3}, "prompt and max_tokens=7: expected at most 6 tokens"),
+    ],
+    ids=str,
+)
+def test_prompts_beyond_the_models_length_are_refused(parameters: dict[str, Any], message: str) -> None:
+    model = Model("m", encode, decode, 0, Chat(), 5, RequestLimits(10, 6, 1000), max_token_chars=4)
+    with pytest.raises(ApiError, match=f"^{message}") as caught:
+        parse_request(model, json.dumps(parameters).encode(), chat=False)
+    assert caught.value.status == 400
+    sampling = parse_request(model, b'{"prompt": "abcd"}', chat=False).sampling
+    assert sampling.max_new_tokens == 2, "the default is lowered to what is left"
 
 
 def test_the_largest_body_that_a_prompt_can_need() -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.attention.kv_format import Int8KV
 from megatron_longctx.comm import P2PTransport
 from megatron_longctx.config import Config
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
-from megatron_longctx.inference.choice import RuleInputs, bytes_rule, find_rule_inputs
+from megatron_longctx.inference.choice import find_facts, kv_per_q
+from megatron_longctx.inference.kv_int8 import Int8KV
 from megatron_longctx.kernels.paged import Pages
 from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
 from megatron_longctx.schedules import Kind, Workload
@@ -132,11 +132,11 @@ def test_the_engine_stores_and_sends_8_bit_values(tmp_path: Path) -> None:
             assert 1e-5 < relative_error(other, plain) < 0.02
 
 
-def test_rules_count_the_bytes_that_are_sent(tmp_path: Path) -> None:
+def test_choices_count_the_bytes_that_are_sent(tmp_path: Path) -> None:
     plain, int8 = Workload(8, 8, 64), Workload(8, 8, 64, kv_row_bytes=Int8KV(64, torch.bfloat16).row_bytes)
     k = torch.zeros(1, 1, 8, 64)
     assert int8.token_bytes(Kind.KV) == torch.Size(packed_shape(k)).numel()
     assert int8.token_bytes(Kind.Q) == plain.token_bytes(Kind.Q)
-    assert [bytes_rule(50, 50, 4, RuleInputs(each))[1]["threshold"] for each in (plain, int8)] == [2.0, 2 * 68 / 128]
+    assert [kv_per_q(each) for each in (plain, int8)] == [2.0, 2 * 68 / 128]
     config = parallel(tiny_config(tmp_path, "x", {"attention.kv_int8": True}), 2)
-    assert find_rule_inputs(config, CPU, tmp_path).workload.kv_row_bytes is not None
+    assert find_facts(config, CPU, tmp_path).workload.kv_row_bytes is not None

@@ -193,14 +193,14 @@ def promised_pages_are_not_evicted(engine: LongContextEngine) -> None:
     assert events[3][0].cached_tokens == events[4][0].cached_tokens == 190
 
 
-def prompts_that_leave_no_position_are_refused(engine: LongContextEngine) -> None:
+def prompts_that_leave_no_room_for_their_answers_are_refused(engine: LongContextEngine) -> None:
     most = engine.model.max_positions
     assert most is not None
     with scheduling(engine) as scheduler:
-        requests = [Request(i, (97,) * size, GREEDY) for i, size in enumerate((3, most, most - 1, most + 1))]
+        requests = [Request(i, (97,) * size, GREEDY) for i, size in enumerate((3, most, most - 4, most - 3))]
         events = finish(scheduler, *requests)
-    assert [len(tokens_of(events[i])) for i in range(4)] == [4, 0, 1, 0]
-    assert events[1][0].refused and f"tokens of the prompt={most}: expected less than" in events[1][0].error
+    assert [len(tokens_of(events[i])) for i in range(4)] == [4, 0, 4, 0]
+    assert events[1][0].refused and f"prompt and max_tokens={most + 4}: expected at most {most}" in events[1][0].error
     assert events[3][0].refused
 
 
@@ -287,7 +287,7 @@ def with_every_engine(rank: int, plain: Config, evicting: Config, learned: Confi
     with engine_of(evicting) as engine:
         promised_pages_are_not_evicted(engine)
     with engine_of(learned) as engine:
-        prompts_that_leave_no_position_are_refused(engine)
+        prompts_that_leave_no_room_for_their_answers_are_refused(engine)
     with engine_of(exact) as engine:
         exact_reuse_takes_whole_chunks(engine)
     return found

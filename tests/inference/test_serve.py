@@ -19,10 +19,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
-from megatron_longctx.config import Config
-from megatron_longctx.serving import serve
-from megatron_longctx.serving.inference_job import InferenceJob
+from megatron_longctx.config import Config, ServeConfig
+from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.serving import inference_job, serve
+from megatron_longctx.serving.http_api.inbox import Inbox
+from megatron_longctx.serving.inference_job import InferenceJob, build_job, start
 from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, PATIENCE_S, Job, clean_environment, started
 from tests.shared.processes import SLOW_START
@@ -36,7 +39,7 @@ def _headers(key: str = KEY) -> dict[str, str]:
 
 
 class Client:
-    def __init__(self, port: int, job: Job) -> None:
+    def __init__(self, port: int, job: Job | None) -> None:
         self.port, self.job = port, job
 
     def raw(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
@@ -97,7 +100,7 @@ def client(trained: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_models_are_listed(client: Client) -> None:
     status, models = client.ask("/v1/models")
-    assert status == 200 and [model["id"] for model in models["data"]] == ["trained"]
+    assert status == 200 and [(m["id"], m["max_model_len"]) for m in models["data"]] == [("trained", 412)]
     assert client.ask("/v1/models/trained")[1]["object"] == "model"
 
 
@@ -232,6 +235,59 @@ def test_a_stopped_rank_is_reported_until_it_continues(trained: Config, tmp_path
         client.wait_for_health(200, status="ok")
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_a_signal_ends_a_round_at_its_next_layer(trained: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round over a long prompt can take minutes on a slow machine. Every layer tells that it makes progress."""
+    listening: list[socket.socket] = []
+    beats: list[float | None] = []
+    listen, append, beat = serve._listen, LongContextEngine.append, Inbox.beat
+
+    def note_listener(settings: ServeConfig) -> socket.socket:
+        listening.append(listen(settings))
+        return listening[-1]
+
+    def compute(engine: LongContextEngine, new: Any) -> None:
+        if listening:  # not in the warm-up
+            monkeypatch.setattr(Inbox, "beat", stop_at_first_layer)
+        append(engine, new)
+
+    def stop_at_first_layer(inbox: Inbox) -> None:
+        beats.append(inbox.last_beat)
+        beat(inbox)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def ask() -> int:
+        while not listening:
+            time.sleep(0.01)
+        port = listening[0].getsockname()[1]
+        return Client(port, None).ask("/v1/completions", {"prompt": "abc"})[0]
+
+    monkeypatch.setattr(serve, "_listen", note_listener)
+    monkeypatch.setattr(LongContextEngine, "append", compute)
+    job = build_job({"checkpoint": str(Path(trained.run.root, trained.run.name))}, ["serve.port=0"], "trained")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask)
+        start(job, serve._serve)
+        assert answer.result(PATIENCE_S) == 503
+    assert len(beats) == 1 and beats[0] is not None and trained.model.num_layers > 1
+    assert not dist.is_initialized()
+
+
+def test_other_ranks_end_before_this_one_closes_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    other = SimpleNamespace(kill=lambda: done.append("kill"), join=lambda: done.append("join"))
+    monkeypatch.setattr(inference_job.mp, "active_children", lambda: [other])
+    monkeypatch.setattr(inference_job.groups, "initialize", lambda **sizes: None)
+    monkeypatch.setattr(inference_job.groups, "destroy", lambda: done.append("destroy"))
+
+    def work(job: InferenceJob, collection: Any) -> None:
+        raise inference_job.Stopped
+
+    with pytest.raises(inference_job.Stopped):
+        inference_job._work(InferenceJob(Config(), Path()), work)
+    assert done == ["kill", "join", "destroy"]
+
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>"
     "{% endif %}"
@@ -297,6 +353,18 @@ def test_ranks_that_are_starting_end_with_the_first(trained: Config, tmp_path: P
         others = family(job)
         os.kill(job.process.pid, ended_by)
         assert not psutil.wait_procs(others, timeout=PATIENCE_S)[1]
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve"])
+def test_a_rank_that_ends_while_starting_ends_the_job(trained: Config, tmp_path: Path, verb: str) -> None:
+    words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "parallelism=cp2", "parallelism.timeout_s=7200"]
+    words.append({"generate": "prompt=x", "serve": "serve.port=0"}[verb])
+    environment = clean_environment(CUDA_VISIBLE_DEVICES="", **{SLOW_START: str(PATIENCE_S)})
+    with started(tmp_path, [*CLI, verb, *words], environment, quick=True) as job:
+        family(job)
+        job.ranks()[-1].kill()
+        assert job.wait() == 1
+        assert job.err.read_text() == "megatron-longctx: rank 1 was killed by SIGKILL\n"
 
 
 def family(job: Job) -> list[psutil.Process]:

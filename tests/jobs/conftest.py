@@ -36,4 +36,4 @@ def no_start(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(launcher.mp, "start_processes", fail)
+    monkeypatch.setattr(launcher, "RankProcesses", fail)

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from megatron_longctx import names
-from megatron_longctx.compose import load_config
+from megatron_longctx.compose import compose_config, load_config
 from megatron_longctx.metrics.sinks import decode
-from megatron_longctx.training.run_folder import RunLock
+from megatron_longctx.training import worker
+from megatron_longctx.training.run_folder import RunFolder, RunLock
 from megatron_longctx.verbs import cli
 from tests.shared.jobs import (
     CLI,
@@ -259,6 +260,25 @@ def test_a_run_folder_that_cannot_be_written(workplace: Path, no_ranks: Callable
     (run / "lock").touch()
     err = no_ranks()
     assert err.startswith("run.root=runs: expected to be able to write runs/default (Is a directory).")
+
+
+def test_a_log_that_cannot_be_opened(workplace: Path, no_ranks: Callable[..., str]) -> None:
+    run = workplace / "runs/default"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "lock").touch()
+    (run / "log.txt").mkdir()
+    err = no_ranks()
+    assert err.startswith("run.root=runs: expected to be able to write runs/default (Is a directory).")
+
+
+def test_a_log_that_rank_0_cannot_open_is_the_recorded_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose_config([*TINY, f"run.root={tmp_path}"])
+    folder = RunFolder.of(config)
+    folder.log.mkdir(parents=True)
+    monkeypatch.setattr(worker.dist, "get_rank", lambda: 0)
+    with pytest.raises(IsADirectoryError):
+        worker.run(config)
+    assert "rank 0 failed: IsADirectoryError: " in str(folder.first_error())
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])

@@ -70,10 +70,11 @@ def test_signals_before_the_ranks_handle_them_stay_pending(workplace: Path) -> N
 
 
 def test_the_second_interrupt_ends_the_job_immediately(workplace: Path) -> None:
-    with started(workplace, command(), clean_environment(**{SLOW_START: str(PATIENCE_S)}), quick=True) as job:
+    words, slowly = command("train.save=false"), clean_environment(**{SLOW_START: str(PATIENCE_S)})
+    with started(workplace, words, slowly, quick=True) as job:
         job.wait_for("starting 2 cpu ranks")
         job.process.send_signal(signal.SIGINT)
-        job.wait_for("interrupted: stopping after this step")
+        job.wait_for("interrupted: stopping after this step without a checkpoint (train.save=false)")
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130, job.output()
         assert job.err.read_text() == "megatron-longctx train: interrupted\n"

@@ -190,7 +190,8 @@ def peers(draw: Draw, rng: random.Random) -> None:
 
 def merged_over_peers(draw: Draw, rng: random.Random) -> None:
     """Launch a merge over peers; not on a GPU, where it would wait."""
-    from megatron_longctx.comm.peer_memory import PeerMemory, PeerMerge
+    from megatron_longctx.comm.peer_memory import PeerMemory
+    from megatron_longctx.inference.peer_merge import PeerMerge
 
     addresses, state = draw(4, dtype=torch.int64), draw(2, dtype=torch.int64)
     q = draw(size(rng, 40), KV_HEADS * GROUP, D, dtype=BF16)
@@ -216,7 +217,7 @@ BOUNDS = {
     ("lowbit.peer_kernels", "_two_step_kernel"): (peers, 4),
     ("lowbit.peer_kernels", "_one_step_kernel"): (peers, 4),
     # 1, 2, 4, 8, and 16 or more splits, or up to 128, that are a multiple of 16 numbers apart, or not.
-    ("comm.peer_kernels", "_merge_over_peers_kernel"): (merged_over_peers, 24),
+    ("inference.peer_merge_triton", "_merge_over_peers_kernel"): (merged_over_peers, 24),
 }
 WAITING = (peers, merged_over_peers)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -171,6 +173,53 @@ PLANTS: dict[str, Callable[[Path, Planted], object]] = {
 }
 
 
+def _compressed(value: Any) -> bytes:
+    """A value as `torch.save` writes it, but the archive is compressed."""
+    stream = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(_archive(value))) as plain,
+        zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as out,
+    ):
+        for each in plain.infolist():
+            out.writestr(each.filename, plain.read(each))
+    return stream.getvalue()
+
+
+def _add_bomb(path: Path) -> None:
+    common = checkpoint_reader.read_common(path)
+    (path / "common.pt").write_bytes(_compressed(common | {"zeros": torch.zeros(2**22)}))
+
+
+def _replace_by_pipe(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+DEEP = b"\x80\x04})" + b"\x85" * 3_000_000 + b"Ns."  # a dictionary whose key is a tuple in a tuple in …
+# Files that would end the process, take its memory or make it wait, before a rank starts.
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "deep metadata": lambda path: (path / ".metadata").write_bytes(DEEP),
+    "metadata with a large index": lambda path: (path / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f."),
+    "common, a bomb": _add_bomb,
+    "metadata, a pipe": lambda path: _replace_by_pipe(path / ".metadata"),
+    "digests, a pipe": lambda path: _replace_by_pipe(path / DIGESTS),
+    "tracker, a pipe": lambda path: _replace_by_pipe(path.parent / TRACKER),
+}
+
+
+def _deep_common(path: Path, evil: Planted) -> None:
+    with zipfile.ZipFile(path / "common.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", DEEP)
+        archive.writestr("archive/version", b"3\n")
+
+
+PLANTS |= {
+    "common, deep": _deep_common,
+    "object, a bomb": lambda path, evil: _replace_part(path, RANDOM_STATE, _compressed([torch.zeros(2**22)])),
+    "tensor, a bomb": lambda path, evil: _replace_part(path, WEIGHT, _compressed(torch.zeros(16))),
+}
+
+
 def _plant(rank: int, root: Path) -> dict[str, tuple[str | None, str | None, str | None]]:
     """The errors for each plant: of `check`, of `load`, and of a load without the checks before it."""
     trainer = Trainer(Layout())
@@ -186,6 +235,11 @@ def _plant(rank: int, root: Path) -> dict[str, tuple[str | None, str | None, str
         plant(path, Planted(root / f"{name} ran"))
         sharded = checkpoint.sharded_state_dict(state, is_loading=True, with_rng=True)
         errors[name] = (*_errors(directory, state), _error(partial(checkpoint_reader.load, sharded, path)))
+    for name, spoil in HOSTILE.items():
+        directory = shutil.copytree(root / "whole", root / name)
+        (directory / whole.name / DIGESTS).unlink()
+        spoil(directory / whole.name)
+        errors[name] = (*_errors(directory, state), "not tried")
     trainer.close()
     return errors
 

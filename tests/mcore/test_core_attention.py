@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn import functional
 
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
+from megatron_longctx.mcore.optimizer import wrap_ddp
+from megatron_longctx.mcore.sequence import ShardedSequence
+from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, visible
 from tests.shared.sequences import sequence_of
 
@@ -172,7 +179,24 @@ def test_windows_follow_megatrons_rule(skip: Any) -> None:
         seen = visible([LENGTH], window=core.window)
         expected = dense_attention(*_inputs(), torch.zeros(LENGTH, BATCH, HEADS, DIM), seen=seen)["out"]
         torch.testing.assert_close(out, expected.flatten(2), rtol=1e-12, atol=1e-12)
-    assert _core(config={"window_size": (-1, -1)}).window == (None, None)
+
+
+def test_windows_that_megatron_sees_differently_are_refused() -> None:
+    """Megatron's own attention shows later tokens in causal layers, and takes negative sizes literally."""
+    with pytest.raises(ValueError, match=re.escape("window_size=(3, 2): expected (3, 0) with a causal mask")):
+        _core(config={"window_size": (3, 2)})
+    core = _core(config={"window_size": (3, 2)}, attn_mask_type=AttnMaskType.no_mask)
+    expected = dense_attention(
+        *_inputs(), torch.zeros(LENGTH, BATCH, HEADS, DIM), seen=visible([LENGTH], causal=False, window=(3, 2))
+    )
+    torch.testing.assert_close(core(*_inputs(), None), expected["out"].flatten(2), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=re.escape("window_size=(3, 2): expected (3, 0) with a causal mask")):
+        core(*_inputs(), None, attn_mask_type=AttnMaskType.causal)
+    for size in ((-1, 0), (3, -1), (-1, -1)):
+        with pytest.raises(ValueError, match=re.escape(f"window_size={size}: expected numbers of tokens from 0 on")):
+            _core(config={"window_size": size})
+        skipped = {"window_size": size, "window_attn_skip_freq": [1, 0], "num_layers": 2}
+        assert _core(config=skipped, layer_number=2).window == (None, None)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
@@ -195,6 +219,42 @@ def test_sinks_are_megatrons(kind: str) -> None:
             group: Any = SimpleNamespace(tp=ranks, cp=SimpleNamespace(size=lambda: 1))
             share = _core(config=config | {"num_query_groups": 4}, pg_collection=group).softmax_offset
             assert torch.equal(share, sink.chunk(tp)[rank]) and share.tensor_model_parallel
+
+
+def _gradients_of_sinks(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [_gradient_of_sinks(rank, overlap) for overlap in (False, True)]
+
+
+def _gradient_of_sinks(rank: int, overlap: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return DDP's gradient of bf16 sinks after two micro-batches, and the sum in fp32 of all of its parts."""
+    world = dist.get_world_size()
+    collection = groups.initialize(context=world, seed=1)
+    attention = ContextParallelAttention(collection.cp)
+    sequence = ShardedSequence(attention, LENGTH)
+    settings = {"softmax_type": "learnable", "use_cpu_initialization": True, "context_parallel_size": world}
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "calculate_per_token_loss": True}
+    core = _core(sequence, {**settings, **bf16}, pg_collection=collection)
+    [model] = wrap_ddp([core], core.config, collection, distributed=False, overlap_grad_reduce=overlap)
+    model.zero_grad_buffer()
+    expected = torch.zeros(HEADS)
+    for number in range(2):
+        q, k, v = (x[sequence.whole.tokens(x.device)].bfloat16() for x in _inputs())
+        sinks = core.softmax_offset.detach().float().requires_grad_()
+        out = attention(q, k, v, mask=LENGTH, sink=sinks)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2 * rank + number)).bfloat16()
+        out.backward(grad)
+        expected += sinks.grad
+        with nullcontext() if number else model.no_sync():
+            core(q, k, v, None).backward(grad.flatten(2))
+    model.finish_grad_sync()
+    dist.all_reduce(expected)
+    groups.destroy()
+    return core.softmax_offset.main_grad.clone(), expected
+
+
+def test_gradients_of_bf16_sinks_are_summed_in_fp32() -> None:
+    for found, expected in run_distributed(_gradients_of_sinks, 2)[0]:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [5, LENGTH])

@@ -158,6 +158,20 @@ def test_a_mask_is_a_dataset_beside_its_tokens(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.mask.*"))
 
 
+def test_a_mask_that_leaves_all_tokens_out_is_refused(tmp_path: Path) -> None:
+    _masked(tmp_path / "chats", ([7, 8, 9], [False] * 3), ([5, 6, 7], [False] * 3))
+    with pytest.raises(ValueError, match=r"expected a token that counts in the loss; the mask of .*chats leaves all 6"):
+        check_corpus(_data(tmp_path / "chats"))
+
+
+def test_token_ids_that_are_no_whole_numbers_are_refused(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(str(tmp_path / "floats.bin"), dtype=numpy.float32)
+    builder.add_document(numpy.ones(9, dtype=numpy.float32), [9])
+    builder.finalize(str(tmp_path / "floats.idx"))
+    with pytest.raises(ValueError, match=r"expected token ids that are whole numbers; .*floats\.idx says float32"):
+        check_corpus(_data(tmp_path / "floats"))
+
+
 def test_a_mask_with_other_lengths_is_refused(tmp_path: Path) -> None:
     data = _data(tmp_path / "a", 2, packing="best_fit")
     _masked(tmp_path / "a", ([7, 8, 9], [False, True, True]), ([5], [False]))

@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron_longctx.config import Config
-from megatron_longctx.mcore.corpus import write_corpus, write_documents
-from megatron_longctx.mcore.data import Batch, TrainingData, check_packs, first_pack, micro_batches
+from megatron_longctx.mcore.corpus import check_corpus, write_corpus, write_documents
+from megatron_longctx.mcore.data import Batch, TrainingData, check_packs, check_samples, first_pack, micro_batches
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
 from tests.shared.training import changed, tiny_config, tiny_corpus
 
@@ -108,14 +108,28 @@ def test_passes_have_different_orders(root: Path) -> None:
 
 def test_tokens_above_the_vocabulary_are_refused(root: Path) -> None:
     assert _data(_config(root), 257)[range(20)]
-    with pytest.raises(ValueError, match=r"corpus: expected token ids below the vocabulary's 256; 256 is there"):
+    with pytest.raises(ValueError, match=r"corpus: expected token ids from 0 to 255, the vocabulary's last; token"):
         _data(_config(root), 256)[range(20)]
+
+
+@pytest.mark.parametrize("packing", ["none", *PACKED])
+def test_an_id_without_an_embedding_is_refused_with_its_place(tmp_path: Path, packing: str) -> None:
+    builder = IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=numpy.int32)
+    documents = [numpy.full(length, 7, dtype=numpy.int32) for length in (40, 50, 60)]
+    documents[1][45] = -100
+    for document in documents:
+        builder.add_document(document, [len(document)])
+    builder.finalize(str(tmp_path / "corpus.idx"))
+    data = _data(_config(tmp_path, {"data.packing": packing}))
+    words = r"to 383, .*; token 45 of document 1 in .*corpus\.bin, both counted from 0, is -100\. "
+    with pytest.raises(ValueError, match=words):
+        [data[[sample]] for sample in range(_size(data))]
 
 
 def test_a_label_above_the_vocabulary_is_refused(tmp_path: Path) -> None:
     # The last label of the only sample is the only end of document.
     write_corpus([["x" * LENGTH]], tmp_path / "corpus", TOKENIZER)
-    with pytest.raises(ValueError, match=r"token ids below the vocabulary's 256; 256 is there"):
+    with pytest.raises(ValueError, match=r"; token 32 of document 0 in .*corpus\.bin, both counted from 0, is 256\."):
         _data(_config(tmp_path), 256)[range(1)]
 
 
@@ -222,15 +236,20 @@ def test_packs_too_short_for_the_ranks_are_refused(tmp_path: Path) -> None:
         check(str(tmp_path / "ones"), layout="per_document")
 
 
-@pytest.mark.parametrize("packing", ["documents", "best_fit"])
-def test_documents_that_the_baseline_does_not_support_are_refused(tmp_path: Path, packing: str) -> None:
-    for name, lengths in (("even", (LENGTH, 16, 8)), ("odd", (LENGTH, 12))):
-        write_documents((([7] * length, None) for length in lengths), tmp_path / name, TOKENIZER, masked=False)
-    settings = {"data.packing": packing, "attention.baseline": "te_a2a", "parallelism.context_parallel_size": 4}
-    settings["train.device"] = "auto"
-    check_packs(_config(tmp_path, {**settings, "data.prefix": f"{tmp_path}/even"}))
-    with pytest.raises(ValueError, match=r"te_a2a: expected null .* multiples of 8 tokens; .*/odd has one of 12\. Pad"):
-        check_packs(_config(tmp_path, {**settings, "data.prefix": f"{tmp_path}/odd"}))
+@pytest.mark.parametrize("packing", PACKED)
+def test_documents_without_a_next_token_are_refused(tmp_path: Path, packing: str) -> None:
+    """Otherwise a run would train on nothing, with a loss of 0."""
+    one = [([number], None) for number in range(100)]
+    write_documents(one, tmp_path / "corpus", TOKENIZER, masked=False)
+    config = _config(tmp_path, {"data.packing": packing})
+    with pytest.raises(ValueError, match=r"all 100 in part 1 of .*corpus have one, so that none has a next token"):
+        check_corpus(config.data)
+    assert check_corpus(changed(config, {"data.packing": "none"}).data) == 100
+    write_documents([([1] * 50, None), ([2] * 50, None), *one], tmp_path / "corpus", TOKENIZER, masked=False)
+    config = changed(config, {"data.split": "50,50,0"})
+    assert check_corpus(config.data) == 200
+    with pytest.raises(ValueError, match=r"all 51 in part 2 of .*corpus have one, so that none has a next token"):
+        check_samples(config, 1, 1, "train.eval_samples")
 
 
 def test_packs_are_padded_for_sequence_parallelism(root: Path) -> None:

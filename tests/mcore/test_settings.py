@@ -26,15 +26,18 @@ OTHER: dict[str, Any] = {
     "experimental_attention_variant": "dsa",
     "mtp_num_layers": 1,
     "mrope_section": [2, 1, 1],
+    "moe_expert_capacity_factor": 1.25,
+    "moe_expert_rank_capacity_factor": 1.25,
 }
 """Refused values other than True."""
 
 APPLIED = """
-attention_dropout context_parallel_size deterministic_mode kv_channels multi_latent_attention no_rope_freq
-num_attention_heads num_query_groups rotary_interleaved softmax_scale softmax_type tensor_model_parallel_size
-window_attn_skip_freq window_size
+attention_dropout calculate_per_token_loss context_parallel_size deterministic_mode expert_model_parallel_size
+kv_channels moe_aux_loss_coeff moe_router_load_balancing_type moe_token_dispatcher_type moe_z_loss_coeff
+multi_latent_attention no_rope_freq num_attention_heads num_moe_experts num_query_groups rotary_interleaved
+softmax_scale softmax_type tensor_model_parallel_size window_attn_skip_freq window_size
 """
-"""Fields that core attention or RoPE applies; it refuses values that it does not support."""
+"""Fields that core attention, RoPE or `SummedLossRouter` applies; unsupported values are refused."""
 HARMLESS = {
     "sizes, and Megatron's own layers around core attention": """
         num_layers hidden_size ffn_hidden_size hidden_dropout fp32_residual_connection
@@ -55,14 +58,15 @@ HARMLESS = {
         dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
         linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
         linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
-        use_mamba_mem_eff_path max_seqlen_per_dp_cp_rank kitchen_attention_backend""",
+        use_mamba_mem_eff_path max_seqlen_per_dp_cp_rank kitchen_attention_backend
+        moe_pad_expert_input_to_capacity moe_token_drop_policy""",
     "how TransformerEngine would shard the sequence: here the schedule decides": """
         cp_comm_type hierarchical_context_parallel_sizes""",
     "other parallelism and its communication, and losses over it": """
         sequence_parallel pipeline_model_parallel_comm_backend pipeline_model_parallel_size pipeline_dtype
-        virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+        virtual_pipeline_model_parallel_size expert_tensor_parallel_size
         timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
-        calculate_per_token_loss num_microbatches_with_partial_activation_checkpoints
+        num_microbatches_with_partial_activation_checkpoints
         use_te_rng_tracker tp_comm_overlap tp_comm_bulk_wgrad
         tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag
         tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1
@@ -85,15 +89,13 @@ HARMLESS = {
         disable_parameter_transpose_cache inference_rng_tracker inference_sampling_seed
         use_inference_optimized_layers inference_fuse_tp_communication mlp_chunks_for_prefill""",
     "experts": """
-        num_moe_experts moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
-        moe_layer_freq moe_ffn_hidden_size moe_router_load_balancing_type moe_router_topk moe_enable_routing_replay
+        moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
+        moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_enable_routing_replay
         moe_router_topk_limited_devices moe_router_padding_for_quantization moe_router_padding_for_fp8
         moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor
         moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
-        moe_router_force_load_balancing moe_grouped_gemm moe_aux_loss_coeff
-        moe_z_loss_coeff moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type moe_enable_deepep
-        moe_flex_dispatcher_backend moe_per_layer_logging moe_expert_capacity_factor
-        moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute moe_permute_fusion
+        moe_router_force_load_balancing moe_grouped_gemm moe_input_jitter_eps moe_token_dropping moe_enable_deepep
+        moe_flex_dispatcher_backend moe_per_layer_logging moe_layer_recompute moe_permute_fusion
         moe_router_fusion moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms moe_hybridep_num_sms""",
 }
 """Fields without effect on core attention, keyed by the reason."""
@@ -119,7 +121,7 @@ ONLY_IN_019 = {
         inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
         inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type""",
     "experts": """
-        moe_expert_rank_capacity_factor moe_flex_dispatcher_num_sms moe_grad_scale_func
+        moe_flex_dispatcher_num_sms moe_grad_scale_func
         moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
         moe_hybridep_pad_uneven_dispatch_inputs moe_mlp_glu_interleave_size moe_ncclep_static_shape
         moe_ncclep_zero_copy moe_pad_experts_for_cuda_graph_inference moe_paged_stash
@@ -130,11 +132,14 @@ ONLY_IN_019 = {
 }
 
 
+FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
+REFUSED_HERE = [name for name in REFUSED if name in FIELDS or name != "moe_expert_rank_capacity_factor"]  # new in 0.19
+
+
 def test_every_field_is_in_exactly_one_list() -> None:
     of_release = " ".join(ONLY_IN_019.values()) if RELEASE >= (0, 19) else ONLY_IN_016
-    lists = [*APPLIED.split(), *REFUSED, *" ".join(HARMLESS.values()).split(), *of_release.split()]
-    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    assert sorted(lists) == sorted(fields), f"new {fields - {*lists}}, gone {({*lists}) - fields}"
+    lists = [*APPLIED.split(), *REFUSED_HERE, *" ".join(HARMLESS.values()).split(), *of_release.split()]
+    assert sorted(lists) == sorted(FIELDS), f"new {FIELDS - {*lists}}, gone {({*lists}) - FIELDS}"
 
 
 def _core(settings: dict[str, Any], deterministic: bool = False) -> ContextParallelCoreAttention:
@@ -147,11 +152,27 @@ def _core(settings: dict[str, Any], deterministic: bool = False) -> ContextParal
     )
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_HERE)
 def test_unsupported_values_are_refused_when_the_layer_is_built(name: str) -> None:
     assert next(f for f in dataclasses.fields(TransformerConfig) if f.name == name).default == REFUSED[name][0]
     with pytest.raises(ValueError, match=re.escape(f"{name}={OTHER.get(name, True)}: expected ")):
         _core({name: OTHER.get(name, True)})
+
+
+@pytest.mark.parametrize("balancing", ["sinkhorn", "global_aux_loss", ["aux_loss", "global_aux_loss"]])
+def test_balancing_over_the_tokens_of_one_rank_is_refused(balancing: str | list[str]) -> None:
+    with pytest.raises(
+        ValueError, match=re.escape(f"moe_router_load_balancing_type={balancing}: expected one of none")
+    ):
+        _core({"num_moe_experts": 4, "moe_router_load_balancing_type": balancing})
+    _core({"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]})
+
+
+def test_a_dispatcher_that_needs_equal_shares_is_refused() -> None:
+    settings = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "context_parallel_size": 2}
+    with pytest.raises(ValueError, match="moe_token_dispatcher_type=allgather: expected alltoall with context and"):
+        _core(settings)
+    _core({**settings, "moe_token_dispatcher_type": "alltoall"})
 
 
 def test_deterministic_mode_needs_deterministic_attention() -> None:

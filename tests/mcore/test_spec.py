@@ -12,11 +12,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
+from megatron_longctx.mcore.experts import SummedLossRouter
 from megatron_longctx.mcore.norms import NORMS, RMSNorm
 from megatron_longctx.mcore.spec import block_spec, require_transformer_engine, with_context_parallel
+from megatron_longctx.mcore.version import mlp_spec
 from tests.shared.sequences import sequence_of
 
 HIDDEN = 96
@@ -39,6 +42,23 @@ def test_only_core_attention_of_the_local_spec_changes(qk_layernorm: bool) -> No
     assert original.submodules.self_attention.submodules.core_attention is DotProductAttention, "a copy"
     ours.submodules.self_attention.submodules.core_attention = DotProductAttention
     assert ours == original
+
+
+def test_megatrons_router_is_replaced_by_one_whose_losses_are_sums() -> None:
+    original = get_gpt_layer_local_spec(num_experts=4)
+    ours = with_context_parallel(original, sequence_of())
+    assert mlp_spec(ours).submodules.router is SummedLossRouter
+    assert mlp_spec(original).submodules.router is TopKRouter, "a copy"
+
+
+def test_losses_of_a_router_need_losses_that_are_sums() -> None:
+    groups = SimpleNamespace(tp=None, cp=None, tp_cp=None, tp_dp_cp=None)
+    settings = dict(num_layers=1, hidden_size=32, num_attention_heads=4, num_moe_experts=4, moe_ffn_hidden_size=32)
+    for losses in ({"moe_aux_loss_coeff": 0.1}, {"moe_z_loss_coeff": 0.1}):
+        with pytest.raises(ValueError, match="calculate_per_token_loss=False: expected True with losses of a router"):
+            SummedLossRouter(TransformerConfig(**settings, **losses), groups)
+        SummedLossRouter(TransformerConfig(**settings, **losses, calculate_per_token_loss=True), groups)
+    SummedLossRouter(TransformerConfig(**settings), groups)
 
 
 @pytest.mark.parametrize(

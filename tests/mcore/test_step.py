@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.comm import AttentionTimes
-from megatron_longctx.mcore import groups
+from megatron_longctx.mcore import groups, step
 from megatron_longctx.mcore.data import Batch
 from megatron_longctx.mcore.step import LossSum, _reduce
 from megatron_longctx.metrics.flops import Work
@@ -54,6 +54,25 @@ def _steps_at(root: Path, context: int) -> dict[str, tuple[float, float, float]]
         results[name] = (loss.num_tokens, loss.mean, float(norm))
     groups.destroy()
     return results
+
+
+def _step_without_labels(rank: int, root: Path) -> tuple[LossSum, list[str], bool]:
+    """Return the result of a step whose mask is 0, what was logged, and whether all gradients are 0."""
+    settings = {"data.seq_length": LENGTH, "train.global_batch_size": BATCH, "train.micro_batch_size": BATCH}
+    trainer = RecordingTrainer(Job(tiny_config(root, "nothing", settings)))
+    tokens, positions = torch.zeros(BATCH, LENGTH, dtype=torch.int64), torch.arange(LENGTH).expand(BATCH, LENGTH)
+    messages: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step.logger, "warning", messages.append)
+        loss = trainer.train_step.run(iter([Batch(tokens, tokens, torch.zeros(BATCH, LENGTH), positions)]))
+    return loss, messages, not any(gradient.any() for gradient in trainer.gradients().values())
+
+
+def test_a_step_without_labels_warns(tmp_path: Path) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    [(loss, [message], zero)] = run_distributed(_step_without_labels, 1, tmp_path)
+    assert (loss.num_tokens, loss.mean, zero) == (0, 0, True)
+    assert "no token of this step counts in the loss, which is therefore 0" in message
 
 
 def test_masks_may_have_fractions(tmp_path: Path) -> None:

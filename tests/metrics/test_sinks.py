@@ -160,7 +160,6 @@ def test_clock_text() -> None:
         ),
         (("experiment=demo", "parallelism.schedule=ring"), {"group": "demo", "job_type": "ring"}),
         (("experiment=demo", "parallelism=single"), {"group": "demo", "job_type": "one rank"}),
-        ((*CP4, "attention.baseline=te_p2p", "attention.transport=auto"), {"job_type": "te_p2p"}),
         (
             ("logging.wandb_group=a b", "logging.wandb_job_type=eval", "logging.wandb_tags=x,y z", "experiment=demo"),
             {"group": "a b", "job_type": "eval", "tags": ["x", "y z"]},

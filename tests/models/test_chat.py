@@ -152,7 +152,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for name, message in (
         ("nowhere", r"nowhere: expected a file with a Jinja template \(No such file"),
         ("bytes", "not UTF-8"),
-        ("large", r"large: expected a file of at most 1,048,576 bytes"),
+        ("large", r"large: expected a file with a Jinja template \(more than 1,048,576 bytes\)"),
+        ("/dev/zero", r"a device or a pipe, not a file"),
     ):
         with pytest.raises(ValueError, match=message):
             load_chat(str(tmp_path / name), BYTES)

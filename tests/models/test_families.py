@@ -140,6 +140,13 @@ def test_harmless_fields_and_nulls_are_ignored(family: Family) -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: expected False"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: expected a number above 0"),
         ("gemma3_text", {"sliding_window": None}, "sliding_window=None: expected a number with layers of sliding"),
+        ("gemma3_text", {"sliding_window_pattern": 2, "_sliding_window_pattern": 3},
+         "_sliding_window_pattern=3: expected 2. Set both to the same value"),
+        ("gemma3_text", {"rope_theta": 1e4, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+         "rope_theta=10000.0: expected 1000000.0. Set both to the same value"),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                         "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}},
+         "rope_scaling=.*: expected the values of rope_parameters, .*8.0.* Set both to the same value"),
         ("gemma3_text", {"layer_types": ["wide"] * 3}, "layer_types=wide: expected full_attention and sliding"),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types=.*: expected 3, as num_hidden_layers"),
         ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
@@ -188,6 +195,17 @@ def test_every_field_of_transformers_is_converted_harmless_or_refused(family: Fa
             assert name in str(error) or "model." in str(error), (name, error)
         else:
             assert other != model, name
+
+
+def test_both_names_of_a_field_may_have_the_same_value() -> None:
+    """`transformers` 5 reads the first files of Gemma 3, and writes them with both names."""
+    old = {"num_hidden_layers": 6, "sliding_window_pattern": 3, "rope_theta": 2e6, "rope_local_base_freq": 3e4,
+           "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "architectures": ["Gemma3ForCausalLM"]}  # fmt: skip
+    written = Gemma3TextConfig.from_dict(old).to_dict()
+    assert written["sliding_window_pattern"] == written["_sliding_window_pattern"] == 3
+    model, _ = BY_NAME["gemma3_text"].model_of(written)
+    assert (model.window_pattern, model.rope_base, model.window_rope_base) == (3, 2e6, 3e4)
+    assert model.rope_scaling.factor == 8.0
 
 
 def _other_value(value: Any) -> Any:

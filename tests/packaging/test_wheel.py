@@ -91,7 +91,7 @@ def test_the_metadata(wheel: Path, members: set[str]) -> None:
     assert f"{info}/licenses/LICENSE" in members
     with zipfile.ZipFile(wheel) as archive:
         entry, metadata = (archive.read(f"{info}/{name}").decode() for name in ("entry_points.txt", "METADATA"))
-    assert "[console_scripts]\nmegatron-longctx = megatron_longctx.verbs.cli:main" in entry
+    assert "[console_scripts]\nmegatron-longctx = megatron_longctx.__main__:main" in entry
     plain = metadata.replace('"', "'")
     assert "Requires-Dist: megatron-core==0.16.1; python_version < '3.12'" in plain
     assert "Requires-Dist: megatron-core==0.19.2; python_version >= '3.12'" in plain and "Provides-Extra: gpu" in plain

@@ -63,7 +63,7 @@ def targets(draw: st.DrawFn, n: int, parts: int) -> Target:
 @settings(max_examples=25, deadline=None)
 @given(masks(30), st.sampled_from([1, 2, 3, 4, 6]), st.data())
 def test_programs_compute_their_plans(schedule: str, mask: Mask, n: int, data: st.DataObject) -> None:
-    options = ModeOptions(data.draw(st.sampled_from([None, 6])), head_chunks=data.draw(st.sampled_from([1, 2])))
+    options = ModeOptions(data.draw(st.sampled_from([None, 6])))
     plan = build_plan(schedule, n, mask, options)
     plan = keep_received(plan) if data.draw(st.booleans()) else plan
     run_both_ways(plan, data.draw(targets(n, parts_of(plan))), data.draw(st.randoms(use_true_random=False)))

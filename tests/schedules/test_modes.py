@@ -175,7 +175,6 @@ def test_double_ring_crosses_nodes_once_a_round(n: int, inner: int) -> None:
 
 def test_modes_in_words() -> None:
     assert str(MODES["zigzag"]()) == "zigzag" and str(DoubleRing(4)) == "double_ring (inner_size=4)"
-    assert str(MODES["ulysses"](2)) == "ulysses (head_chunks=2)"
 
 
 def test_options_without_a_value_are_decided() -> None:

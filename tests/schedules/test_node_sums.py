@@ -41,7 +41,6 @@ from megatron_longctx.schedules.footprint import footprint
 from megatron_longctx.schedules.mask import full
 from megatron_longctx.schedules.plan import GRADIENTS
 from megatron_longctx.schedules.program import Merge, Space
-from megatron_longctx.schedules.repeats import ShortPlans
 from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.topology import Cluster, Device, Mesh, Network, load_cluster
@@ -263,15 +262,6 @@ def test_no_rank_of_many_nodes_has_many_sums_at_a_time(schedule: str) -> None:
     less = summed(build_plan(schedule, 32, full(32 * 2048)), 4)
     times = [simulate(each, cluster, Target(Workload(32, 8, 128), PACKED)).seconds for each in (plain, less)]
     assert times[1] < times[0]
-
-
-def test_simulations_of_repeating_steps_hold_for_sums() -> None:
-    """Lowering only a few of the repeating steps has the same result as lowering all."""
-    cluster, target = replace(SLOW, nodes=48), Target(Workload(2, 2, 8), PACKED)
-    plan = summed(build_plan("zigzag", 192, full(192 * 64)), 4)
-    assert all(ShortPlans(plan, target.workload, target.takes).of(rank).cuts for rank in (0, 77, 191))
-    short, whole = (simulate(plan, cluster, target, timeline=timeline) for timeline in (False, True))
-    assert short.seconds == pytest.approx(whole.seconds, rel=1e-12) and short.peak_bytes == whole.peak_bytes
 
 
 def test_the_memory_of_a_sum_is_counted() -> None:

@@ -19,7 +19,6 @@ from megatron_longctx.schedules.calibration import (
 from megatron_longctx.schedules.cost import Costs, KernelSample, MessageSample, ModeSample
 from megatron_longctx.schedules.draw import draw_modes, draw_timeline
 from megatron_longctx.schedules.mask import causal, documents, full
-from megatron_longctx.schedules.modes.ulysses import Ulysses
 from megatron_longctx.schedules.select import Candidate, Problem, rank_modes, select, table
 from megatron_longctx.topology import Cluster, Mesh, Network, load_cluster
 
@@ -70,24 +69,6 @@ def test_a_memory_bound_excludes_modes() -> None:
     assert any("GiB" in candidate.reason for candidate in tight)
     with pytest.raises(ValueError, match=r"schedule=auto: no mode can run 131072 tokens on 8 ranks"):
         select(problem_of(8, 2**17, GQA, max_bytes=2**20), cluster)
-
-
-def test_head_chunks_are_candidates_between_nodes_or_if_measured() -> None:
-    chunked = "ulysses (head_chunks=2)"
-    for kv_heads, cluster, considered in (
-        (32, Cluster("two", 2, 4, Mesh(100.0), Network(4, 10.0)), True),
-        (8, Cluster("two", 2, 4, Mesh(100.0), Network(4, 10.0)), False),
-        (32, Cluster("one", 1, 8, Mesh(10.0)), False),
-    ):
-        ranking = rank_modes(problem_of(8, 8 * 4096, Workload(32, kv_heads, 128)), cluster, FAST)
-        by_name = {candidate.name: candidate.seconds for candidate in ranking}
-        assert (chunked in by_name) is considered
-        assert not considered or by_name[chunked] < by_name["ulysses"]
-    # Within a node, measured ones are.
-    one, problem = Cluster("one", 1, 8, Mesh(10.0)), problem_of(8, 8 * 4096, Workload(32, 32, 128))
-    costs = replace(FAST, modes=tuple(ModeSample(chunked, 8 * 4096, backward, 3.0) for backward in (False, True)))
-    assert chunked in names(rank_modes(problem, one, costs))
-    assert chunked in names(rank_modes(problem, one, FAST, candidates=[Ulysses(2)]))
 
 
 def test_modes_of_one_rank_and_of_a_prime_number_of_ranks() -> None:

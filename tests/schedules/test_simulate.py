@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_longctx.schedules import (
     ALL_HEADS,
@@ -29,11 +27,9 @@ from megatron_longctx.schedules import (
 )
 from megatron_longctx.schedules.cost import GIB, Costs, KernelSample, MessageSample
 from megatron_longctx.schedules.footprint import footprint
-from megatron_longctx.schedules.lower import Lowering
-from megatron_longctx.schedules.mask import Mask, causal, documents, full
-from megatron_longctx.schedules.program import Compute, Merge, Program
-from megatron_longctx.schedules.repeats import LEAST_RANKS
-from megatron_longctx.schedules.simulate import Simulation, simulate
+from megatron_longctx.schedules.mask import causal, documents, full
+from megatron_longctx.schedules.program import Compute, Merge
+from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.schedules.visibility import Visibility
 from megatron_longctx.topology import Cluster, Device, Mesh, Network, Switch, load_cluster
 
@@ -249,86 +245,19 @@ def test_a_thousand_ranks_are_planned_and_simulated(monkeypatch: pytest.MonkeyPa
         assert found.seconds > 0 and min(found.compute_s) > 0
 
 
-def simulate_whole(plan: Plan, cluster: Cluster, target: Target, least_ranks: int | None = None) -> Simulation:
-    """Simulate a plan without short plans, or with them from `least_ranks` on."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_longctx.schedules.simulate.LEAST_RANKS", least_ranks or plan.n + 1)
-        return simulate(plan, cluster, target, costs(2e-3))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "n", "shares"),
-    [("ring", 160, (3, 1.5)), ("zigzag", 160, (2.5, 1.2)), ("all_gather", 96, (8, 1.2)), ("usp", 128, (4, 4))],
-)
-def test_repeated_steps_are_lowered_once(
-    schedule: str, n: int, shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+def test_long_simulations_say_how_far_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The result equals that of all steps and blocks to the bit, with a fraction of the operations and messages."""
-    lowered = [0]
-    program = Lowering.program
-
-    def counted(self: Lowering, rank: int) -> Program:
-        found = program(self, rank)
-        lowered[0] += len(found.ops) + sum(map(len, found.receives))
-        return found
-
-    monkeypatch.setattr(Lowering, "program", counted)
-    cluster, target = mesh(n, 1e-3), Target(WORK, KernelSupport(packed=True, rectangles=True, windows=True))
-    forward = build_plan(schedule, n, n * TOKENS, ModeOptions(inner_size=4))
-    for plan, share in zip((forward, backward_plan(forward)), shares, strict=True):
-        lowered[0] = 0
-        short = simulate(plan, cluster, target, costs(2e-3))
-        of_short, lowered[0] = lowered[0], 0
-        assert simulate_whole(plan, cluster, target) == short
-        assert lowered[0] > share * of_short
-
-
-@pytest.mark.parametrize(
-    ("schedule", "n", "layout", "mask", "heads"),
-    [
-        ("all_gather", 16, "striped", documents([256], window=(4, 0)), (4, 1, 8, 4)),  # several results for one rank
-        ("ulysses", 16, "auto", documents([24] * 5 + [8]), (4, 1, 8, 4)),  # more send memory than one block
-        ("all_gather", 16, "striped", documents([24] * 4), (2, 2, 5, 2)),  # calls attend to some of a block's rows
-        ("helper", 72, "auto", full(7203), (6, 3, 5, 2)),  # blocks of two sizes in send memory
-        ("usp", 18, "auto", documents([12] * 9, window=(3, 0)), (24, 8, 4, 4)),  # calls that divide a group's blocks
-        ("ulysses", 20, "auto", documents([1000, 281], window=(16, 0)), (6, 3, 8, 4)),  # more parts than heads
-        ("usp, helper", 16, "auto", documents([8], window=(3, 0)), (24, 8, 8, 4)),  # results of other groups, no tokens
-        ("usp, helper", 16, "contiguous", documents([16, 2, 257]), (8, 8, 4, 4)),  # results that come in another order
-    ],
-)
-def test_short_plans_are_used_only_where_they_change_nothing(
-    schedule: str, n: int, layout: str, mask: Mask, heads: tuple[int, int, int, int]
-) -> None:
-    assert n >= LEAST_RANKS
-    target = Target(
-        Workload(*heads[:3], element_bytes=heads[3]), KernelSupport(packed=True, rectangles=True, windows=True)
-    )
-    mode, _, outer = schedule.partition(", ")
-    buffer_tokens = mask.length // 2 if mode == "all_gather" else None
-    options = ModeOptions(max_buffer_tokens=buffer_tokens, outer_schedule=outer or "zigzag")
-    forward = build_plan(mode, n, mask, options, layout=layout)
-    for plan in (forward, backward_plan(forward)):
-        short = simulate(plan, mesh(n, 1e-3), target, costs(2e-3))
-        assert simulate_whole(plan, mesh(n, 1e-3), target) == short
-
-
-@given(st.data())
-@settings(max_examples=60)
-def test_ranks_that_exchange_heads_share_simulations_only_where_they_are_equal(data: st.DataObject) -> None:
-    n = data.draw(st.sampled_from((4, 6, 8, 9, 12)))
-    inner = data.draw(st.sampled_from([size for size in range(1, n + 1) if n % size == 0]))
-    lengths = data.draw(st.lists(st.sampled_from((1, 2, 5, 12, 37, 100, 7 * n)), min_size=1, max_size=9))
-    window = data.draw(st.sampled_from((None, None, (0, 0), (3, 0), (16, 0))))
-    mode = data.draw(st.sampled_from(("ulysses", "usp", "usp")))
-    options = ModeOptions(inner_size=inner, outer_schedule=data.draw(st.sampled_from(("zigzag", "ring", "helper"))))
-    heads = data.draw(st.sampled_from(((8, 8), (8, 2), (6, 3), (24, 8))))
-    support = KernelSupport(packed=data.draw(st.booleans()), rectangles=True, windows=True)
-    mask = documents(lengths) if window is None else documents(lengths, window=window)
-    forward = build_plan(mode, n, mask, options)
-    for plan in (forward, backward_plan(forward)):
-        target = Target(Workload(*heads, head_dim=8, element_bytes=4), support)
-        short = simulate_whole(plan, mesh(n, 1e-3), target, least_ranks=1)
-        assert simulate_whole(plan, mesh(n, 1e-3), target) == short
+    plan = build_plan("ring", 4, 64)
+    with caplog.at_level("INFO"):
+        simulate(plan, mesh(4, 1.0), WORK, costs(1.0))
+        assert not caplog.messages
+        monkeypatch.setattr("megatron_longctx.schedules.simulate._TELL_S", 0.0)
+        simulate(plan, mesh(4, 1.0), WORK, costs(1.0))
+    assert [line.split(", about")[0] for line in caplog.messages] == [
+        f"simulating ring: {rank} of 4 ranks" for rank in (1, 2, 3, 4)
+    ]
+    assert caplog.messages[-1].endswith("about 0 s left")
 
 
 def test_bytes_of_a_token() -> None:

@@ -9,7 +9,7 @@ _CORE = re.compile(
     |(attention|kernels|schedules/modes)/.*
     |comm/(__init__|collectives|device|hybrid|p2p|peer|peer_kernels|peer_memory|symmetric)
     |schedules/(__init__|accumulators|backward|buffers|build|collector|hamiltonian|kernel_calls|links|lower|mask|plan
-    |program|send_layout|slices|verify|visibility|workload)""",
+    |program|record|recording|send_layout|slices|verify|visibility|workload)""",
     re.VERBOSE,
 )
 

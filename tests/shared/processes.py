@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from megatron_longctx.comm.local_ranks import RankProcesses
 from megatron_longctx.testing.distributed import start_context
 from megatron_longctx.verbs import cli
 
@@ -107,10 +108,12 @@ def _command(words: Sequence[str], cwd: Path | None, files: Sequence[str], envir
     if words[0] == "-m":
         words = words[2:]
     if not torch.cuda.is_available():
-        start: Callable[..., Any] = mp.start_processes  # type: ignore[attr-defined]
-        mp.start_processes = lambda fn, args, **how: start(  # type: ignore[attr-defined]
+        start = RankProcesses.__init__
+        RankProcesses.__init__ = lambda ours, fn, args, ranks, **how: start(  # type: ignore[method-assign]
+            ours,
             _rank,
             (dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ()), fn, *args),
+            ranks,
             **how | {"start_method": "forkserver"},
         )
     sys.exit(cli.main(words))

@@ -47,12 +47,13 @@ def attend(
     hosts: Sequence[Sequence[int]] | None = None,
     kv: KVFormat | None = None,
     overlap: bool = True,
+    executor: str = "program",
 ) -> dict[str, Tensor]:
     """out, dq, dk, dv (and dsink) of a plan, of the whole sequence; without gradients where no input wants any.
 
     Args:
         kernel: makes every rank's. hosts: as of `ThreadedRanks`. kv: how keys and values travel; None for as they are.
-        overlap: see `Runtime`.
+        overlap: see `Runtime`. executor: see `bind_pass`.
     """
     ranks = ThreadedRanks(plan.n, hosts)
 
@@ -63,7 +64,7 @@ def attend(
         runtime = Runtime(kernel(), transport, BufferPool(q.device), overlap=overlap)
         shapes = shapes_of(q, k, v, kv)
         target = Target(shapes.workload, runtime.kernel.takes, ranks.hosts if plan.n > 1 else None)
-        passes = Passes(plan, target, rank, shapes, runtime)
+        passes = Passes(plan, target, rank, shapes, runtime, executor)
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
         out = AttentionFunction.apply(*leaves, sink, passes, scale)  # type: ignore[no-untyped-call]
         found = {"out": out.detach()}

@@ -18,7 +18,6 @@ from megatron_longctx.compose import save_config
 from megatron_longctx.config import Config, ParallelismConfig, validate
 from megatron_longctx.mcore import checkpoint, groups, model
 from megatron_longctx.mcore.corpus import Corpus, write_corpus
-from megatron_longctx.mcore.optimizer import named_parameters
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.testing.distributed import run_distributed
@@ -225,20 +224,10 @@ class RecordingTrainer(RecordedTrainer):
         return self.folder.path / "gradients"
 
     def _keep_gradients(self) -> None:
-        gradients = self.gradients()
         if self.groups.tp.size() * self.groups.pp.size() == 1:
-            self.record.gradients[self.step] = gradients
+            self.record.gradients[self.step] = self.gradients()
             return
-        # Checkpoints know how to merge what tensor and pipeline ranks hold: write the gradients as if weights.
-        parameters = named_parameters(self.models)
-        weights = {name: parameter.data.clone() for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.data.copy_(gradients[name])
-        # Of bare models: DDP would take what it gathers for this for the parameters of the next step.
-        bare = dataclasses.replace(self._weights(), models=[chunk.module for chunk in self.models])
-        checkpoint.begin(self._export_folder, self.step, bare, {}).finish()
-        for name, parameter in parameters.items():
-            parameter.data.copy_(weights[name])
+        self.write_gradients(self._export_folder)
         self._exports.append(self.step)
 
 

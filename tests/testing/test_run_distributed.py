@@ -3,15 +3,15 @@
 import functools
 import multiprocessing
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessRaisedException
 
-from megatron_longctx.comm.local_ranks import run_ranks
+from megatron_longctx.comm.local_ranks import RankFailed, RankProcesses, run_ranks
 from megatron_longctx.testing.distributed import PATIENCE_S, run_distributed
 
 
@@ -66,11 +66,31 @@ def _fail_on_one(rank):
 
 
 def test_the_error_of_the_failing_rank_is_raised():
-    with pytest.raises(ProcessRaisedException) as failure:  # and no TimeoutError
+    with pytest.raises(RankFailed) as failure:  # and no TimeoutError
         run_distributed(_fail_on_one, 2, timeout=PATIENCE_S)
     assert "LookupError: rank 1 has no such thing" in str(failure.value)
     assert "_fail_on_one" in str(failure.value)
     assert not multiprocessing.active_children()
+
+
+def _leave_a_child(rank, place):
+    if rank == 1:
+        child = os.fork()  # it inherits all pipes of its parent
+        if child:
+            place.write_text(str(child))
+            os._exit(3)
+    time.sleep(PATIENCE_S)
+
+
+def test_a_failure_is_seen_although_a_child_of_the_rank_lives_on(tmp_path):
+    place = tmp_path / "pid"
+    processes = RankProcesses(_leave_a_child, (place,), range(2), start_method="fork")
+    try:
+        with pytest.raises(RankFailed, match=r"^rank 1 ended with exit code 3$"):
+            assert processes.wait(60)
+    finally:
+        processes.kill()
+        os.kill(int(place.read_text()), signal.SIGKILL)
 
 
 def _sleep(rank):

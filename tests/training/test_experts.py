@@ -32,20 +32,24 @@ SHARED = {
     "model.moe_router_pre_softmax": True, "model.moe_router_load_balancing_type": "seq_aux_loss",
     "model.moe_router_topk_scaling_factor": 1.5, "train.micro_batch_size": 2,
 }  # fmt: skip
+BIASES = {"model.bias": True}
 SAVED = {"train.save": True, "train.keep_checkpoints": 9, "train.save_interval": 1}
 
 # Keyed by name: ranks, reference run, settings.
 RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "alone": (1, "alone", SAVED),
     "shared": (1, "shared", {**SHARED, **SAVED}),
-    "tp2": (2, "tp2", {TP: 2}),
-    "tp2 ep2": (2, "tp2 ep2", {TP: 2, EP: 2, ETP: 1}),
+    "biases": (1, "biases", {**BIASES, **SAVED}),
+    "tp2": (2, "alone", {TP: 2}),
+    "tp2 ep2": (2, "alone", {TP: 2, EP: 2, ETP: 1}),
+    "biases tp2 ep2": (2, "biases", {**BIASES, **SAVED, TP: 2, EP: 2, ETP: 1}),
     "cp2 ep2": (2, "alone", {CP: 2, EP: 2}),
     "shared cp3": (3, "shared", {**SHARED, CP: 3, "recompute.mode": "attention_output"}),
     "shared cp4 ep2": (4, "shared", {**SHARED, CP: 4, EP: 2, "parallelism.schedule": "ulysses"}),
     "dp2 cp2 ep4": (4, "alone", {CP: 2, EP: 4, **SAVED}),
-    "tp2 cp2 ep2": (4, "tp2", {TP: 2, CP: 2, EP: 2, "optim.distributed": False, "recompute.mode": "layer"}),
-    "tp2 cp2 ep4": (4, "tp2 ep2", {TP: 2, CP: 2, EP: 4, ETP: 1}),
+    "tp2 cp2 ep2": (4, "alone", {TP: 2, CP: 2, EP: 2, "optim.distributed": False, "recompute.mode": "layer"}),
+    "tp2 cp2 ep4": (4, "alone", {TP: 2, CP: 2, EP: 4, ETP: 1}),
+    "biases tp2 dp2 ep4": (4, "biases", {**BIASES, TP: 2, EP: 4, ETP: 1, "optim.distributed": False}),
     "pp2 cp2 ep2": (4, "pp2 cp2 ep2", {**SHARED, **SAVED, PP: 2, CP: 2, EP: 2, "optim.distributed": False}),
 }  # fmt: skip
 # Keyed by ranks: runs that resume from one of their checkpoints, the step, and settings. The first pipeline stage has
@@ -53,10 +57,11 @@ RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
 LATER: dict[int, tuple[tuple[str, int, dict[str, Any]], ...]] = {
     4: (
         ("alone", 1, {TP: 2, CP: 2, EP: 2}),
+        ("biases", 1, {**BIASES, TP: 2, EP: 4, ETP: 1}),
         ("shared", 1, {**SHARED, **SAVED, PP: 2, CP: 2, EP: 2}),
         ("pp2 cp2 ep2", 1, RUNS["pp2 cp2 ep2"][2]),
     ),
-    1: (("dp2 cp2 ep4", 1, {}), ("shared", 2, SHARED)),
+    1: (("dp2 cp2 ep4", 1, {}), ("shared", 2, SHARED), ("biases tp2 ep2", 2, BIASES)),
 }
 
 
@@ -93,7 +98,8 @@ def test_losses_norms_and_gradients_equal_those_of_one_rank(trained: tuple[Path,
     for step in (0, 2):
         run, alone = (root / each.replace(" ", "-") for each in (name, reference))
         errors = gradient_errors(run, alone, step)
-        assert sum(".mlp.experts." in each for each in errors) == (8 if "shared" in name else 16)
+        per_expert = 4 if "biases" in name else 2
+        assert sum(".mlp.experts." in each for each in errors) == 4 * per_expert * (1 if reference == "shared" else 2)
         assert {each: error for each, error in errors.items() if not error <= 1e-5} == {}
 
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, _utils
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from megatron_longctx.mcore.data import Batch
+from megatron_longctx.training import loader
 from megatron_longctx.training.loader import Loader
+from megatron_longctx.training.run_folder import RunLock
 from tests.shared.jobs import PATIENCE_S
 
 CPU = torch.device("cpu")
@@ -49,8 +55,8 @@ def make_loader() -> Iterator[Any]:
         return loaders[-1]
 
     yield make
-    for loader in loaders:
-        loader.close()
+    for each in loaders:
+        each.close()
     assert not multiprocessing.active_children()
 
 
@@ -123,8 +129,11 @@ def _result_of(process: Callable[[Connection], None]) -> Any:
     rank = context.Process(target=process, args=(there,))
     rank.start()
     there.close()
-    result = here.recv()
-    rank.join()
+    result = here.recv() if here.poll(60) else "nothing within a minute"
+    rank.join(60)
+    if rank.exitcode is None:
+        rank.kill()
+        return f"{result}, and it has not ended"
     return result
 
 
@@ -149,14 +158,80 @@ def test_a_worker_that_dies_is_noticed() -> None:
     assert "Error" in _result_of(_kill_worker)
 
 
+def _stop_worker(pipe: Connection) -> None:
+    loader._END_WITHIN_S = _utils.MP_STATUS_CHECK_INTERVAL = 0.2
+    batches = Loader(Numbers(), SHARES, 1, CPU)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid or 0, signal.SIGSTOP)
+    batches.close()
+    pipe.send(worker.exitcode)
+
+
+def test_a_stopped_worker_does_not_keep_its_rank_from_ending() -> None:
+    assert _result_of(_stop_worker) == -signal.SIGKILL
+
+
+class Hanging(Numbers):
+    """A file system that does not answer."""
+
+    asked = threading.Event()
+
+    def __getitem__(self, samples: Sequence[int]) -> Batch:
+        if 2 in samples:
+            self.asked.set()
+            time.sleep(PATIENCE_S)
+        return super().__getitem__(samples)
+
+
+def _hang_in_the_thread(pipe: Connection) -> None:
+    loader._END_WITHIN_S = 0.2
+    batches = Loader(Hanging(), SHARES, 0, CPU)
+    next(batches)
+    Hanging.asked.wait()
+    pipe.send("one batch")  # and this process ends
+
+
+def test_a_read_that_hangs_does_not_keep_its_rank_from_ending() -> None:
+    assert _result_of(_hang_in_the_thread) == "one batch"
+
+
+def open_files(pid: int) -> set[str]:
+    """Return the sockets and locks that a process has open."""
+    found = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of this list
+            found.add(os.readlink(fd))
+    return {name for name in found if name.startswith("socket:") or name.endswith("/lock")}
+
+
+def _what_workers_hold(pipe: Connection) -> None:
+    _, there = socket.socketpair()
+    with tempfile.TemporaryDirectory() as folder, there, RunLock(Path(folder, "lock")) as lock:
+        lock.keep_from_children()
+        batches = Loader(Numbers(), SHARES, 1, CPU)
+        next(batches)
+        (worker,) = multiprocessing.active_children()
+        ours, theirs = (open_files(pid) for pid in (os.getpid(), worker.pid or 0))
+        assert len(ours) >= 3
+        pipe.send(ours & theirs)
+        batches.close()
+
+
+def test_workers_hold_neither_sockets_nor_the_lock_of_their_rank() -> None:
+    assert _result_of(_what_workers_hold) == set()
+
+
 def _kill_rank(pipe: Connection) -> None:
     loader = Loader(Numbers(), SHARES, 2, CPU)
     next(loader)
-    pipe.send([worker.pid for worker in multiprocessing.active_children()])
+    workers = [worker.pid for worker in multiprocessing.active_children()]
+    os.kill(workers[1] or 0, signal.SIGSTOP)
+    pipe.send(workers)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_workers_end_with_a_rank_that_is_killed() -> None:
+def test_workers_end_with_a_rank_that_is_killed_even_if_stopped() -> None:
     workers = _result_of(_kill_rank)
     deadline = time.monotonic() + PATIENCE_S
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in workers):

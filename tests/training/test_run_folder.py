@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import ProcessRaisedException
 
+from megatron_longctx.comm.local_ranks import RankFailed
 from megatron_longctx.testing.distributed import start_context
 from megatron_longctx.training import launcher
 from megatron_longctx.training.run_folder import DiskFull, RunFolder, RunLock, RunStatus, disk_full
@@ -79,10 +79,27 @@ def test_ranks_that_outlive_their_launcher_hold_the_lock(path: Path) -> None:
     rank.start()
     assert here.poll(120) and here.recv() == "started"
     lock.release()
-    refused(path)
+    message = refused(path)
+    held = f"its lock is held on this host by process {rank.pid}"
+    assert f"training; {os.uname().nodename} ({held}) is training this one" in message
     here.send("end")
     rank.join(120)
     RunLock(path).release()
+
+
+def test_a_lock_does_not_change_another_file(path: Path) -> None:
+    precious = path.parent / "precious"
+    precious.write_text("kept")
+    for link in (path.symlink_to, path.hardlink_to):
+        link(precious)
+        with pytest.raises(OSError, match=r"lock is (a link to .*precious|not a file of its own): delete it"):
+            RunLock(path)
+        assert precious.read_text() == "kept"
+        path.unlink()
+    path.write_text("a longer text than the name of a holder " * 5)
+    with RunLock(path):
+        assert path.read_text().strip().startswith(f"{os.uname().nodename}, process {os.getpid()}")
+    assert path.read_text().strip() == ""
 
 
 def test_a_file_system_without_locks_causes_a_warning(
@@ -210,5 +227,4 @@ def test_an_error_that_cannot_be_recorded_is_still_reported(run: RunFolder) -> N
     traceback = (
         "Traceback (most recent call last):\n  …\nmegatron_longctx.training.run_folder.DiskFull: no room: 0 MiB\n"
     )
-    died = ProcessRaisedException(f"\n\n-- Process 1 terminated with the following error:\n{traceback}", 1, 77)
-    assert launcher._reason(died, run) == "rank 1 failed: DiskFull: no room: 0 MiB"
+    assert launcher._reason(RankFailed(1, 1, traceback), run) == "rank 1 failed: DiskFull: no room: 0 MiB"

@@ -14,8 +14,10 @@ import pytest
 from megatron_longctx.config import DataConfig
 from megatron_longctx.models.chat import Chat
 from megatron_longctx.models.chat_template import ChatTemplate
+from megatron_longctx.training import conversations as text_of_conversations
 from megatron_longctx.training import text
-from megatron_longctx.training.text import Source, conversations
+from megatron_longctx.training.conversations import conversations
+from megatron_longctx.training.text import Source
 from tests.shared.training import tiny_corpus
 
 TALK = [
@@ -77,6 +79,67 @@ def test_the_answers_are_learned_whatever_the_template(
 def test_a_token_that_spans_the_start_of_an_answer_belongs_to_it(tmp_path: Path) -> None:
     assert learned(tmp_path, SPOKEN, {"messages": TALK}) == ["a thing\n", "that one\n"]
     assert learned(tmp_path, SPOKEN, {"messages": TALK}, words) == [" a thing\n", " that one\n"]
+
+
+LONG = [
+    {"role": "user" if number % 2 else "assistant", "content": f"{'so ' * (number % 5)}{number}: it is  {number**2}"}
+    for number in range(1, 81)
+]
+GREETING = "{% if messages[0].role != 'system' %}<|system|>be kind<|end|>\n{% endif %}"
+
+
+def marked(text: str) -> list[str]:
+    """Begin with a special token and a space, as some tokenizers do."""
+    return ["<s>", *words(f" {text}")]
+
+
+@pytest.mark.parametrize("encode", [characters, words, marked])
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (CHATML, LONG),
+        (GREETING + SPOKEN, [*LONG, TALK[3]]),
+        (INSTRUCT, [TALK[0], *LONG]),
+        (CHATML, [{"role": turn["role"], "content": "a"} for turn in LONG]),  # the same tokens again and again
+        (CHATML.replace("{{ m.content }}", "{{ loop.index }}{{ m.content }}"), LONG),  # not the same text everywhere
+        (INSTRUCT.replace("<s>", "<s>{{ messages | length }}"), LONG[:1] * 2 + LONG[1:2] * 20),
+    ],
+)
+def test_many_answers_are_found_by_their_own_turns_as_by_all_turns(
+    template: str,
+    messages: list[Any],
+    encode: Callable[[str], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for line in ({"messages": messages}, {"prompt": messages[:3], "completion": messages[3:]}):
+        found = []
+        for few in (8, 1000):
+            monkeypatch.setattr(text_of_conversations, "_FEW", few)
+            try:
+                found.append(learned(tmp_path, template, line, encode))
+            except ValueError as error:
+                found.append([str(error)])
+        assert found[0] == found[1]
+
+
+def test_the_work_grows_with_the_number_of_answers_not_with_its_square(tmp_path: Path) -> None:
+    work: list[list[int]] = []
+
+    class Counted(Chat):
+        def text(self, messages: Any, reply: bool = True) -> str:
+            work[-1][0] += len(messages)
+            return super().text(messages, reply)
+
+    def encode(text: str) -> list[str]:
+        work[-1][1] += len(text)
+        return words(text)
+
+    for messages in (LONG[:40], LONG):
+        work.append([0, 0])
+        (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+        list(conversations(tmp_path / "chats.jsonl", Counted(ChatTemplate(CHATML, 60.0)), encode))
+    assert all(twice < 2.5 * once for once, twice in zip(*work, strict=True)), work
 
 
 def test_prompts_and_completions(tmp_path: Path) -> None:

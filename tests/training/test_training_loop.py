@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import time
@@ -54,6 +55,12 @@ def _poison_gradient(trainer: Trainer) -> None:
         dict(trainer.models[0].module.named_parameters())[POISONED].main_grad[0, 0] = math.inf
 
 
+def _log_to_file(trainer: Trainer) -> None:
+    if trainer.step == 0 and dist.get_rank() == 0:
+        logging.getLogger("megatron_longctx").addHandler(logging.FileHandler(trainer.folder.log))
+        logging.getLogger("megatron_longctx").setLevel(logging.INFO)
+
+
 def _jobs(root: Path) -> dict[str, Job]:
     return {
         "metrics": Job(tiny_config(root, "metrics", {**CP2, "train.steps": 3, "logging.peak_tflops": 0.5,
@@ -69,7 +76,8 @@ def _jobs(root: Path) -> dict[str, Job]:
         "gradient": Job(tiny_config(root, "gradient", {**SAVED, "train.global_batch_size": 2}),
                         before_optimizer=_poison_gradient, fails=True),
         "stopped": Job(tiny_config(root, "stopped", {**CP2, **SAVED}), stop_in=2),
-        "stopped unsaved": Job(tiny_config(root, "unsaved", {**CP2, "train.steps": 6}), stop_in=2),
+        "stopped unsaved": Job(tiny_config(root, "unsaved", {**CP2, "train.steps": 6}), stop_in=2,
+                               before_optimizer=_log_to_file),
     }  # fmt: skip
 
 
@@ -184,6 +192,8 @@ def test_a_signal_to_any_rank_stops_all(root: Path, runs: dict[str, list[Record]
         assert [(run.last_step, run.error) for run in runs[name]] == [(3, None)] * 2
     assert checkpoint.latest(root / "stopped" / "checkpoints") == 3
     assert checkpoint.latest(root / "unsaved" / "checkpoints") is None
+    log = (root / "unsaved/log.txt").read_text()
+    assert "stopped at step 3 of 6: the same command goes on from step 0 (train.save=false)" in log
 
 
 def test_a_failing_job_ends_with_the_message_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

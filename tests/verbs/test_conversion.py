@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_longctx.compose import RESOLVED, load_config
+from megatron_longctx.compose import RESOLVED, load_config, save_config
 from megatron_longctx.mcore import checkpoint_reader
 from megatron_longctx.mcore.checkpoint_weights import JOURNAL
 from megatron_longctx.models.huggingface import HuggingFaceFolder
@@ -359,6 +360,45 @@ def _alive(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
 
     monkeypatch.setattr(owner, name, counted)
     return found
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "fields", "expected"),
+    [
+        (64, {}, 256),  # the model's own length is kept after training on shorter sequences
+        (64, {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 256),
+        (512, {}, 512),
+        (64, {"num_hidden_layers": 3}, 64),  # another model's
+        (64, {"architectures": ["FooForCausalLM"]}, 64),
+    ],
+)
+def test_the_length_of_an_exported_model(
+    seq_length: int, fields: dict[str, Any], expected: int, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    run = shutil.copytree(runs["llama"], tmp_path / "run")
+    config = load_config(run / RESOLVED)
+    data = replace(config.data, seq_length=seq_length, tokenizer_path=str(run / "tokenizer"))
+    save_config(replace(config, data=data), run / RESOLVED)
+    _fields(**fields)(run / "tokenizer")
+    export_model([f"checkpoint={run}", f"out={tmp_path / 'back'}"])
+    assert json.loads((tmp_path / "back/config.json").read_text())["max_position_embeddings"] == expected
+
+
+def test_damaged_weights_are_not_exported(
+    runs: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = shutil.copytree(runs["llama"], tmp_path / "run")
+    path = run / "checkpoints/iter_0000000"
+    words = [f"checkpoint={run}", f"out={tmp_path / 'back'}"]
+    content = bytearray((path / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 0x40
+    (path / "__0_0.distcp").write_bytes(content)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is damaged: its sha256 is not the one it was saved with"):
+        export_model(words)
+    assert {each.name for each in tmp_path.iterdir()} == {"run"}
+    (path / "digests.json").unlink()
+    export_model(words)
+    assert f"{path} was saved without digests: damage to it may go unnoticed" in caplog.text
 
 
 def test_the_commands_log_what_they_did(published: Published, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

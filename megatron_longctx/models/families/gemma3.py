@@ -14,6 +14,7 @@ from ..rope import read_scaling
 from ..weights import Weight
 
 _BASES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
+_SAME = "Set both to the same value, or delete one."
 _NORM = "model.layers.{layer}.%s_layernorm.weight"
 
 
@@ -35,8 +36,8 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 def _read_layers(fields: Fields, num_layers: int) -> dict[str, Any]:
     """Read windows and RoPE."""
-    names = ("sliding_window_pattern", "_sliding_window_pattern")
-    pattern = next((value for name in names if (value := fields.get(name, None, int))), 6)
+    pattern = fields.get("sliding_window_pattern", None, int) or fields.get("_sliding_window_pattern", 6)
+    fields.expect("_sliding_window_pattern", pattern, remedy=_SAME)  # `transformers` 5 writes both names
     types = fields.get("layer_types", [SLIDING if number % pattern else FULL for number in range(1, num_layers + 1)])
     width = fields.get("sliding_window", None if "sliding_window" in fields else 4096, int)
     windows = common.read_windows(width, types, num_layers)
@@ -49,9 +50,14 @@ def _read_layers(fields: Fields, num_layers: int) -> dict[str, Any]:
     for kind, (field, default) in _BASES.items():
         inner = dict(parameters.get(kind) or {})
         if kind == FULL:
-            inner |= fields.get("rope_scaling", {})  # in the first files of these models
-        base = fields.get(field, default, float)
-        bases[kind] = inner.pop("rope_theta", base)
+            scaling = fields.get("rope_scaling", {})  # in the first files of these models
+            if any(inner.get(key, value) != value for key, value in scaling.items()):
+                raise refuse_field("rope_scaling", scaling, f"the values of rope_parameters, {inner}", _SAME)
+            inner |= scaling
+        bases[kind] = inner.pop("rope_theta", None)
+        if bases[kind] is None:
+            bases[kind] = fields.get(field, default, float)
+        fields.expect(field, bases[kind], remedy=_SAME)
         lengths = None, fields.require("max_position_embeddings")
         scalings[kind] = read_scaling(inner, lengths, f"rope_parameters.{kind}")
     if scalings[SLIDING].kind != "none":

@@ -27,13 +27,12 @@ class ModeOptions:
     max_buffer_tokens: see `AllGather`.
     inner_size: see `DoubleRing` and `Usp`; None for a node of `cluster` if it is described and smaller than all ranks,
         otherwise for the largest proper divisor of their number up to 8.
-    head_chunks: see `Ulysses`. outer_schedule: see `Usp`.
+    outer_schedule: see `Usp`.
     cluster: how ranks are linked (`topology.Cluster`), by which TASP chooses its rings; None for a full mesh.
     """
 
     max_buffer_tokens: int | None = None
     inner_size: int | None = None
-    head_chunks: int = 1
     outer_schedule: str = "zigzag"
     cluster: Links | None = None
 
@@ -48,19 +47,16 @@ class ModeOptions:
 
 @dataclass(frozen=True)
 class SearchContext:
-    """The problem for which modes propose candidates: `n` ranks of a cluster, tokens, and the KV heads of one rank.
+    """The problem for which modes propose candidates: `n` ranks of a cluster, and tokens.
 
-    options: the configured options. bounded_memory: whether memory is bounded. measured_modes: names of modes whose
-    whole passes a calibration has measured.
+    options: the configured options. bounded_memory: whether memory is bounded.
     """
 
     n: int
     length: int
-    num_kv_heads: int
     cluster: Links
     options: ModeOptions = field(default_factory=ModeOptions)
     bounded_memory: bool = False
-    measured_modes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,7 @@ def outer_modes() -> list[str]:
 
 
 def check_messages(what: str, n: int, messages: int) -> None:
-    """Refuse a plan that would take minutes to make.
+    """Refuse a plan whose simulation would take many minutes.
 
     Raises:
         ValueError: it has more than 1.2 million messages; a ring of 1,024 ranks has 1,048,576.

@@ -35,7 +35,7 @@ class Usp(Mode):
             raise refuse("outer_schedule", options.outer_schedule, expected, "Choose one of these.")
         inner = options.resolve_inner_size(n)
         check_divides(inner, n)
-        outer_options = replace(options, inner_size=None, head_chunks=1, cluster=None)
+        outer_options = replace(options, inner_size=None, cluster=None)
         return cls(inner, MODES[options.outer_schedule].from_options(outer_options, n // inner))
 
     @classmethod

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...config import ServeConfig
@@ -80,7 +80,12 @@ def _keys(path: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
     lines = environment.get(API_KEY, "").splitlines()
     if path is not None:
         try:
-            in_file = Path(path).read_text(encoding="utf-8").splitlines()
+            with open(path, encoding="utf-8") as stream:
+                status = os.fstat(stream.fileno())
+                if status.st_uid == os.getuid() and status.st_mode & 0o077:  # the rule of ssh
+                    expected = f"a file that only its owner can read; its mode is {status.st_mode & 0o777:o}"
+                    raise refuse("serve.api_keys", path, expected, f"Run chmod 600 {path}")
+                in_file = stream.read().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8"
             raise refuse("serve.api_keys", path, f"a file with a key a line ({reason})", "Write one.") from None

@@ -29,7 +29,6 @@ from .parsing import ApiError, Model, ParsedRequest, parse_request
 from .responses import Answer
 
 _RETRY_AFTER_S = 1
-_CHECK_S = 1.0  # between checks that the ranks still respond
 _LONG = 2**16  # bytes of a body; longer ones are parsed one at a time
 
 _T = TypeVar("_T")
@@ -48,6 +47,7 @@ class Api:
     def __post_init__(self) -> None:
         self._parsing_long = asyncio.Lock()
         self._about = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "megatron-longctx"}
+        self._about["max_model_len"] = self.model.limits.together
 
     def application(self) -> Starlette:
         """Build the interface: `/v1`, which requires a key if there are any, and `/health`."""
@@ -59,7 +59,9 @@ class Api:
         ]
         return Starlette(
             routes=[
-                Route("/health", self._health),
+                Route("/health", self._ready),
+                Route("/health/ready", self._ready),
+                Route("/health/live", self._live),
                 Mount("/v1", routes=v1, middleware=[Middleware(_RequireKey, access=self.access)]),
             ],
             middleware=[Middleware(_RequireHost, access=self.access)],
@@ -71,7 +73,12 @@ class Api:
             },
         )
 
-    async def _health(self, request: Request) -> Response:
+    async def _live(self, request: Request) -> Response:
+        """Tell that the process need not be restarted: if ranks hang, it ends by itself."""
+        return _json({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        """Tell whether new requests are accepted."""
         status = "stopping" if self.inbox.stopping else "stalled" if self.inbox.stalled else "ok"
         return _json({"status": status, "requests": self.inbox.num_requests}, 200 if status == "ok" else 503)
 
@@ -105,7 +112,7 @@ class Api:
             if not parsed.stream:
                 return _json(answer.whole(await _while_connected(request, self._text(answer, events))))
             # Wait for the first event before the status is sent, because the ranks may refuse the request.
-            first = answer.add(await _while_connected(request, self._next(events)))
+            first = answer.add(await _while_connected(request, events.get()))
             streams = True
             return StreamingResponse(
                 self._stream(answer, first, events),
@@ -137,18 +144,10 @@ class Api:
         if self.inbox.stalled and not self.inbox.stopping:
             raise ApiError(503, "the ranks do not answer: one of them hangs, or computes for long", "server_error")
 
-    async def _next(self, events: asyncio.Queue[Event]) -> Event:
-        """Return the next event, or raise an ApiError if the ranks are stalled."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_CHECK_S):
-                    return await events.get()
-            self._require_ranks()
-
     async def _text(self, answer: Answer, events: asyncio.Queue[Event]) -> str:
         text = ""
         while answer.finish_reason is None:
-            text += answer.add(await self._next(events))
+            text += answer.add(await events.get())
         return text
 
     async def _stream(self, answer: Answer, text: str, events: asyncio.Queue[Event]) -> AsyncIterator[bytes]:
@@ -159,7 +158,7 @@ class Api:
                     yield _sent_event(answer.chunk(text))
                 if answer.finish_reason is not None:
                     break
-                text = answer.add(await self._next(events))
+                text = answer.add(await events.get())
         except ApiError as error:  # the status has been sent already
             yield _sent_event(error.body)
             return

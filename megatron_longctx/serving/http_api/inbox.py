@@ -22,14 +22,14 @@ class Inbox:
 
     Attributes:
         max_waiting: the most open requests.
-        stalled_s: the seconds after which a round counts as stalled.
-        round_began: the start of the round in progress, by `time.monotonic`; None between rounds.
+        stalled_s: the seconds without a beat after which a round counts as stalled.
+        last_beat: the latest progress of the round in progress, by `time.monotonic`; None between rounds.
         stopping: whether the server is shutting down.
     """
 
     max_waiting: int
     stalled_s: float = math.inf
-    round_began: float | None = None
+    last_beat: float | None = None
     stopping: bool = False
 
     def __post_init__(self) -> None:
@@ -41,9 +41,13 @@ class Inbox:
 
     @property
     def stalled(self) -> bool:
-        """Whether a round takes too long: a rank hangs, and the others wait for it."""
-        began = self.round_began
-        return began is not None and time.monotonic() - began > self.stalled_s
+        """Whether a round makes no progress: a rank hangs and the others wait for it, or a layer takes long."""
+        beat = self.last_beat
+        return beat is not None and time.monotonic() - beat > self.stalled_s
+
+    def beat(self) -> None:
+        """Note that a round makes progress."""
+        self.last_beat = time.monotonic()
 
     @property
     def num_requests(self) -> int:

@@ -1,4 +1,7 @@
-"""TransformerEngine's context-parallel attention in place of ours, in the same layers, steps and data, to compare."""
+"""TransformerEngine's context-parallel attention in place of ours, in the same layers, steps and data, to compare.
+
+`analysis.training_cases` trains with it: a case with the word `baseline=te_p2p`, `te_all_gather` or `te_a2a`.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention import AttentionResult, ContextParallelAttention
-from ..errors import refuse
-from ..schedules import Mask
-from ..schedules import mask as masks
-from ..schedules.mask import FAR
+from megatron_longctx.attention import AttentionResult, ContextParallelAttention
+from megatron_longctx.config import Config, token_unit
+from megatron_longctx.errors import refuse
+from megatron_longctx.mcore.sequence import ShardedSequence
+from megatron_longctx.schedules import Mask
+from megatron_longctx.schedules import mask as masks
+from megatron_longctx.schedules.mask import FAR
+
+BASELINES = ("te_p2p", "te_all_gather", "te_a2a")
 
 _MAX_PACKS = 64
 """The most packs whose lengths stay on the device."""
+
+
+def build_sequence(baseline: str, config: Config, group: dist.ProcessGroup) -> ShardedSequence:
+    """Build the trainer's sequence of `config.data.seq_length` tokens with TransformerEngine's attention."""
+    kind, unit = baseline.removeprefix("te_"), token_unit(config.parallelism)
+    return ShardedSequence(TransformerEngineAttention(group, kind, unit=unit), config.data.seq_length)
 
 
 class TransformerEngineAttention(ContextParallelAttention):
@@ -27,13 +40,11 @@ class TransformerEngineAttention(ContextParallelAttention):
 
     Args:
         kind: TransformerEngine's `cp_comm_type`: p2p, all_gather or a2a.
-        The others are those of `ContextParallelAttention`.
+        group, unit: as in `ContextParallelAttention`.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, kind: str, *, unit: int = 1, deterministic: bool = False
-    ) -> None:
-        super().__init__(group, schedule="all_gather", layout="per_document", unit=unit, deterministic=deterministic)
+    def __init__(self, group: dist.ProcessGroup | None, kind: str, *, unit: int = 1) -> None:
+        super().__init__(group, schedule="all_gather", layout="per_document", unit=unit)
         self._kind = kind
         self._modules: dict[tuple[Any, ...], Any] = {}
         self._lengths: OrderedDict[Mask, dict[str, Any]] = OrderedDict()
@@ -91,14 +102,14 @@ class TransformerEngineAttention(ContextParallelAttention):
     def check_mask(self, mask: Mask, sink: Tensor | None = None) -> None:
         """Raise ValueError for what TransformerEngine does not support."""
         if sink is not None:
-            raise refuse("model.sinks", "set", "none with attention.baseline", "Leave attention.baseline null.")
+            raise refuse("model.sinks", "set", "none", "TransformerEngine's attention is compared without sinks.")
         if self._kind == "p2p" and mask.has_windows and self.world > 1:
             remedy = "TransformerEngine's p2p has no windows: choose te_all_gather or te_a2a."
-            raise refuse("attention.baseline", "te_p2p", "a baseline that supports model.window", remedy)
+            raise refuse("baseline", "te_p2p", "one that supports model.window", remedy)
         unit = 2 * self.world
         if self.world > 1 and (odd := [stop - start for start, stop, _ in mask.documents if (stop - start) % unit]):
             expected = f"documents of a multiple of 2 x {self.world} ranks, for TransformerEngine"
-            remedy = "Pad them with Megatron's PackedSeqParams, or leave attention.baseline null: ours supports any."
+            remedy = "Pad them with Megatron's PackedSeqParams, or leave out the baseline: ours supports any."
             raise refuse("document", f"{odd[0]} tokens", expected, remedy)
 
     def _module(self, q: Tensor, k: Tensor, mask: Mask, packed: bool, scale: float | None) -> Any:

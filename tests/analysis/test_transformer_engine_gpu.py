@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from analysis.transformer_engine import TransformerEngineAttention
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.gpus import max_gpu_ranks
-from megatron_longctx.mcore.baseline import TransformerEngineAttention
 from megatron_longctx.schedules import mask as masks
 from megatron_longctx.testing.distributed import run_distributed
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import PeerMerge, all_gather_rows
+from megatron_longctx.comm import all_gather_rows
 from megatron_longctx.comm.peer_memory import PeerMemory
 from megatron_longctx.gpus import max_gpu_ranks
+from megatron_longctx.inference.peer_merge import PeerMerge
 from megatron_longctx.kernels.paged import PackedPartials, merge_ranks, merge_ranks_torch
 from megatron_longctx.testing.distributed import run_distributed
 from tests.kernels.interpreter import run_forked, run_interpreted
@@ -53,7 +54,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def compare_step_by_step() -> None:
-    from megatron_longctx.comm.peer_kernels import MERGE, PUSH, merge_over_peers
+    from megatron_longctx.inference.peer_merge_triton import MERGE, PUSH, merge_over_peers
     from tests.comm.simulated_peers import one_process
 
     for number, (shape, dtype) in enumerate(itertools.product(SHAPES, (torch.float32, torch.bfloat16))):
@@ -100,7 +101,7 @@ def compare_between_processes() -> None:
 
 @pytest.mark.parametrize("what", ["compare_step_by_step", "compare_between_processes"])
 def test_kernels_in_the_interpreter(what: str) -> None:
-    run_interpreted("-m", "tests.comm.test_peer_merge", what)
+    run_interpreted("-m", "tests.inference.test_peer_merge", what)
 
 
 def test_what_fits() -> None:

@@ -1,0 +1,190 @@
+"""What one rank does in a pass: operations over rows of memory. `record` writes it, the executor replays it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from .kernel_calls import KernelCall
+from .plan import ALL_HEADS, Heads, Kind
+from .program import Receive, SendLayout
+
+
+class Place(StrEnum):
+    """Where memory is. Brackets name what `Memory.number` counts there."""
+
+    OWN = "own"  # this rank's own tensors
+    HELD = "held"  # blocks of other ranks, and gathered rows [slot; -1: backward needs it, so runs do not share it]
+    SENT = "sent"  # what this rank sends [region]
+    PEER = "peer"  # what a peer sends, read in its memory [receive of the step]
+    CALL = "call"  # the output of a kernel call
+    SUM = "sum"  # a result that is being merged, in the precision of sums
+    RESULT = "result"  # a result in the precision of the inputs
+    KEPT = "kept"  # what forward has kept for backward [entry]
+
+
+@dataclass(eq=False, slots=True)
+class Memory:
+    """`tokens` rows of one kind with the heads `heads`. Compared by identity."""
+
+    place: Place
+    kind: Kind
+    tokens: int
+    heads: Heads = ALL_HEADS
+    number: int = -1
+
+    def rows(self, start: int = 0, stop: int = -1, heads: Heads | None = None) -> Rows:
+        return Rows(self, start, self.tokens if stop < 0 else stop, self.heads if heads is None else heads)
+
+
+class Rows(NamedTuple):
+    """Rows `start..stop-1` of memory, `heads` of its heads."""
+
+    memory: Memory
+    start: int
+    stop: int
+    heads: Heads
+
+    @property
+    def kind(self) -> Kind:
+        return self.memory.kind
+
+    @property
+    def number(self) -> int:
+        return self.memory.number
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, start: int, stop: int) -> Rows:
+        """Return rows `start..stop-1` of these."""
+        return Rows(self.memory, self.start + start, self.start + stop, self.heads)
+
+
+class Part(NamedTuple):
+    """Rows of a partial result, which begin at row `start` of the merged result."""
+
+    rows: Rows
+    start: int
+
+
+class Copy(NamedTuple):
+    """Copies that are made together, as pairs (destination, source)."""
+
+    pairs: tuple[tuple[Rows, Rows], ...]
+
+
+class Compute(NamedTuple):
+    """A kernel call. The rows of `call` count from the first row of `queries` and of `keys`.
+
+    outputs: OUT, or DKV and DQ. homes: the ranks that own the keys. kept: in backward, the q, out and lse that forward
+    has kept for the queries; `queries` are then the gradient of out.
+    """
+
+    outputs: tuple[Memory, ...]
+    queries: Rows
+    keys: Rows
+    call: KernelCall
+    homes: tuple[int, ...]
+    kept: Rows | None = None
+
+
+class Merge(NamedTuple):
+    """A merge of partial results: outputs by their log-sum-exp, gradients by addition.
+
+    Rows that no part covers become (0, -inf) or 0. A sum that is extended is the first part itself.
+    """
+
+    into: Rows
+    parts: tuple[Part, ...]
+
+
+class Send(NamedTuple):
+    """The start of a step's messages, which overlap what follows."""
+
+    step: int
+
+
+class Wait(NamedTuple):
+    """The wait until a step's messages are in memory."""
+
+    step: int
+
+
+class Acquire(NamedTuple):
+    """The wait until a step's messages are complete in the senders' memory, to be read there up to `Release`."""
+
+    step: int
+    peers: tuple[Memory, ...]
+
+
+class Release(NamedTuple):
+    """The note to the senders that the acquired messages have been read."""
+
+    step: int
+
+
+Op = Copy | Compute | Merge | Send | Wait | Acquire | Release
+
+
+def rows_read(op: Op) -> Iterator[Rows]:
+    """Yield the rows that an operation reads, besides messages."""
+    if isinstance(op, Copy):
+        yield from (source for _, source in op.pairs)
+    elif isinstance(op, Compute):
+        yield from (op.queries, op.keys, *(() if op.kept is None else (op.kept,)))
+    elif isinstance(op, Merge):
+        yield from (part.rows for part in op.parts)
+
+
+def rows_written(op: Op) -> Iterator[Rows]:
+    """Yield the rows that an operation writes, besides messages."""
+    if isinstance(op, Copy):
+        yield from (into for into, _ in op.pairs)
+    elif isinstance(op, Merge):
+        yield op.into
+    elif isinstance(op, Compute):
+        yield from (memory.rows() for memory in op.outputs)
+
+
+class Slot(NamedTuple):
+    """Memory of one kind, with one of `parts` equal parts of the heads, that holds one thing after the other."""
+
+    kind: Kind
+    parts: int
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A rank's whole forward or backward pass. Recordings compare by identity.
+
+    after: for each step that sends, the operation behind which its messages start (-1: the beginning), since they send
+    what it has written or overwrite what it has read.
+    """
+
+    rank: int
+    num_tokens: int  # queries of this rank
+    backward: bool
+    ops: tuple[Op, ...]
+    after: dict[int, int]
+    slots: tuple[Slot, ...]
+    sends: SendLayout
+    receives: tuple[tuple[Receive, ...], ...]  # indexed by step
+    passed: tuple[tuple[Rows, ...], ...]  # indexed by step: the rows of its messages that are passed on, in their order
+    kept: tuple[tuple[Rows, ...], ...]  # what forward keeps for backward: queries with their out, or keys
+    own: dict[Kind, Rows]  # this rank's results at the end
+
+    @cached_property
+    def reads_own(self) -> frozenset[Kind]:
+        """The kinds of this rank's own tensors that the pass reads."""
+        read = [rows for op in self.ops for rows in rows_read(op)] + [rows for entry in self.kept for rows in entry]
+        return frozenset(rows.kind for rows in read if rows.memory.place is Place.OWN)
+
+    @cached_property
+    def calls(self) -> tuple[Compute, ...]:
+        return tuple(op for op in self.ops if isinstance(op, Compute))

@@ -1,0 +1,166 @@
+"""Conversations as tokens, with a mask of the tokens to learn: the assistant's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from ..errors import refuse
+from ..mcore.corpus import Document
+from ..models.chat import Chat, load_chat
+from .text_files import parsed
+
+# The most tokens at the end of a text that may change when more text follows.
+_MAX_REPLACED = 8
+_FEW = 8  # answers, whose first turns are all laid out and tokenized
+_CONTEXT = 64  # tokens before an answer
+_MAX_SHIFT = 4  # tokens that may differ where a part of a text begins
+_FORM = '{"messages": [{"role": "user", "content": "…"}, …]} or {"prompt": "…", "completion": "…"}, in UTF-8'
+
+
+def chat_of(template: str | None, tokenizer: Any) -> Chat:
+    """Return the template of the file, or the tokenizer's own.
+
+    Raises:
+        ValueError: there is none, or it cannot be used.
+    """
+    chat = load_chat(template, tokenizer, "--chat-template")
+    if chat.template is None:
+        expected = "a file: the lines are conversations, and this tokenizer has no chat template"
+        raise refuse("--chat-template", None, expected, "Name a file with a Jinja template.")
+    return chat
+
+
+def conversations(path: Path, chat: Chat, encode: Callable[[str], Sequence[int]]) -> Iterator[Document]:
+    """Return the tokens of every line's conversation, with a mask of the tokens to learn: the assistant's.
+
+    A line has `messages`, or a `prompt` and its `completion`: texts, or lists of messages. Only answers in the
+    completion are learned.
+
+    Raises:
+        ValueError: a line in another form or without an answer, or a template that does not lay it out turn by turn.
+            The message has the file and the line.
+    """
+    return parsed(path, lambda line: _tokens(*_messages(line), chat, encode))
+
+
+def _messages(line: bytes) -> tuple[list[Mapping[str, Any]], int]:
+    """Return the messages of a line, and how many of them are the prompt, which is not learned."""
+    prompt: Sequence[Mapping[str, Any]] = []
+    try:
+        content = json.loads(line)
+        json.dumps(content, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+        if "messages" in content:
+            completion = content["messages"]
+        else:
+            prompt, completion = (
+                [{"role": role, "content": part}] if isinstance(part, str) else part
+                for role, part in (("user", content["prompt"]), ("assistant", content["completion"]))
+            )
+        messages = [*prompt, *completion]
+        if not all(isinstance(message["role"], str) for message in messages):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"expected {_FORM}. Fix or remove the line.") from None
+    if not any(message["role"] == "assistant" and message.get("content") != "" for message in completion):
+        raise ValueError("expected an answer of role `assistant` that is not empty. Fix or remove the line.")
+    return messages, len(prompt)
+
+
+def _tokens(
+    messages: Sequence[Mapping[str, Any]], prompt: int, chat: Chat, encode: Callable[[str], Sequence[int]]
+) -> Document:
+    """Return tokens and mask. An answer is what the template adds after the generation prompt, with the end of turn."""
+    text = chat.text(messages, reply=False)
+    ids = list(encode(text))
+    answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    learned_answers = [at for at in answers if at >= prompt]
+    spans: list[tuple[int, int]] | None = None
+    if len(learned_answers) > _FEW:
+        with suppress(ValueError):  # then the first turns are laid out in full
+            spans = list(_spans(messages, text, learned_answers, chat, messages[: answers[0] + 1]))
+    if spans is None:
+        spans = list(_spans(messages, text, learned_answers, chat))
+    learned = [False] * len(ids)
+    known: list[tuple[int, int]] = []  # positions in the text with their numbers of tokens
+    for span in spans:
+        for end in span:
+            known.append((end, _num_tokens(ids, text, end, known if len(spans) > _FEW else [], encode)))
+        begin, end = known[-2][1], known[-1][1]
+        learned[begin:end] = [True] * (end - begin)
+    return ids, learned
+
+
+def _spans(
+    messages: Sequence[Mapping[str, Any]],
+    text: str,
+    answers: Sequence[int],
+    chat: Chat,
+    head: Sequence[Mapping[str, Any]] | None = None,
+) -> Iterator[tuple[int, int]]:
+    """Yield where in `text`, that of all messages, every answer begins and ends.
+
+    Args:
+        head: the first turn. If given, it replaces all turns before an answer's own, whose texts would together take
+            time in the square of their number. None: they are laid out in full.
+
+    Raises:
+        ValueError: a text does not begin with that of its first turns, or, with a head, depends on more than its turn.
+    """
+    start = done = skipped = 0
+    for at in answers:
+        before = head if start and head is not None else ()
+        parts = [chat.text([*before, *messages[start:end]], end == at)[skipped:] for end in (at, at + 1)]
+        if not (text.startswith(parts[1], done) and parts[1].startswith(parts[0])):
+            raise ValueError(
+                f"expected a chat template whose text of a conversation begins with that of its first turns; it "
+                f"does not at message {at + 1}. Use another template, or a line for each of its answers."
+            )
+        yield done + len(parts[0]), done + len(parts[1])
+        if head is not None:
+            start, done = at + 1, done + len(parts[1])
+            skipped = skipped or len(chat.text(head, reply=False))
+    if head is not None and chat.text([*head, *messages[start:]], reply=False)[skipped:] != text[done:]:
+        raise ValueError("expected turns that do not depend on earlier ones")
+
+
+def _num_tokens(
+    ids: Sequence[int],
+    text: str,
+    end: int,
+    known: Sequence[tuple[int, int]],
+    encode: Callable[[str], Sequence[int]],
+) -> int:
+    """Return how many tokens a conversation shares with its first `end` characters.
+
+    Args:
+        known: earlier positions with their numbers of tokens. The tokens since one of them suffice if they match the
+            conversation's in a single place. They may differ where they begin, as with a token at the start of a text.
+    """
+    context = _CONTEXT
+    while begun := next((mark for mark in reversed(known) if mark[1] + context <= known[-1][1]), None):
+        part, found = list(encode(text[begun[0] : end])), []
+        for shift in range(max(begun[1] - _MAX_SHIFT, 0), begun[1] + _MAX_SHIFT + 1):
+            equal = _MAX_SHIFT + _num_equal(ids[shift + _MAX_SHIFT : shift + len(part)], part[_MAX_SHIFT:])
+            if len(part) - equal <= _MAX_REPLACED:
+                found.append(shift + equal)
+        if len(found) == 1:
+            return found[0]
+        context *= 2
+    first = list(encode(text[:end]))
+    count = _num_equal(ids, first)
+    if len(first) - count > _MAX_REPLACED:
+        raise ValueError(
+            "expected a tokenizer whose tokens of the first turns do not depend on what follows. Use another tokenizer "
+            "or another template."
+        )
+    return count
+
+
+def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many first tokens are equal. A token that spans the end of a text is not."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
