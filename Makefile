@@ -12,7 +12,7 @@ VENV := .venv$(if $(filter-out file,$(origin PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := megatron_longctx benchmarks analysis tests docs
-SCRIPTS := launch/*.sh launch/*.sbatch launch/submit tests/slurm/run.sh tests/compare/browser.sh .ci/run
+SCRIPTS := launch/*.sh launch/*.sbatch launch/submit tests/slurm/run.sh tests/training/compare/browser.sh .ci/run
 
 # One thread a process: tests start up to eight ranks, which would otherwise fight over the cores.
 TEST_ENV := OMP_NUM_THREADS=1
@@ -48,7 +48,7 @@ compare: setup ## Train with every context-parallel mode and with one rank, and 
 		--plan none --rows 5 --out runs/compare.png --html runs/compare.html
 
 browser: setup ## Get a Chromium for the dashboard's test, where network and rights permit
-	PYTHON=$(BIN)/python tests/compare/browser.sh
+	PYTHON=$(BIN)/python tests/training/compare/browser.sh
 
 test: setup ## Run the CPU test suite
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.report import table
-from megatron_longctx.errors import refuse
+from analysis.benchmarks.report import table
+from megatron_longctx.core.errors import refuse
 
 LOSSES = "loss_by_position"
 Model = Mapping[str, Any]

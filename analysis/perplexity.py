@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import paired
-from benchmarks.report import table as markdown
-from megatron_longctx.comm.local_ranks import run_ranks
-from megatron_longctx.compose import compose_config
+from analysis.benchmarks.report import paired
+from analysis.benchmarks.report import table as markdown
 from megatron_longctx.config import Config, ReductionConfig
-from megatron_longctx.metrics.environment import environment
+from megatron_longctx.config.environment import environment
+from megatron_longctx.training.compose import compose_config
+from megatron_longctx.training.local_ranks import run_ranks
 from megatron_longctx.training.run_folder import RunFolder
 from megatron_longctx.training.text import prepare_missing
 

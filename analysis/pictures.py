@@ -1,6 +1,6 @@
 """Draw pictures of the docs: `python -m analysis.pictures {attention,inference,memory,rows,schedules} [--out PATH]`.
 
-- `attention RESULT.json`: results of `python -m benchmarks attention`, as percent of one device at equal FLOPs.
+- `attention RESULT.json`: results of `python -m analysis.benchmarks attention`, as percent of one device at equal FLOPs.
 - `inference`: which rank holds which tokens of a conversation, and what ranks do in its last turn. Plans are simulated
   for one layer of 32 query and 8 key/value heads of 128 on H200s, described by their data sheets.
 - `memory`: predictions for Llama 3 8B at 1,048,576 tokens on 8 H200s, memory per token of every term, and predictions
@@ -21,20 +21,19 @@ import matplotlib
 from matplotlib.patches import Patch
 
 from analysis.recorded_memory import EARLIER, RECORDED, RESULTS, recorded_peaks
-from megatron_longctx import memory
-from megatron_longctx.compose import compose_config
 from megatron_longctx.config import RECOMPUTES
+from megatron_longctx.config.cluster import GIB, load_cluster
+from megatron_longctx.core.plans import MODES, ModeOptions, Target, Workload, build_plan
+from megatron_longctx.core.plans.cache_modes import CACHE_MODES
+from megatron_longctx.core.plans.mask import causal
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.memory.command import draw as draw_memory
-from megatron_longctx.schedules import MODES, ModeOptions, Target, Workload, build_plan
-from megatron_longctx.schedules.cache_modes import CACHE_MODES
-from megatron_longctx.schedules.draw import draw_modes, draw_timeline
-from megatron_longctx.schedules.mask import causal
-from megatron_longctx.schedules.select import Problem, rank_modes
-from megatron_longctx.schedules.simulate import Simulation, simulate
-from megatron_longctx.topology import load_cluster
-from megatron_longctx.topology.cluster import GIB
+from megatron_longctx.planner import memory
+from megatron_longctx.planner.draw import draw_modes, draw_timeline
+from megatron_longctx.planner.memory.command import draw as draw_memory
+from megatron_longctx.planner.select import Problem, rank_modes
+from megatron_longctx.planner.simulate import Simulation, simulate
+from megatron_longctx.training.compose import compose_config
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.report import table as markdown
+from analysis.benchmarks.report import table as markdown
 
 WARM_UP_STEPS = 3
 COLUMNS = (

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config, workload_of
-from megatron_longctx.memory import Job, predict
-from megatron_longctx.memory.model import OFFLOAD
-from megatron_longctx.memory.shapes import attention_bytes
-from megatron_longctx.schedules import Kind
+from megatron_longctx.core.plans import Kind
+from megatron_longctx.planner.memory import Job, predict
+from megatron_longctx.planner.memory.model import OFFLOAD
+from megatron_longctx.planner.memory.shapes import attention_bytes
+from megatron_longctx.training.compose import compose_config
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30

@@ -24,15 +24,15 @@ The core of `layout`, `schedules`, `kernels`, `comm` and `attention` imports not
 """
 # The tests of rooms that have no test folder of the same name.
 _TESTS = {
-    "names": ("tests/metrics", "tests/training"),
+    "names": ("tests/training/metrics", "tests/training"),
     "errors": ("tests/config",),
-    "cache": ("tests/schedules/test_select.py",),
+    "cache": ("tests/planner/test_select.py",),
     "files": ("tests/test_files.py",),
-    "gpus": ("tests/comm/test_gpus.py",),
+    "gpus": ("tests/config/test_gpus.py",),
     "compose": ("tests/config",),
-    "sweep": ("tests/config", "tests/jobs"),
+    "sweep": ("tests/config", "tests/training/jobs"),
     "serving": ("tests/inference",),
-    "verbs": ("tests/verbs", "tests/cli"),
+    "verbs": ("tests/cli", "tests/cli"),
     "__main__": ("tests/cli",),
 }
 

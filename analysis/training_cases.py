@@ -3,7 +3,7 @@
 CASES.yaml has a title, settings shared by all cases (as on the command line of `megatron-longctx train`) and settings
 of every case. Every case becomes an ordinary run folder under `run.root`. All run one after the other in the same
 processes, which compile and choose kernels once. `documents:` may name datasets to make if they are missing, from text
-that is cut into documents of drawn lengths (`benchmarks.cases.dataset_documents`), for example
+that is cut into documents of drawn lengths (`analysis.benchmarks.cases.dataset_documents`), for example
 `data/x: {kind: log_normal, tokens: 1000000}`. OUT.json and OUT.md record the runs as `analysis.record` does. A case
 that fails ends the job; earlier cases are recorded. The word `baseline=te_p2p` (or te_all_gather, te_a2a) in a case
 replaces this project's attention by TransformerEngine's context parallelism, on GPUs.
@@ -30,17 +30,17 @@ import torch.distributed as dist
 import yaml
 
 from analysis import transformer_engine
+from analysis.benchmarks.cases import dataset_documents
 from analysis.record import read_run, write
 from analysis.transformer_engine import BASELINES
-from benchmarks.cases import dataset_documents
-from megatron_longctx import memory
-from megatron_longctx.comm.local_ranks import run_ranks
-from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config, data_parallel_size
-from megatron_longctx.errors import refuse
-from megatron_longctx.gpus import max_gpu_ranks
+from megatron_longctx.config.gpus import max_gpu_ranks
+from megatron_longctx.core.errors import refuse
 from megatron_longctx.mcore.model import padded_vocab_size
 from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.planner import memory
+from megatron_longctx.training.compose import compose_config
+from megatron_longctx.training.local_ranks import run_ranks
 from megatron_longctx.training.preflight import check
 from megatron_longctx.training.run_folder import RunFolder
 from megatron_longctx.training.text import Source, prepare, prepare_missing

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longctx.attention import AttentionResult, ContextParallelAttention
 from megatron_longctx.config import Config, token_unit
-from megatron_longctx.errors import refuse
+from megatron_longctx.core.attention import AttentionResult, ContextParallelAttention
+from megatron_longctx.core.errors import refuse
+from megatron_longctx.core.plans import Mask
+from megatron_longctx.core.plans import mask as masks
+from megatron_longctx.core.plans.mask import FAR
 from megatron_longctx.mcore.sequence import ShardedSequence
-from megatron_longctx.schedules import Mask
-from megatron_longctx.schedules import mask as masks
-from megatron_longctx.schedules.mask import FAR
 
 BASELINES = ("te_p2p", "te_all_gather", "te_a2a")
 

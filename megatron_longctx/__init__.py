@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention import ContextParallelAttention as ContextParallelAttention
-    from .layout import Layout as Layout
-    from .schedules import Mask as Mask
+    from .core.attention import ContextParallelAttention as ContextParallelAttention
+    from .core.layout import Layout as Layout
+    from .core.plans import Mask as Mask
 
 __version__ = "0.1.0"
 __all__ = ["ContextParallelAttention", "Layout", "Mask"]

@@ -8,7 +8,7 @@ def main() -> int:
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from .verbs import cli
+    from .cli import cli
 
     if default:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -22,7 +22,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs more CUDA devices than are here."""
     mark = item.get_closest_marker("gpu")
     if mark is not None:
-        from megatron_longctx.gpus import max_gpu_ranks, ranks_per_gpu
+        from megatron_longctx.config.gpus import max_gpu_ranks, ranks_per_gpu
 
         needed = mark.args[0] if mark.args else 1
         if max_gpu_ranks() < needed:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx import files
-from megatron_longctx.compose import load_config
+from megatron_longctx.config import files
+from megatron_longctx.training.compose import load_config
 from tests.shared.jobs import PATIENCE_S, clean_environment
 
 

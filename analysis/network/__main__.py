@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from megatron_longctx.metrics.environment import environment
-from megatron_longctx.schedules import ModeOptions
-from megatron_longctx.schedules.cost import Workload
-from megatron_longctx.topology import Cluster, Mesh, Network
+from megatron_longctx.config.cluster import Cluster, Mesh, Network
+from megatron_longctx.config.environment import environment
+from megatron_longctx.core.plans import ModeOptions
+from megatron_longctx.planner.cost import Workload
 
 from . import job as tables
 from .emulate import run

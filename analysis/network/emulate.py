@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_longctx.topology import Cluster, Mesh, Network
+from megatron_longctx.config.cluster import Cluster, Mesh, Network
 
 from .job import Job, Outcome
 

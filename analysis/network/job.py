@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.report import table as markdown
-from megatron_longctx.schedules import ModeOptions
-from megatron_longctx.schedules.cost import Workload
-from megatron_longctx.topology import Cluster
+from analysis.benchmarks.report import table as markdown
+from megatron_longctx.config.cluster import Cluster
+from megatron_longctx.core.plans import ModeOptions
+from megatron_longctx.planner.cost import Workload
 
 CLOSE = 0.25
 """The relative error of a prediction that needs no mark."""

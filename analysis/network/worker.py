@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.papers.simulated import not_overlapped
-from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.calibrate.costs import kernel_costs
-from megatron_longctx.calibrate.measure import Effort, Testbed
-from megatron_longctx.comm import P2PTransport
-from megatron_longctx.layout import Layout
-from megatron_longctx.schedules import Target
-from megatron_longctx.schedules import mask as masks
-from megatron_longctx.schedules.cost import GIB, Costs, ModeSample, Workload
-from megatron_longctx.schedules.select import Candidate, Problem, rank_modes
+from analysis.benchmarks.papers.simulated import not_overlapped
+from megatron_longctx.core.attention import ContextParallelAttention
+from megatron_longctx.core.comm import P2PTransport
+from megatron_longctx.core.layout import Layout
+from megatron_longctx.core.plans import Target
+from megatron_longctx.core.plans import mask as masks
+from megatron_longctx.planner.cost import GIB, Costs, ModeSample, Workload
+from megatron_longctx.planner.select import Candidate, Problem, rank_modes
 from megatron_longctx.testing.references import dense_attention, random_qkv, shard
+from megatron_longctx.training.calibrate.costs import kernel_costs
+from megatron_longctx.training.calibrate.measure import Effort, Testbed
 
 from .emulate import address
 from .job import Job, Mode, Outcome, Result

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from ..errors import is_line, refuse
+from ..core.errors import is_line, refuse
 
 _BOUNDS = "bounds"
 # Names that users of other systems try. The error message suggests ours.

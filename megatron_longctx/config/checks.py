@@ -8,8 +8,8 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from ..errors import refuse
-from ..schedules.mask import causal
+from ..core.errors import refuse
+from ..core.plans.mask import causal
 from .bounds import check, keys_of
 from .model import LATENT_KEYS, ModelConfig
 from .planned import configured_mode, names_as_keys

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..layout import LAYOUTS
-from ..schedules.modes import MODES, outer_modes
+from ..core.layout import LAYOUTS
+from ..core.plans.modes import MODES, outer_modes
 from .bounds import choice, number, path, text
 
 MAX_RANKS = 1024

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..errors import refuse
-from ..schedules import Mask, Workload
-from ..schedules.backward import node_size_to_sum
-from ..schedules.mask import documents
-from ..schedules.modes import Mode, ModeOptions, find_mode
-from ..topology import load_cluster
+from ..core.errors import refuse
+from ..core.plans import Mask, Workload
+from ..core.plans.backward import node_size_to_sum
+from ..core.plans.mask import documents
+from ..core.plans.modes import Mode, ModeOptions, find_mode
+from .cluster import load_cluster
 from .parallelism import ParallelismConfig
 from .tree import Config
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..schedules.cache_modes import CACHE_MODES
+from ..core.plans.cache_modes import CACHE_MODES
 from .bounds import choice, number, path, text
 from .model import MAX_TOKENS, ModelConfig
 from .parallelism import (

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from ..errors import refuse
-from ..layout import Layout
-from ..schedules import Block, Document, Kind, Mask, Plan, Slice
-from ..schedules.cache_modes import CACHE_MODES
-from ..schedules.mask import FAR, band_between
-from ..schedules.visibility import Visibility
+from ..core.errors import refuse
+from ..core.layout import Layout
+from ..core.plans import Block, Document, Kind, Mask, Plan, Slice
+from ..core.plans.cache_modes import CACHE_MODES
+from ..core.plans.mask import FAR, band_between
+from ..core.plans.visibility import Visibility
 from .cache_manager import ScheduledChunk
 
 

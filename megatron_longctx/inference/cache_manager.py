@@ -10,8 +10,8 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import refuse
-from ..layout import Layout, contiguous, zigzag
+from ..core.errors import refuse
+from ..core.layout import Layout, contiguous, zigzag
 from .pages import BlockPool, Shard
 
 MAX_CONTIGUOUS = 512

@@ -12,21 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.bind import Bound, Runtime, Shapes
-from ..attention.execute import Pass
-from ..attention.function import add_sink_, bind_pass, merge_sink, run_pass
-from ..attention.kv_format import KVFormat, StackedKV
-from ..comm import (
-    BufferPool,
-    PeerMemoryError,
-    PeerTransport,
-    all_gather_rows,
-    choose_transport,
-    gather_objects,
-)
-from ..errors import refuse
-from ..kernels import KernelRequest, choose
-from ..kernels.paged import (
+from ..config.cluster import GIB
+from ..core.attention.bind import Bound, Runtime, Shapes
+from ..core.attention.execute import Pass
+from ..core.attention.function import add_sink_, bind_pass, merge_sink, run_pass
+from ..core.attention.kv_format import KVFormat, StackedKV
+from ..core.comm import BufferPool, PeerMemoryError, PeerTransport, all_gather_rows, choose_transport, gather_objects
+from ..core.errors import refuse
+from ..core.kernels import KernelRequest, choose
+from ..core.kernels.partials import compile_merges
+from ..core.plans import Kind, Lowering, Target, Workload
+from .batch import Batch
+from .cache_manager import ScheduledChunk
+from .kv_int8 import Int8KV
+from .paged import (
     FUSED_DTYPES,
     PackedPartials,
     Pages,
@@ -36,14 +35,8 @@ from ..kernels.paged import (
     has_fused_kernels,
     merge_ranks,
 )
-from ..kernels.partials import compile_merges
-from ..kernels.quantize_kv import SCALE_BYTES
-from ..schedules import Kind, Lowering, Target, Workload
-from ..topology.cluster import GIB
-from .batch import Batch
-from .cache_manager import ScheduledChunk
-from .kv_int8 import Int8KV
 from .peer_merge import PeerMerge
+from .quantize_kv import SCALE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +49,7 @@ class CacheShape:
         num_heads, num_kv_heads: the heads of one tensor-parallel rank.
         dtype: of queries and outputs.
         int8: whether keys and values are stored, sent and attended as 8-bit integers with a scale for every token and
-            head (`kernels.quantize_kv`).
+            head (`inference.quantize_kv`).
         windows: per layer, the number of tokens before itself that a query sees, None for all; empty if all layers see
             all tokens. The cache keeps every token in any case.
     """

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from ..comm import on_rank_0
 from ..config import Config, check_value, workload_of
-from ..metrics.environment import environment
-from ..schedules import Kind, Target, Workload
-from ..schedules.cache_modes import CACHE_MODES
-from ..schedules.calibration import find_calibration, load_calibration
-from ..schedules.cost import Costs
-from ..schedules.simulate import simulate
-from ..topology import Cluster, load_cluster
+from ..config.cluster import Cluster, load_cluster
+from ..config.environment import environment
+from ..core.comm import on_rank_0
+from ..core.plans import Kind, Target, Workload
+from ..core.plans.cache_modes import CACHE_MODES
+from ..planner.calibration import find_calibration, load_calibration
+from ..planner.cost import Costs
+from ..planner.simulate import simulate
 from .batch import Batch
 from .kv_int8 import Int8KV
 

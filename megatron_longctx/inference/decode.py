@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import broadcast_from_first, gather_objects
 from ..config import InferenceConfig
-from ..errors import refuse
-from ..kernels.paged import FUSED_DTYPES, Pages, has_fused_kernels, max_queries_per_tile
+from ..core.comm import broadcast_from_first, gather_objects
+from ..core.errors import refuse
 from .cache_manager import CacheManager, ScheduledChunk
 from .cached_attention import CachedAttention, CachedModel
+from .paged import FUSED_DTYPES, Pages, has_fused_kernels, max_queries_per_tile
 from .session import NOT_FINITE, NextToken
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..comm import all_reduce_sum
 from ..config import InferenceConfig, check_inference
-from ..errors import refuse
+from ..core.comm import all_reduce_sum
+from ..core.errors import refuse
 from .batch import Batch
 from .cache_manager import CacheFull, CacheManager, Fork, ScheduledChunk
 from .cached_attention import CachedModel, local_rows

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention.kv_format import KVFormat, TensorSpec
-from ..errors import refuse
-from ..kernels.batched_copy import Pair
-from ..kernels.quantize_kv import SCALE_BYTES, pack_kv, unpack_kv
+from ..core.attention.kv_format import KVFormat, TensorSpec
+from ..core.errors import refuse
+from ..core.kernels.batched_copy import Pair
+from .quantize_kv import SCALE_BYTES, pack_kv, unpack_kv
 
 
 @dataclass(frozen=True)
 class Int8KV(KVFormat):
-    """8-bit integers with a scale for every token and head (`kernels.quantize_kv`); forward only.
+    """8-bit integers with a scale for every token and head (`inference.quantize_kv`); forward only.
 
     dtype: the dtype in which attention is computed.
     """

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.peer_memory import PeerMemory, allocate_peer_memory
-from ..kernels.paged import PackedPartials
+from ..core.comm.peer_memory import PeerMemory, allocate_peer_memory
+from .paged import PackedPartials
 
 
 class PeerMerge:

@@ -1,4 +1,4 @@
-"""The kernel of `PeerMerge`. Its blocks wait for their peers as `comm.peer_kernels` says. Arguments are not checked."""
+"""The kernel of `PeerMerge`. Its blocks wait for their peers as `core.comm.peer_kernels` says. Arguments are not checked."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..comm.peer_kernels import end_call, signal_peers, wait_for_peers
-from ..comm.peer_memory import MAX_BLOCKS, PeerMemory
-from ..kernels.fused import row_strides
-from ..kernels.paged import PackedPartials
+from ..core.comm.peer_kernels import end_call, signal_peers, wait_for_peers
+from ..core.comm.peer_memory import MAX_BLOCKS, PeerMemory
+from ..core.kernels.fused import row_strides
+from .paged import PackedPartials
 
 PUSH, MERGE = 1, 2
 ALL = PUSH | MERGE

@@ -10,7 +10,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..core.errors import refuse
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ..errors import refuse
+from ..core.errors import refuse
 from .cache_manager import CacheFull
 from .engine import LongContextEngine
 from .sampling import Sampling

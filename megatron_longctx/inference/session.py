@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import all_reduce_sum
 from ..config import InferenceConfig
-from ..errors import refuse
+from ..core.comm import all_reduce_sum
+from ..core.errors import refuse
 from .cache_manager import CacheManager
 from .sampling import Sampling, sample
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import files
-from ..cache import cache_folder
-from ..comm.collectives import gather_objects
-from ..comm.device import synchronize
+from ..config import files
+from ..core.cache import cache_folder
+from ..core.comm.collectives import gather_objects
+from ..core.comm.device import synchronize
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.collectives import PeerMemoryError, all_or_none
-from ..comm.peer_memory import PeerMemory, allocate_peer_memory
-from ..comm.symmetric import find_hosts
 from ..config import check_value
-from ..errors import refuse
+from ..core.comm.collectives import PeerMemoryError, all_or_none
+from ..core.comm.peer_memory import PeerMemory, allocate_peer_memory
+from ..core.comm.symmetric import find_hosts
+from ..core.errors import refuse
 from .quantize import Format, QuantFormat, RawFormat
 
 logger = logging.getLogger(__name__)

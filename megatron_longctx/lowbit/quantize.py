@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_longctx.errors import refuse
-from megatron_longctx.kernels.fused import load_fused
+from megatron_longctx.core.errors import refuse
+from megatron_longctx.core.kernels.fused import load_fused
 
 _fused = partial(load_fused, __name__, "quantizing")
 

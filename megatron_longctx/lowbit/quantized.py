@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.collectives import all_gather_single
-from ..comm.p2p import P2PTransport
-from ..errors import refuse
+from ..core.comm.collectives import all_gather_single
+from ..core.comm.p2p import P2PTransport
+from ..core.errors import refuse
 from .peer_reduce import PeerReduction
 from .quantize import DTYPES, QuantFormat, dequantize, quantize, requantize_sum, sum_quantized
 

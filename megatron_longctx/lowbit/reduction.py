@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.collectives import reduce_scatter_single
 from ..config import check_value
+from ..core.comm.collectives import reduce_scatter_single
 from .crossover import Crossover, crossover
 from .peer_reduce import PeerReduction, peer_reduction
 from .quantized import all_reduce, reduce_scatter, shard_like

@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..comm import gather_objects, on_rank_0
+from ..core.comm import gather_objects, on_rank_0
 from . import checkpoint_folder, checkpoint_optimizer, checkpoint_reader
 from .checkpoint_folder import REMEDY, TRACKER, Retention, examine, iteration_directory, latest
 from .checkpoint_reader import first_line

@@ -21,8 +21,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import maybe_load_config
 
-from .. import files
-from ..comm import gather_objects, on_rank_0
+from ..config import files
+from ..core.comm import gather_objects, on_rank_0
 from . import checkpoint_reader
 from .checkpoint_reader import first_line
 

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 
-from ..comm import gather_objects, on_rank_0
+from ..core.comm import gather_objects, on_rank_0
 from . import checkpoint_folder
 from .checkpoint_folder import Digests, Retention
 from .checkpoint_reader import first_line

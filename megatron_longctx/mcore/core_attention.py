@@ -21,11 +21,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from ..errors import refuse
-from ..kernels.no_grad import first_order
-from ..recompute import AttentionTape
-from ..schedules.mask import Window
+from ..core.errors import refuse
+from ..core.kernels.no_grad import first_order
+from ..core.plans.mask import Window
 from .sequence import ShardedSequence
+from .stores import AttentionTape
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 # TransformerEngine's names for the same masks over packed documents.

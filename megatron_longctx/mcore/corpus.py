@@ -15,9 +15,8 @@ import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
-from .. import files
-from ..config import Config, DataConfig
-from ..errors import refuse
+from ..config import Config, DataConfig, files
+from ..core.errors import refuse
 from .tokenizer import add_files, tokenizer_digest
 
 logger = logging.getLogger(__name__)

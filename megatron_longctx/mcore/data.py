@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..config import Config, DataConfig, configured_mode, token_unit
-from ..errors import refuse
-from ..layout import build_layout
-from ..schedules.mask import documents as pack_mask
+from ..core.errors import refuse
+from ..core.layout import build_layout
+from ..core.plans.mask import documents as pack_mask
 from .corpus import TokenDataset, check_corpus, check_labels, mask_prefix, split_part
 from .packing import Blend, Packs, SampleOrder, Spans, Stream
 

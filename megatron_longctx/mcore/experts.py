@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from ..config import Config
-from ..errors import refuse
+from ..core.errors import refuse
 from .version import as_builder, as_spec, copy_spec
 
 # The name of an expert's parameter: local layers number modules, TransformerEngine's grouped layers number parameters.

@@ -12,9 +12,9 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from ..comm.collectives import timeout_of
 from ..config import ParallelismConfig
-from ..errors import refuse
+from ..core.comm.collectives import timeout_of
+from ..core.errors import refuse
 from . import cpu
 
 # As in Megatron-LM: pipeline stages initialize different layers, so they draw from different streams.

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from ..comm.collectives import all_gather_single, reduce_scatter_single
-from ..kernels.no_grad import first_order
+from ..core.comm.collectives import all_gather_single, reduce_scatter_single
+from ..core.kernels.no_grad import first_order
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
 from ..config import Config, ModelConfig, ParallelismConfig, RecomputeConfig, RopeScaling
-from ..errors import refuse
+from ..core.errors import refuse
+from ..core.plans.mask import Window
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention, CacheShape
 from ..inference.choice import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
 from ..lowbit.crossover import Crossover
 from ..lowbit.reduction import ReductionPolicy
-from ..schedules.mask import Window
 from . import checkpoint
 from .core_attention import layer_window
 from .direct import AttentionFn, DirectLayer, why_not_direct

@@ -10,8 +10,8 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ..config import Config, RecomputeConfig
-from ..errors import refuse
-from ..evaluation.results import Losses, edges
+from ..core.errors import refuse
+from ..inference.evaluation.results import Losses, edges
 from .data import TrainingData
 from .inference import load_model, refuse_training_sizes
 from .model import padded_vocab_size

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..config import LATENT_KEYS, Config, ModelConfig
-from ..errors import refuse
+from ..core.errors import refuse
 from ..models.rope import frequencies_of
 from .experts import expert_settings
 from .head import ChunkedHeadGPT

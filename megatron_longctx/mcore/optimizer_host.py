@@ -17,7 +17,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..memory import STATES_PIECE
+from ..planner.memory import STATES_PIECE
 
 _BLOCK_BYTES = 2**28  # allocated together, or more for a larger state: torch rounds each allocation to a power of two
 _ALIGNMENT = 512

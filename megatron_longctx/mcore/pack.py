@@ -10,11 +10,11 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from ..attention import ContextParallelAttention
-from ..errors import refuse
-from ..layout import Layout
-from ..schedules import Mask, mask
-from ..schedules.mask import Window
+from ..core.attention import ContextParallelAttention
+from ..core.errors import refuse
+from ..core.layout import Layout
+from ..core.plans import Mask, mask
+from ..core.plans.mask import Window
 
 UNBOUNDED: Window = (None, None)
 

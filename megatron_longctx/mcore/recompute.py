@@ -20,11 +20,11 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from ..errors import refuse
-from ..kernels.no_grad import first_order
-from ..recompute import AttentionTape, Store
+from ..core.errors import refuse
+from ..core.kernels.no_grad import first_order
 from .core_attention import ContextParallelCoreAttention
 from .norms import PostNormAdd
+from .stores import AttentionTape, Store
 from .version import as_builder, copy_spec, mlp_spec
 
 _Run = Callable[[Tensor], tuple[Tensor, Tensor | None]]

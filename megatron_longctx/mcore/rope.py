@@ -21,12 +21,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from ..errors import refuse
-from ..kernels.no_grad import first_order
-from ..kernels.rotate import rotate
+from ..core.errors import refuse
+from ..core.kernels.no_grad import first_order
+from ..core.plans.mask import Window
 from ..models.rope import Frequencies
-from ..schedules.mask import Window
 from .pack import UNBOUNDED, Pack
+from .rotate import rotate
 from .sequence import Rope, ShardedSequence
 from .version import norms_of_latents
 

@@ -17,8 +17,8 @@ from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
 from ..config import ReductionConfig
-from ..errors import refuse
-from ..kernels.no_grad import first_order
+from ..core.errors import refuse
+from ..core.kernels.no_grad import first_order
 from ..lowbit.reduction import Reducer, ReductionPolicy
 from .version import as_builder, copy_spec, mlp_spec
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from ..attention import ContextParallelAttention
 from ..config import SWITCHES, Config, mode_options, names_as_keys, token_unit
-from ..errors import refuse
+from ..core.attention import ContextParallelAttention
+from ..core.errors import refuse
+from ..core.plans.mask import Window
 from ..inference.kv_int8 import int8_kv
-from ..schedules.mask import Window
 from .pack import UNBOUNDED, Pack, PackRotations, document_lengths
 
 

@@ -14,9 +14,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from ..config import RecomputeConfig
-from ..errors import refuse
+from ..core.errors import refuse
 from ..models.rope import Frequencies
-from ..recompute import HostStore, Store
 from .core_attention import ContextParallelCoreAttention
 from .experts import experts_spec, with_summed_losses
 from .norms import NORMS, with_post_norms
@@ -24,6 +23,7 @@ from .recompute import with_mlp_tiles, with_recompute
 from .rope import LatentSelfAttention
 from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
+from .stores import HostStore, Store
 from .version import as_builder, copy_spec, mlp_spec
 
 

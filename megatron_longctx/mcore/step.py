@@ -20,9 +20,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from ..comm import AttentionTimes
-from ..metrics.flops import Work
-from ..schedules.mask import Window
+from ..core.comm import AttentionTimes
+from ..core.plans.mask import Window
+from ..planner.flops import Work
 from .core_attention import layer_window
 from .data import Batch
 from .pack import Pack

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import files
-from ..errors import refuse
+from ..config import files
+from ..core.errors import refuse
 from .chat_template import ChatTemplate, InvalidTemplate
 
 KEY = "inference.chat_template"

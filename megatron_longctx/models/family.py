@@ -8,7 +8,7 @@ from dataclasses import fields as fields_of
 from typing import Any
 
 from ..config import ModelConfig, check_model, check_value, layer_list
-from ..errors import refuse
+from ..core.errors import refuse
 from .fields import Fields
 from .weights import Weight
 

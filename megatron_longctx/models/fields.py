@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import TYPE_NAMES, has_type
-from ..errors import refuse
+from ..core.errors import refuse
 
 # Fields that change no number of a forward pass: how a model was made, is saved, or is to be sampled from.
 HARMLESS = frozenset((

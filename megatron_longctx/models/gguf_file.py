@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..config import has_type
-from ..errors import refuse
+from ..core.errors import refuse
 from .gguf_tokenizer import write_tokenizer
 from .source import TensorInfo, require_package
 

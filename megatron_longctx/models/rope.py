@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig, RopeScaling
-from ..errors import refuse
+from ..core.errors import refuse
 from .fields import RESTORE, Fields, refuse_field
 
 _LENGTH = "original_max_position_embeddings"

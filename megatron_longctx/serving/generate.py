@@ -12,15 +12,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm import broadcast_json, on_rank_0
 from ..config import Config
-from ..errors import refuse
+from ..config.cluster import GIB
+from ..core.comm import broadcast_json, on_rank_0
+from ..core.errors import refuse
 from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
 from ..inference.session import Session, check_length
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize
 from ..models.chat import Chat, Message, load_chat
-from ..topology.cluster import GIB
 from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_arguments, start
 from .text_stream import TextStream
 

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.local_ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
-from ..comm.rendezvous import RankInfo, connect_store, host_store, join_group, listen, rendezvous_store
-from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
-from ..errors import JobFailed, refuse
-from ..gpus import max_gpu_ranks, ranks_per_gpu
+from ..config.cluster import load_cluster
+from ..config.gpus import max_gpu_ranks, ranks_per_gpu
+from ..core.errors import JobFailed, refuse
 from ..inference.choice import calibration_file
 from ..inference.engine import LongContextEngine
 from ..mcore import groups
 from ..mcore.inference import build_engine, check_cache, inference_config, tensor_size_of_experts, with_length
 from ..mcore.model import RETRAINABLE
-from ..topology import load_cluster
+from ..training.compose import RESOLVED, load_config, override_config
+from ..training.local_ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
 from ..training.preflight import check_kernel, check_saved_weights, device_type, host_bytes
+from ..training.rendezvous import RankInfo, connect_store, host_store, join_group, listen, rendezvous_store
 from ..training.signals import blocked
 
 _GRACE_S = 5.0

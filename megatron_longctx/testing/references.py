@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import AttentionKernel, dense_call
-from ..layout import Layout
+from ..core.kernels import AttentionKernel, dense_call
+from ..core.layout import Layout
 
 _MAX_SCORES = 2**22
 
@@ -37,7 +37,7 @@ def visible(
     prefixes: Sequence[int] | None = None,
     parents: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return whether a query sees a key, bool `[S, S]`, for the mask `schedules.mask.documents` of these arguments."""
+    """Return whether a query sees a key, bool `[S, S]`, for the mask `core.plans.mask.documents` of these arguments."""
     document = torch.tensor([number for number, length in enumerate(lengths) for _ in range(length)], dtype=torch.long)
     first: list[int] = []  # position of a document's first token
     continues = torch.eye(len(lengths), dtype=torch.bool)  # whether one document is or continues another

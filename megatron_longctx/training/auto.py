@@ -8,15 +8,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from ..config import Config, ParallelismConfig, mode_options, planned_mask, token_unit, workload_of
-from ..errors import refuse
+from ..config.cluster import Cluster, load_cluster
+from ..config.environment import environment
+from ..core.errors import refuse
+from ..core.plans import Target
+from ..core.plans.kernel_calls import fa4_takes
 from ..mcore.data import first_pack
-from ..metrics.environment import environment
-from ..schedules import Target
-from ..schedules.calibration import find_calibration, load_calibration
-from ..schedules.cost import Costs
-from ..schedules.kernel_calls import fa4_takes
-from ..schedules.select import Candidate, Problem, select, table
-from ..topology import Cluster, load_cluster
+from ..planner.calibration import find_calibration, load_calibration
+from ..planner.cost import Costs
+from ..planner.select import Candidate, Problem, select, table
 from .preflight import device_type
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ..errors import refuse
+from ..core.errors import refuse
 from ..mcore.corpus import Document
 from ..models.chat import Chat, load_chat
 from .text_files import parsed

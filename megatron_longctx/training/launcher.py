@@ -14,15 +14,15 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from ..comm import broadcast_json, rendezvous
-from ..comm.local_ranks import RankFailed, RankProcesses, explain_failure, stopped_ranks
-from ..comm.rendezvous import RankInfo
-from ..compose import compose_config, config_from_dict, load_config, override_config
 from ..config import Config
-from ..errors import JobFailed
-from ..gpus import uses_cuda
-from . import worker
+from ..config.gpus import uses_cuda
+from ..core.comm import broadcast_json
+from ..core.errors import JobFailed
+from . import rendezvous, worker
+from .compose import compose_config, config_from_dict, load_config, override_config
 from .heartbeat import enable_flight_recorder, last_operations, suspects
+from .local_ranks import RankFailed, RankProcesses, explain_failure, stopped_ranks
+from .rendezvous import RankInfo
 from .run_folder import RunFolder, RunLock
 from .signals import STOP_SIGNALS, SignalForwarder, blocked
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..comm.local_ranks import exit_with_parent
 from ..mcore.data import Batch
+from .local_ranks import exit_with_parent
 from .signals import STOP_SIGNALS, blocked
 
 _END_WITHIN_S = 5.0  # for each of the thread and the workers, which a hanging file system may hold

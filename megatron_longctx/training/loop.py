@@ -15,29 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import names
-from ..comm import on_rank_0
-from ..config import Config
+from ..config import Config, environment, names
+from ..core.comm import on_rank_0
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.corpus import identity
 from ..mcore.data import Batch, TrainingData, micro_batches
 from ..mcore.sequence import ShardedSequence, build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
-from ..metrics import environment
-from ..metrics.flops import peak_tflops
-from ..metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
+from ..planner.flops import peak_tflops
 from . import heartbeat, preflight
 from .loader import Loader
-from .monitoring import (
-    Interval,
-    NonFiniteError,
-    TensorBoardSink,
-    Validation,
-    dump_nonfinite,
-    memory_peaks,
-    profiled,
-)
+from .metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
+from .monitoring import Interval, NonFiniteError, TensorBoardSink, Validation, dump_nonfinite, memory_peaks, profiled
 from .run_folder import RunFolder
 from .saver import Saver
 from .signals import StopRequest

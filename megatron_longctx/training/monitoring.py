@@ -17,13 +17,12 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from .. import files, names
-from ..config import Config, ModelConfig
+from ..config import Config, ModelConfig, files, names
 from ..mcore.data import Batch, TrainingData
 from ..mcore.step import EvalStep, LossSum, TrainStep
-from ..metrics.flops import Work, performance, training_flops
-from ..metrics.sinks import Value
-from ..metrics.step_profile import Span, profile_of
+from ..planner.flops import Work, performance, training_flops
+from .metrics.sinks import Value
+from .metrics.step_profile import Span, profile_of
 
 logger = logging.getLogger(__name__)
 

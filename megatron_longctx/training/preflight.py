@@ -12,26 +12,19 @@ from pathlib import Path
 
 import torch
 
-from .. import memory
 from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, workload_of
-from ..errors import refuse
-from ..gpus import max_gpu_ranks, ranks_per_gpu, uses_cuda
-from ..kernels import KernelRequest, auto_order, available
+from ..config.gpus import max_gpu_ranks, ranks_per_gpu, uses_cuda
+from ..core.errors import refuse
+from ..core.kernels import KernelRequest, auto_order, available
+from ..core.plans import build_plan
 from ..mcore import checkpoint
 from ..mcore.checkpoint import Saved
-from ..mcore.corpus import (
-    Identity,
-    check_corpus,
-    check_tokenizer,
-    identity,
-    identity_error,
-    tokenizer_identity,
-)
+from ..mcore.corpus import Identity, check_corpus, check_tokenizer, identity, identity_error, tokenizer_identity
 from ..mcore.data import check_packs, check_samples
 from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
-from ..schedules import build_plan
+from ..planner import memory
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.local_ranks import RankFailed, run_ranks
-from ..comm.rendezvous import RankInfo, join_group
-from ..errors import JobFailed, refuse
-from ..gpus import max_gpu_ranks
+from ..config.gpus import max_gpu_ranks
+from ..core.errors import JobFailed, refuse
+from .local_ranks import RankFailed, run_ranks
+from .rendezvous import RankInfo, join_group
 
 _TIMEOUT_S = 1800.0
 

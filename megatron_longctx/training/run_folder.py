@@ -17,10 +17,9 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
-from .. import files
-from ..compose import RESOLVED, load_config, save_config
-from ..config import Config
-from ..errors import refuse
+from ..config import Config, files
+from ..core.errors import refuse
+from .compose import RESOLVED, load_config, save_config
 
 logger = logging.getLogger(__name__)
 

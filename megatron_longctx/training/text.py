@@ -16,7 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..config import DataConfig
-from ..errors import is_line, refuse, shown
+from ..core.errors import is_line, refuse, shown
 from ..mcore.corpus import Corpus, write_corpus, write_documents
 from ..mcore.tokenizer import build_tokenizer
 from .conversations import chat_of, conversations

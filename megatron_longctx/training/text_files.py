@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from ..errors import refuse
+from ..core.errors import refuse
 
 T = TypeVar("T")
 

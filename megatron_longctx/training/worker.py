@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..comm.rendezvous import RankInfo, connect_store, host_store, join_group
-from ..compose import load_config
 from ..config import Config
-from ..gpus import uses_cuda
+from ..config.gpus import uses_cuda
+from .compose import load_config
 from .heartbeat import Heartbeat, enable_flight_recorder
+from .rendezvous import RankInfo, connect_store, host_store, join_group
 from .run_folder import RunFolder, RunLock, disk_full
 from .signals import StopRequest
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from analysis.network import emulate, job
-from megatron_longctx.schedules.cost import Workload
-from megatron_longctx.topology import Cluster, Mesh, Network, Switch
+from megatron_longctx.config.cluster import Cluster, Mesh, Network, Switch
+from megatron_longctx.planner.cost import Workload
 from tests.shared.jobs import PATIENCE_S
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from analysis import training_cases
 from analysis.training_cases import main, read_cases
-from megatron_longctx.files import bundled
+from megatron_longctx.config.files import bundled
 from tests.shared.training import tiny_corpus
 
 FILES = sorted((bundled("analysis") / "cases").glob("*.yaml"))

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from analysis.transformer_engine import TransformerEngineAttention
-from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.gpus import max_gpu_ranks
-from megatron_longctx.schedules import mask as masks
+from megatron_longctx.config.gpus import max_gpu_ranks
+from megatron_longctx.core.attention import ContextParallelAttention
+from megatron_longctx.core.plans import mask as masks
 from megatron_longctx.testing.distributed import run_distributed
 
 pytestmark = [

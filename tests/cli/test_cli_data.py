@@ -14,7 +14,7 @@ import numpy
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_longctx.verbs import cli
+from megatron_longctx.cli import cli
 
 Run = Callable[..., str]
 TWO_FRAMES = "KLUv/SAQgQAAeyJ0ZXh0IjogIm9uZSJ9Cii1L/0gEIEAAHsidGV4dCI6ICJ0d28ifQo="  # a line of JSONL each, in zstd

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.compose import override_config
+from megatron_longctx.cli import cli
+from megatron_longctx.cli import plan as plan_verb
 from megatron_longctx.config import Config
-from megatron_longctx.verbs import cli
-from megatron_longctx.verbs import plan as plan_verb
+from megatron_longctx.training.compose import override_config
 from tests.shared.training import tiny_corpus
 
 # Keys and values of 2 heads of 32 elements in bf16: 256 bytes per token.

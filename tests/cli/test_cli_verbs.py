@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx import __version__
-from megatron_longctx.verbs import cli
+from megatron_longctx.cli import cli
 from tests.shared.jobs import CLI, PATIENCE_S, clean_environment, started
 
 VERBS = (
@@ -49,7 +49,7 @@ def test_ctrl_c_while_the_command_is_imported_prints_no_traceback() -> None:
 import os, signal, sys
 class Interrupt:
     def find_spec(self, name, *_):
-        if name == "megatron_longctx.verbs.cli":
+        if name == "megatron_longctx.cli.cli":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
 from megatron_longctx.__main__ import main
@@ -73,7 +73,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 def test_ctrl_c_ends_the_command_during_imports_that_catch_everything(tmp_path: Path) -> None:
     catching = "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(1)\nexcept BaseException:\n    pass\n"
     (tmp_path / "hydra.py").write_text(f"import os, signal, time\n{catching}print('went on')\n")
-    program = "from megatron_longctx.verbs.cli import main; raise SystemExit(main(['train']))"
+    program = "from megatron_longctx.cli.cli import main; raise SystemExit(main(['train']))"
     environment = clean_environment()
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
     with started(tmp_path, [sys.executable, "-c", program], environment) as job:
@@ -99,11 +99,11 @@ def test_bench_names_its_replacements(capsys: pytest.CaptureFixture[str]) -> Non
     for words in ((), ("calibrate", "parallelism=cp2"), ("attention", "--out", "x.json")):
         code, out, err = run(capsys, "bench", *words)
         assert code == 2 and out == "" and len(err.splitlines()) == 1
-        assert "`megatron-longctx calibrate`" in err and "`python -m benchmarks" in err
+        assert "`megatron-longctx calibrate`" in err and "`python -m analysis.benchmarks" in err
 
 
 def test_the_examples_in_the_help_can_be_composed() -> None:
-    from megatron_longctx.compose import compose_config
+    from megatron_longctx.training.compose import compose_config
 
     lines = [line.split() for line in cli._EPILOG.splitlines() if line.strip().startswith("megatron-longctx ")]
     assert len(lines) == 2
@@ -174,13 +174,13 @@ def test_a_wrong_setting_is_one_line_on_standard_error(verb: str, capsys: pytest
 
 def test_wrong_settings_are_refused_before_megatron_is_imported() -> None:
     """Its import takes longer than everything else before the first rank."""
-    code = "import sys; from megatron_longctx.verbs.cli import main; assert main(['train', 'train.steps=-1']) == 2; "
+    code = "import sys; from megatron_longctx.cli.cli import main; assert main(['train', 'train.steps=-1']) == 2; "
     code += "assert not [name for name in sys.modules if name.startswith('megatron.core')]"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_longctx.errors import JobFailed
+    from megatron_longctx.core.errors import JobFailed
     from megatron_longctx.training import launcher
 
     def fail(*_: object) -> None:
@@ -191,7 +191,7 @@ def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_longctx.verbs import doctor
+    from megatron_longctx.cli import doctor
 
     def broken() -> int:
         raise RuntimeError("a bug of the program")
@@ -224,7 +224,7 @@ def test_interrupting_a_verb_is_quiet(tmp_path: Path) -> None:
 
 def test_a_reader_that_closes_the_pipe_is_not_an_error(tmp_path: Path) -> None:
     settings = "parallelism.context_parallel_size=64 data.seq_length=65536"
-    command = f"set -o pipefail; {sys.executable} -m megatron_longctx.verbs.cli plan {settings} | head -1"
+    command = f"set -o pipefail; {sys.executable} -m megatron_longctx.cli.cli plan {settings} | head -1"
     result = subprocess.run(
         ["bash", "-c", command],
         cwd=tmp_path,
@@ -262,7 +262,7 @@ def test_a_sweep_continues_after_a_job_that_cannot_run(capsys: pytest.CaptureFix
 
 
 def test_shell_completion_of_settings() -> None:
-    from megatron_longctx.verbs.hydra_options import complete_settings
+    from megatron_longctx.cli.hydra_options import complete_settings
 
     assert {"experiment=", "train.steps=", "parallelism.schedule="} <= set(complete_settings("tr"))
     assert {"experiment=demo", "experiment=compare_modes"} <= set(complete_settings("experiment=d"))

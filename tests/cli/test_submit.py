@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.compose import compose_config, load_config, save_config
-from megatron_longctx.verbs import cli
+from megatron_longctx.cli import cli
+from megatron_longctx.training.compose import compose_config, load_config, save_config
 
 
 @pytest.fixture

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.compose import compose_config, recipes, use_recipes
 from megatron_longctx.config import Config, configured_mode, mode_options
-from megatron_longctx.memory import predict
-from megatron_longctx.memory.command import planned_job
-from megatron_longctx.schedules import MODES, build_plan
-from megatron_longctx.schedules.select import Candidate
-from megatron_longctx.sweep import sweep
-from megatron_longctx.topology import load_cluster
+from megatron_longctx.config.cluster import load_cluster
+from megatron_longctx.core.plans import MODES, build_plan
+from megatron_longctx.planner.memory import predict
+from megatron_longctx.planner.memory.command import planned_job
+from megatron_longctx.planner.select import Candidate
 from megatron_longctx.training.auto import resolve_for_cluster
+from megatron_longctx.training.compose import compose_config, recipes, use_recipes
+from megatron_longctx.training.sweep import sweep
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CLUSTERS = {"h200": ("h200_x8", "h200_8x1_ib400"), "h100": ("dgx_h100_x1",)}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
 from megatron_longctx.mcore.inference import inference_config
 from megatron_longctx.mcore.losses import losses_config
-from megatron_longctx.memory.shapes import Job, stage_parameters
-from megatron_longctx.metrics.flops import Work, training_flops
 from megatron_longctx.models import family_of_model
+from megatron_longctx.planner.flops import Work, training_flops
+from megatron_longctx.planner.memory.shapes import Job, stage_parameters
+from megatron_longctx.training.compose import compose_config
 from tests.shared.training import LATENTS, tiny_config
 
 TP2 = {"parallelism.tensor_parallel_size": 2}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx import compose
-from megatron_longctx.compose import compose_config, override_config
 from megatron_longctx.config import Config, RopeScaling, data_parallel_size, mode_options
-from megatron_longctx.kernels.interface import PROVIDERS
-from megatron_longctx.schedules import build_plan
+from megatron_longctx.core.kernels.interface import PROVIDERS
+from megatron_longctx.core.plans import build_plan
+from megatron_longctx.training import compose
+from megatron_longctx.training.compose import compose_config, override_config
 from tests.config.test_settings_refused import refusal
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

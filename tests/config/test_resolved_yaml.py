@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_longctx.compose import compose_config, load_config, save_config
 from megatron_longctx.config import Config
-from megatron_longctx.files import bundled
+from megatron_longctx.config.files import bundled
+from megatron_longctx.training.compose import compose_config, load_config, save_config
 
 COMPOSED = (
     (),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_longctx import compose
-from megatron_longctx.compose import compose_config, override_config
 from megatron_longctx.config import TYPE_NAMES, Config, data_parallel_size, keys_of, validate
+from megatron_longctx.training import compose
+from megatron_longctx.training.compose import compose_config, override_config
 
 
 def refusal(*words: str) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import megatron_longctx
 from megatron_longctx.testing.distributed import run_distributed
-from tests.attention.test_alone import run_alone
+from tests.core.attention.test_alone import run_alone
 from tests.docs.test_docs import FENCED, ROOT
 
 PAGE = (ROOT / "docs" / "api.rst").read_text(encoding="utf-8")

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from analysis import rooms_page
-from benchmarks.__main__ import parse as parse_benchmark
-from megatron_longctx.compose import compose_config
+from analysis.benchmarks.__main__ import parse as parse_benchmark
+from megatron_longctx.cli.cli import parse
+from megatron_longctx.cli.evaluate import OWN_WORDS as EVAL_WORDS
 from megatron_longctx.config import Config
 from megatron_longctx.serving.inference_job import split_arguments
-from megatron_longctx.sweep import sweep
-from megatron_longctx.verbs.cli import parse
-from megatron_longctx.verbs.evaluate import OWN_WORDS as EVAL_WORDS
+from megatron_longctx.training.compose import compose_config
+from megatron_longctx.training.sweep import sweep
 from tests.shared.jobs import TORCHRUN, clean_environment, finished
 from tests.test_import_law import PACKAGE, ROOMS
 

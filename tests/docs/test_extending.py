@@ -14,7 +14,11 @@ from tests.shared.jobs import clean_environment, finished
 
 EXAMPLES = [code for kind, code in FENCED.findall((ROOT / "docs/extending.md").read_text()) if kind == "python"]
 # Tests over all modes and kernels: the new ones turn up in them by their names.
-OF_ALL = ("tests/attention/test_masks.py", "tests/schedules/test_modes.py", "tests/kernels/test_kernel_providers.py")
+OF_ALL = (
+    "tests/core/attention/test_masks.py",
+    "tests/core/plans/test_modes.py",
+    "tests/core/kernels/test_kernel_providers.py",
+)
 
 
 @pytest.fixture(scope="module")

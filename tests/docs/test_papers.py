@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers import PAPERS
-from benchmarks.papers.page import KINDS, ROOT, SOURCES, STATES, contents, paths, render
+from analysis.benchmarks.papers import PAPERS
+from analysis.benchmarks.papers.page import KINDS, ROOT, SOURCES, STATES, contents, paths, render
 
 LISTED = [name for name in PAPERS if paths(name)[2].is_file()]
 VERDICTS = {"reproduced", "in part", "not reproduced", "not measured"}
@@ -39,7 +39,7 @@ def test_items_say_where_they_are(name: str) -> None:
 @pytest.mark.parametrize("name", LISTED)
 def test_a_page_is_made_of_its_numbers(name: str) -> None:
     results, page, _ = paths(name)
-    assert page.read_text() == render(name), f"run python -m benchmarks.papers {name} --page"
+    assert page.read_text() == render(name), f"run python -m analysis.benchmarks.papers {name} --page"
     data = json.loads(results.read_text())
     cells = [each for table in data["tables"] for row in table["rows"] for each in row if isinstance(each, dict)]
     assert cells and {each["source"] for each in cells} <= set(SOURCES)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron_longctx.verbs.cli import main
+from megatron_longctx.cli.cli import main
 from tests.docs.test_docs import ROOT
 
 ROWS = [

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_longctx.config.cluster import load_cluster
+from megatron_longctx.core.plans import KernelSupport, Kind, Lowering, Plan, Target, Workload, buffers, verify
+from megatron_longctx.core.plans.cache_modes import CACHE_MODES
+from megatron_longctx.core.plans.program import Compute, Copy
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManager
-from megatron_longctx.schedules import KernelSupport, Kind, Lowering, Plan, Target, Workload, buffers, verify
-from megatron_longctx.schedules.cache_modes import CACHE_MODES
-from megatron_longctx.schedules.describe import describe, moved_tokens
-from megatron_longctx.schedules.program import Compute, Copy
-from megatron_longctx.schedules.simulate import simulate
-from megatron_longctx.topology import load_cluster
+from megatron_longctx.planner.describe import describe, moved_tokens
+from megatron_longctx.planner.simulate import simulate
 from tests.inference.histories import batch_with_past, random_batch, random_family
 
 CHAT = dict(pasts=[(9, 1, 1, 4), (), (2,)], new=(7, 12, 1))

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longctx.comm import PeerMemoryError, PeerTransport
-from megatron_longctx.gpus import max_gpu_ranks
+from megatron_longctx.config.gpus import max_gpu_ranks
+from megatron_longctx.core.comm import PeerMemoryError, PeerTransport
+from megatron_longctx.core.kernels import KernelRequest, choose, dense_call
+from megatron_longctx.core.plans import verify
+from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.inference import cached_attention
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
-from megatron_longctx.kernels import KernelRequest, choose, dense_call
-from megatron_longctx.schedules import verify
-from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import assert_as_good_as

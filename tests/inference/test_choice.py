@@ -9,23 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config, workload_of
+from megatron_longctx.config.cluster import Cluster, Network, load_cluster
+from megatron_longctx.core.plans import Workload
+from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.inference import choice
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.choice import (
-    Chooser,
-    LinkFacts,
-    calibration_file,
-    find_facts,
-)
+from megatron_longctx.inference.choice import Chooser, LinkFacts, calibration_file, find_facts
 from megatron_longctx.mcore.inference import inference_config
-from megatron_longctx.schedules import Workload
-from megatron_longctx.schedules.cache_modes import CACHE_MODES
-from megatron_longctx.schedules.calibration import Calibration, save_calibration
-from megatron_longctx.schedules.cost import Costs
-from megatron_longctx.schedules.simulate import simulate
-from megatron_longctx.topology import Cluster, Network, load_cluster
+from megatron_longctx.planner.calibration import Calibration, save_calibration
+from megatron_longctx.planner.cost import Costs
+from megatron_longctx.planner.simulate import simulate
+from megatron_longctx.training.compose import compose_config
 from tests.inference.histories import batch_with_past
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_longctx.config import Config, InferenceConfig
-from megatron_longctx.gpus import max_gpu_ranks
+from megatron_longctx.config.gpus import max_gpu_ranks
 from megatron_longctx.inference import decode
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape

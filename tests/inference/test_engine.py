@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_longctx.config import Config
-from megatron_longctx.schedules.cache_modes import CACHE_MODES as MODES
+from megatron_longctx.core.plans.cache_modes import CACHE_MODES as MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.tolerances import error
 from tests.inference.conversations import Model, Record, Truth, converse_in, parallel, truths

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx import names
-from megatron_longctx.config import Config, ParallelismConfig
+from megatron_longctx.cli import cli
+from megatron_longctx.config import Config, ParallelismConfig, names
 from megatron_longctx.mcore.inference import with_length
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.verbs import cli
 from tests.inference.test_generate import TRAINED, run_of
 from tests.shared.jobs import CLI, clean_environment, finished
 from tests.shared.training import Job, changed, run_jobs

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron_longctx.cli import cli
 from megatron_longctx.config import Config
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore.losses import losses_config
@@ -20,7 +21,6 @@ from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.models.chat import Chat
 from megatron_longctx.serving import generate as verb
 from megatron_longctx.serving import inference_job
-from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, clean_environment, finished
 
 SUMMARY = r"(\d+) tokens, (\d+) of them cached before this turn; first token after [\d.]+ s; [\d.]+ ms per token; cache"

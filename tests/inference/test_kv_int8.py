@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import P2PTransport
 from megatron_longctx.config import Config
+from megatron_longctx.core.comm import P2PTransport
+from megatron_longctx.core.plans import Kind, Workload
+from megatron_longctx.core.plans.cache_modes import CACHE_MODES as MODES
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.inference.choice import find_facts, kv_per_q
 from megatron_longctx.inference.kv_int8 import Int8KV
-from megatron_longctx.kernels.paged import Pages
-from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
-from megatron_longctx.schedules import Kind, Workload
-from megatron_longctx.schedules.cache_modes import CACHE_MODES as MODES
+from megatron_longctx.inference.paged import Pages
+from megatron_longctx.inference.quantize_kv import pack_kv, packed_shape, unpack_kv
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error

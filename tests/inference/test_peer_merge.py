@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import all_gather_rows
-from megatron_longctx.comm.peer_memory import PeerMemory
-from megatron_longctx.gpus import max_gpu_ranks
+from megatron_longctx.config.gpus import max_gpu_ranks
+from megatron_longctx.core.comm import all_gather_rows
+from megatron_longctx.core.comm.peer_memory import PeerMemory
+from megatron_longctx.inference.paged import PackedPartials, merge_ranks, merge_ranks_torch
 from megatron_longctx.inference.peer_merge import PeerMerge
-from megatron_longctx.kernels.paged import PackedPartials, merge_ranks, merge_ranks_torch
 from megatron_longctx.testing.distributed import run_distributed
-from tests.kernels.interpreter import run_forked, run_interpreted
+from tests.core.kernels.interpreter import run_forked, run_interpreted
 
 SHAPES = ((1, 8, 16), (3, 4, 20), (9, 3, 8))
 """Queries, heads, head_dim."""
@@ -55,7 +55,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def compare_step_by_step() -> None:
     from megatron_longctx.inference.peer_merge_triton import MERGE, PUSH, merge_over_peers
-    from tests.comm.simulated_peers import one_process
+    from tests.core.comm.simulated_peers import one_process
 
     for number, (shape, dtype) in enumerate(itertools.product(SHAPES, (torch.float32, torch.bfloat16))):
         world, half_bytes = 2 + number % 3, 2**18
@@ -82,7 +82,7 @@ def compare_step_by_step() -> None:
 
 def _calls(rank: int, folder: Path, world: int) -> None:
     """Make many calls, which ranks enter at different times."""
-    from tests.comm.simulated_peers import mapped
+    from tests.core.comm.simulated_peers import mapped
 
     merge, same, own = PeerMerge(mapped(folder, rank, world, 2**17)), random.Random(0), random.Random(rank + 1)
     dist.barrier()

@@ -21,12 +21,12 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from megatron_longctx.cli import cli
 from megatron_longctx.config import Config, ServeConfig
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.serving import inference_job, serve
 from megatron_longctx.serving.http_api.inbox import Inbox
 from megatron_longctx.serving.inference_job import InferenceJob, build_job, start
-from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, PATIENCE_S, Job, clean_environment, started
 from tests.shared.processes import SLOW_START
 from tests.shared.training import changed

@@ -10,20 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.attention.bind import Runtime, Shapes, bind
-from megatron_longctx.attention.run import Run
-from megatron_longctx.comm import BufferPool
+from megatron_longctx.core.attention.bind import Runtime, Shapes, bind
+from megatron_longctx.core.attention.run import Run
+from megatron_longctx.core.comm import BufferPool
+from megatron_longctx.core.kernels import AttentionKernel, partials
+from megatron_longctx.core.kernels.interface import BlockInputs
+from megatron_longctx.core.kernels.partials import compile_merges
+from megatron_longctx.core.plans import KernelSupport, Kind, Lowering, Target
+from megatron_longctx.core.plans.accumulators import MAX_PARTIALS
+from megatron_longctx.core.plans.cache_modes import CACHE_MODES
+from megatron_longctx.inference import paged
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
-from megatron_longctx.kernels import AttentionKernel, paged, partials
-from megatron_longctx.kernels.interface import BlockInputs
-from megatron_longctx.kernels.paged import PackedPartials, Pages, compile_decode
-from megatron_longctx.kernels.partials import compile_merges
-from megatron_longctx.schedules import KernelSupport, Kind, Lowering, Target
-from megatron_longctx.schedules.accumulators import MAX_PARTIALS
-from megatron_longctx.schedules.cache_modes import CACHE_MODES
-from tests.kernels.test_variants import Launches, needs_compiler
+from megatron_longctx.inference.paged import PackedPartials, Pages, compile_decode
+from tests.core.kernels.test_variants import Launches, needs_compiler
 from tests.shared.threads import ThreadedRanks
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ HEADS, KV_HEADS, D = 8, 2, 128
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Record the variants of merges that a GPU would compile; nothing runs."""
-    from megatron_longctx.kernels import partials_triton
+    from megatron_longctx.core.kernels import partials_triton
 
     launches = Launches(partials_triton._combine_kernel)
     monkeypatch.setattr(partials_triton, "_combine_kernel", launches)
@@ -101,7 +102,7 @@ def test_prompts_need_no_merge_that_was_not_compiled(merges: Launches) -> None:
 def test_decode_needs_no_kernel_that_was_not_compiled(
     heads: int, int8: bool, windows: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_longctx.kernels import paged_triton
+    from megatron_longctx.inference import paged_triton
 
     kernels = {name: Launches(getattr(paged_triton, name)) for name in ("_attend_kernel", "_merge_kernel")}
     for name, launches in kernels.items():
@@ -138,7 +139,7 @@ def test_nothing_is_compiled_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @needs_compiler
 def test_a_gpu_compiles_no_merge_twice() -> None:
-    from megatron_longctx.kernels.partials_triton import _combine_kernel
+    from megatron_longctx.core.kernels.partials_triton import _combine_kernel
 
     device = torch.device("cuda")
     attention = CachedAttention(None, CacheShape(1, HEADS, KV_HEADS, D, BF16), 256, device)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_longctx.comm import all_gather_rows
 from megatron_longctx.config import Config
+from megatron_longctx.core.comm import all_gather_rows
 from megatron_longctx.inference import cached_attention
 from megatron_longctx.inference.engine import LongContextEngine
-from megatron_longctx.kernels.paged import PackedPartials, Pages, attend_pages, merge_ranks
+from megatron_longctx.inference.paged import PackedPartials, Pages, attend_pages, merge_ranks
 from megatron_longctx.mcore.inference import CachedGPT
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import dense, engine_of, parallel

@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import all_gather_rows
-from megatron_longctx.comm.peer_memory import allocate_peer_memory
-from megatron_longctx.gpus import max_gpu_ranks
+from megatron_longctx.config.gpus import max_gpu_ranks
+from megatron_longctx.core.comm import all_gather_rows
+from megatron_longctx.core.comm.peer_memory import allocate_peer_memory
 from megatron_longctx.lowbit import peer_reduce
 from megatron_longctx.lowbit.peer_reduce import PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantize import RawFormat, dequantize, quantize, requantize_sum, sum_quantized
 from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
 from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy
 from megatron_longctx.testing.distributed import run_distributed
-from tests.kernels.interpreter import hopper_code, run_forked, run_interpreted
+from tests.core.kernels.interpreter import hopper_code, run_forked, run_interpreted
 
 BITS = (8, 6, 4, None)
 FORMS = list(itertools.product(BITS, (32, 128), (False, True), (torch.bfloat16, torch.float16, torch.float32)))[::2]
@@ -59,7 +59,7 @@ def in_rank_order(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
 def compare_step_by_step() -> int:
     """Compare all formats, numbers of ranks and odd sizes with the functions of `lowbit.quantize`."""
     from megatron_longctx.lowbit.peer_kernels import PUSH, SUM, UNPACK, one_step, two_step
-    from tests.comm.simulated_peers import one_process
+    from tests.core.comm.simulated_peers import one_process
 
     compared = 0
     for number, (bits, group_size, symmetric, dtype) in enumerate(FORMS):
@@ -98,7 +98,7 @@ def compare_step_by_step() -> int:
 
 def _calls_in_any_order(rank: int, folder: Path, world: int) -> list[str]:
     """Make many calls of all kinds, which ranks enter at different times, and compare them with collectives."""
-    from tests.comm.simulated_peers import mapped
+    from tests.core.comm.simulated_peers import mapped
 
     group, wrong = dist.group.WORLD, []
     reduction = PeerReduction(mapped(folder, rank, world, 2**13))

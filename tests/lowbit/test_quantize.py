@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_longctx.lowbit import quantize as plain
 from megatron_longctx.lowbit.quantize import QuantFormat, dequantize, quantize, requantize_sum, sum_quantized
-from tests.kernels.interpreter import hopper_code, run_interpreted
+from tests.core.kernels.interpreter import hopper_code, run_interpreted
 from tests.lowbit.bounds import error_bound
 
 FORMS = [

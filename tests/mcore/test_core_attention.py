@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn import functional
 
-from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
 from megatron_longctx.mcore.optimizer import wrap_ddp

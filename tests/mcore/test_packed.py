@@ -27,7 +27,7 @@ from megatron_longctx.mcore.optimizer import named_parameters
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.spec import block_spec
 from megatron_longctx.mcore.step import TrainStep
-from megatron_longctx.metrics.flops import Work
+from megatron_longctx.planner.flops import Work
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import visible
 from megatron_longctx.testing.tolerances import relative_error

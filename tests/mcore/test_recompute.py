@@ -22,16 +22,16 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_longctx.attention.run import Run
-from megatron_longctx.comm import P2PTransport
 from megatron_longctx.config import RecomputeConfig
+from megatron_longctx.core.attention.run import Run
+from megatron_longctx.core.comm import P2PTransport
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.recompute import RecomputedLayer, TiledMLP, with_mlp_tiles, with_recompute
 from megatron_longctx.mcore.sequence import ShardedSequence, build_sequence
 from megatron_longctx.mcore.spec import block_spec
+from megatron_longctx.mcore.stores import Store
 from megatron_longctx.mcore.version import mlp_spec
-from megatron_longctx.recompute import Store
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.sequences import sequence_of

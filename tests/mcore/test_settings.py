@@ -13,7 +13,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import Multimod
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.mcore.core_attention import REFUSED, ContextParallelCoreAttention
 from megatron_longctx.mcore.inference import CachedCoreAttention

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_longctx.core.plans import ModeOptions, build_plan
 from megatron_longctx.mcore.sequence import build_sequence
-from megatron_longctx.schedules import ModeOptions, build_plan
 from tests.shared.sequences import sequence_of
 from tests.shared.training import tiny_config
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import AttentionTimes
+from megatron_longctx.core.comm import AttentionTimes
 from megatron_longctx.mcore import groups, step
 from megatron_longctx.mcore.data import Batch
 from megatron_longctx.mcore.step import LossSum, _reduce
-from megatron_longctx.metrics.flops import Work
+from megatron_longctx.planner.flops import Work
 from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.training import Job, RecordingTrainer, tiny_config, tiny_corpus
 

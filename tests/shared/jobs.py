@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_longctx import names
+from megatron_longctx.config import names
 from megatron_longctx.testing.distributed import PATIENCE_S
 from tests.shared.processes import Quick
 
-CLI = (sys.executable, "-m", "megatron_longctx.verbs.cli")
+CLI = (sys.executable, "-m", "megatron_longctx.cli.cli")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TORCHRUN_2 = (*TORCHRUN, "--nproc-per-node", "2", *CLI[1:])
 TINY = (  # a model so small that starting the ranks is what takes the time

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from megatron_longctx.layout import contiguous
-from megatron_longctx.schedules import Attend, Block, Kind, Move, Plan, Slice, Step
-from megatron_longctx.schedules.mask import FAR, causal, full
+from megatron_longctx.core.layout import contiguous
+from megatron_longctx.core.plans import Attend, Block, Kind, Move, Plan, Slice, Step
+from megatron_longctx.core.plans.mask import FAR, causal, full
 
 
 def with_moves(plan: Plan, t: int, edit: Callable[[list[Move]], Iterable[Move]]) -> Plan:

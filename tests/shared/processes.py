@@ -22,9 +22,9 @@ import torch.multiprocessing as mp
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from megatron_longctx.comm.local_ranks import RankProcesses
+from megatron_longctx.cli import cli
 from megatron_longctx.testing.distributed import start_context
-from megatron_longctx.verbs import cli
+from megatron_longctx.training.local_ranks import RankProcesses
 
 SLOW_START = "TEST_RANKS_START_AFTER_S"
 """Of the environment of a `Quick`: seconds that the ranks it starts wait first, as those do that have to import."""

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_longctx.compose import RESOLVED, load_config
 from megatron_longctx.config import Config
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, inference_config
+from megatron_longctx.training.compose import RESOLVED, load_config
 from tests.shared.training import changed
 
 VOCAB = 300

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.mcore.sequence import ShardedSequence
 
 

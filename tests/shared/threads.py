@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.attention.bind import Runtime
-from megatron_longctx.attention.function import AttentionFunction, Passes, shapes_of
-from megatron_longctx.attention.kv_format import KVFormat
-from megatron_longctx.comm import BufferPool, Exchange
-from megatron_longctx.kernels import AttentionKernel
-from megatron_longctx.schedules import Plan, Target
-from megatron_longctx.schedules.plan import NUM_FIELDS
-from megatron_longctx.schedules.program import Program
+from megatron_longctx.core.attention.bind import Runtime
+from megatron_longctx.core.attention.function import AttentionFunction, Passes, shapes_of
+from megatron_longctx.core.attention.kv_format import KVFormat
+from megatron_longctx.core.comm import BufferPool, Exchange
+from megatron_longctx.core.kernels import AttentionKernel
+from megatron_longctx.core.plans import Plan, Target
+from megatron_longctx.core.plans.plan import NUM_FIELDS
+from megatron_longctx.core.plans.program import Program
 from megatron_longctx.testing.distributed import PATIENCE_S
 from megatron_longctx.testing.references import shard, unshard
 

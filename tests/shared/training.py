@@ -14,13 +14,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longctx.compose import save_config
 from megatron_longctx.config import Config, ParallelismConfig, validate
 from megatron_longctx.mcore import checkpoint, groups, model
 from megatron_longctx.mcore.corpus import Corpus, write_corpus
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training.compose import save_config
 from megatron_longctx.training.loop import StepResult, Trainer
 from megatron_longctx.training.recorded import RecordedTrainer
 from megatron_longctx.training.run_folder import RunFolder

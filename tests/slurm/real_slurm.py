@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.comm.rendezvous import interface_to
-from megatron_longctx.metrics.environment import commit
+from megatron_longctx.config.environment import commit
+from megatron_longctx.training.rendezvous import interface_to
 from tests.shared.jobs import CLI, clean_environment
 from tests.slurm.cluster import Cluster, cluster, missing
 

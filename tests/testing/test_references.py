@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_longctx.kernels import KernelRequest, choose
-from megatron_longctx.layout import build_layout
+from megatron_longctx.core.kernels import KernelRequest, choose
+from megatron_longctx.core.layout import build_layout
 from megatron_longctx.testing.references import dense_attention, kernel_attention, random_qkv, shard, unshard
 from megatron_longctx.testing.tolerances import assert_as_good_as, relative_error
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config, workload_of
+from megatron_longctx.config.cluster import Cluster, Mesh
 from megatron_longctx.mcore.data import first_pack
-from megatron_longctx.schedules.calibration import Calibration, calibration_path, save_calibration
-from megatron_longctx.schedules.cost import Costs
-from megatron_longctx.schedules.select import Candidate, Problem, select
-from megatron_longctx.topology import Cluster, Mesh
+from megatron_longctx.planner.calibration import Calibration, calibration_path, save_calibration
+from megatron_longctx.planner.cost import Costs
+from megatron_longctx.planner.select import Candidate, Problem, select
 from megatron_longctx.training import auto
 from megatron_longctx.training.auto import resolve_schedule
+from megatron_longctx.training.compose import compose_config
 from tests.shared.training import changed, tiny_corpus
 
 ON_CLUSTER = "parallelism.cluster=h200_x8"

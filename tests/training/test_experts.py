@@ -14,7 +14,7 @@ from megatron_longctx.config import Config, ModelConfig, data_parallel_size, lay
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.experts import SummedLossRouter, expert_name
 from megatron_longctx.mcore.model import transformer_config
-from megatron_longctx.metrics.flops import Work, training_flops
+from megatron_longctx.planner.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import Curves, gradient_errors, record
 from tests.shared.training import tiny_config, tiny_corpus

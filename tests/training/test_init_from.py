@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_longctx.compose import compose_config, override_config
+from megatron_longctx.cli import cli
+from megatron_longctx.cli.conversion import export_model, import_model
 from megatron_longctx.config import Config
 from megatron_longctx.mcore import checkpoint_folder, checkpoint_weights
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import preflight
+from megatron_longctx.training.compose import compose_config, override_config
 from megatron_longctx.training.text import Source, prepare
-from megatron_longctx.verbs import cli
-from megatron_longctx.verbs.conversion import export_model, import_model
 from tests.shared.published import TEXTS, same, tensors_of, write_model
 from tests.shared.training import Job, run_jobs, tiny_config, tiny_corpus
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_longctx.schedules import MODES
+from megatron_longctx.core.plans import MODES
 from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.training import GPT2, LATENTS, Job, Record, recorded, tiny_config, tiny_corpus
 
@@ -66,7 +66,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-# One case per fact: sharding affects losses, positions and gradients in the same way at every size. tests/attention
+# One case per fact: sharding affects losses, positions and gradients in the same way at every size. tests/core/attention
 # tests that attention is exact in every mode at every size.
 CASES = [
     Case("bf16 cp2", "bf16", 2, {CP: 2}),

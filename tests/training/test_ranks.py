@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.errors import JobFailed
+from megatron_longctx.core.errors import JobFailed
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
 
 

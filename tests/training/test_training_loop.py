@@ -17,16 +17,15 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_longctx import names
-from megatron_longctx.config import ModelConfig
-from megatron_longctx.errors import JobFailed
+from megatron_longctx.config import ModelConfig, names
+from megatron_longctx.core.errors import JobFailed
+from megatron_longctx.core.plans import build_plan
+from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.mcore import checkpoint, model
 from megatron_longctx.mcore.data import TrainingData
 from megatron_longctx.mcore.step import LossSum
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.metrics.flops import Work
-from megatron_longctx.schedules import build_plan
-from megatron_longctx.schedules.mask import documents
+from megatron_longctx.planner.flops import Work
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import launcher
 from megatron_longctx.training.loop import Trainer

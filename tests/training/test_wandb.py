@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import wandb
 
-from megatron_longctx import names
-from megatron_longctx.compare.runs import METRICS
-from megatron_longctx.compose import load_config
-from megatron_longctx.metrics.sinks import decode
+from megatron_longctx.cli import cli
+from megatron_longctx.config import names
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.verbs import cli
+from megatron_longctx.training.compare.runs import METRICS
+from megatron_longctx.training.compose import load_config
+from megatron_longctx.training.metrics.sinks import decode
 from tests.shared.training import Job, run_jobs, tiny_config, tiny_corpus
 
 SETTINGS = {"parallelism.context_parallel_size": 2, "train.save": True, "logging.wandb": "offline",

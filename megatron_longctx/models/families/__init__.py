@@ -6,7 +6,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from ...config import ModelConfig
-from ...errors import refuse
+from ...core.errors import refuse
 from ..family import Family
 from ..fields import refuse_field
 

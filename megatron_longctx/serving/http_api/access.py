@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from ...config import ServeConfig
-from ...errors import refuse
+from ...core.errors import refuse
 
 API_KEY = "MEGATRON_LONGCTX_API_KEY"
 """The environment variable with API keys, one per line."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
-from ...errors import is_line
+from ...core.errors import is_line
 from ...inference.sampling import Sampling
 from ...inference.scheduler import RequestLimits
 from ...models.chat import Chat

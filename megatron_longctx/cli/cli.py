@@ -1,0 +1,365 @@
+"""The `megatron-longctx` command: each verb is one job."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from .. import __version__
+from ..config import TOKENIZERS
+from ..core.errors import JobFailed, printable
+from . import hydra_options, wandb_runs
+
+_EPILOG = """\
+Settings are arguments of the form group=NAME or key.subkey=value, for example:
+  megatron-longctx train experiment=demo parallelism=cp4 train.steps=50
+  megatron-longctx plan parallelism.schedule=zigzag parallelism.context_parallel_size=8 --draw plan.png
+`megatron-longctx VERB --help` lists the groups and their recipes; docs/configuration.md explains every key.
+In bash, `eval "$(register-python-argcomplete megatron-longctx)"` completes verbs, keys and recipes."""
+_NO_BENCH = (
+    "megatron-longctx bench: gone. `megatron-longctx calibrate` measures for `auto`; from a checkout, "
+    "`python -m analysis.benchmarks attention|all_reduce|inference|prefill` compares."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb.
+
+    Returns:
+        0; 1 if a rank of a job or a check failed; 2 if the job was refused; 130 if interrupted.
+    """
+    arguments = parse(argv)
+    # `generate` writes nothing but the text to standard output.
+    stream = sys.stderr if arguments.verb == "generate" else sys.stdout
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=stream)
+    logging.getLogger("megatron_longctx").setLevel(logging.INFO)
+    try:
+        with _interrupts_not_swallowed():
+            code = hydra_options.run(arguments, _run)
+        sys.stdout.flush()  # inside `try`, which handles a closed pipe
+        return code
+    except ValueError as error:
+        print(printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
+        return 2
+    except JobFailed as error:
+        print(printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader has ended, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        reason = error.strerror or error
+        message = f"megatron-longctx {arguments.verb}: {place}{reason}. Check the path and the disk."
+        print(printable(message), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"megatron-longctx {arguments.verb}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+@contextmanager
+def _interrupts_not_swallowed() -> Iterator[None]:
+    """Let Ctrl-C interrupt where its exception is lost: in imports, since some modules catch it, and in destructors."""
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+                os.write(2, b"megatron-longctx: interrupted\n")
+                os._exit(128 + number)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    def lost(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:
+            report_lost(unraisable)
+            return
+        # Once more, a little later, when the destructor has ended.
+        again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
+
+    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not default or threading.current_thread() is not threading.main_thread():  # ignored, or another handler is set
+        yield
+        return
+    report_lost, sys.unraisablehook = sys.unraisablehook, lost
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = report_lost
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line. Settings may be anywhere among options; argparse alone allows one group of them.
+
+    Raises:
+        SystemExit: 2 for wrong usage, 0 after help or the version.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if list(argv[:1]) == ["bench"]:
+        print(_NO_BENCH, file=sys.stderr)
+        raise SystemExit(2)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell requests completions
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        if "settings" not in arguments or any(word.startswith("-") for word in rest):
+            arguments.reject(f"unrecognized arguments: {' '.join(rest)}")
+        arguments.settings += rest
+    return arguments
+
+
+class _VerbParser(argparse.ArgumentParser):
+    """The parser of a verb: errors print the verb's usage, and help lists the recipes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.set_defaults(reject=self.error)
+
+    def add_settings(self, meaning: str = "group=NAME and key=value") -> None:
+        settings = self.add_argument("settings", nargs="*", metavar="setting", help=meaning)
+        settings.completer = hydra_options.complete_settings  # type: ignore[attr-defined]
+
+    def format_help(self) -> str:
+        if any(action.dest == "settings" for action in self._actions):
+            self.epilog = _settings_help()
+        return super().format_help()
+
+
+def _settings_help() -> str:
+    from ..training.compose import recipes
+
+    lines = ["settings (keys override recipes):"]
+    for group, names in recipes().items():
+        lines += textwrap.wrap(", ".join(names), 100, initial_indent=f"  {group + '=':<18}", subsequent_indent=" " * 20)
+    return "\n".join([*lines, "  key.subkey=VALUE  docs/configuration.md explains every key"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-longctx",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb", parser_class=_VerbParser)
+
+    train = verbs.add_parser("train", help="train or resume on this host's devices, or under torchrun or Slurm")
+    train.add_settings()
+    hydra_options.add_options(train)
+    train.add_argument("--resolved", type=Path, metavar="FILE", help="use this resolved.yaml instead of the recipes")
+    train.add_argument(
+        "--preflight", type=int, metavar="RANKS",
+        help="check the settings for this number of ranks and print the run's folder; start and write nothing",
+    )  # fmt: skip
+
+    submit = verbs.add_parser("submit", help="submit a Slurm job with the configuration and code of now")
+    submit.add_argument("--dry-run", action="store_true", help="print the sbatch command; write and submit nothing")
+    submit.add_argument("kind", choices=("train", "serve", "sweep"), help="submit launch/KIND.sbatch")
+    submit.add_argument("words", nargs=argparse.REMAINDER, help="options of sbatch (--nodes=4), and settings")
+
+    plan = verbs.add_parser("plan", help="print what each rank holds, sends and attends to, step by step")
+    plan.add_settings()
+    hydra_options.add_options(plan)
+    plan.add_argument("--backward", action="store_true", help="show the backward plan instead")
+    plan.add_argument("--full-mask", action="store_true", help="every token sees every token (default: causal)")
+    plan.add_argument("--draw", type=Path, metavar="FILE.png", help="also draw the plan")
+    plan.add_argument(
+        "--documents",
+        metavar="N,N,…",
+        help="plan a pack of documents of these lengths, not the dataset's first pack; show where they lie",
+    )
+    plan.add_argument(
+        "--timeline", type=Path, metavar="FILE.png", help="also draw what each rank does over time (needs a cluster)"
+    )
+    plan.add_argument(
+        "--compare", nargs="?", type=Path, const=Path(), metavar="FILE.png",
+        help="instead of the plan: rank all modes by simulated time (needs a cluster), and draw them into the file",
+    )  # fmt: skip
+    plan.add_argument(
+        "--memory", nargs="?", type=Path, const=Path(), metavar="FILE.png",
+        help="instead of the plan: the memory of a training step on a rank; draw all recompute modes into the file",
+    )  # fmt: skip
+    plan.add_argument(
+        "--max-length", action="store_true", help="instead of the plan: the longest sequence that fits, by recompute"
+    )
+    plan.add_argument("--device-gib", type=float, help="memory of a device (default: that of the cluster)")
+
+    calibrate = verbs.add_parser(
+        "calibrate", help="measure links, kernels and modes for a model on these ranks, and store them for `auto`"
+    )
+    calibrate.add_settings()
+    hydra_options.add_options(calibrate)
+    calibrate.add_argument("--max-tokens", type=int, help="longest kernel call (default: 32768 on GPUs, 1024 on CPU)")
+    calibrate.add_argument(
+        "--links", type=Path, metavar="FILE.yaml", help="measure only the links and write them as a cluster file"
+    )
+
+    check = verbs.add_parser(
+        "check",
+        help="check that a recipe trains the same with parallelism as without",
+        description="Trains the recipe for a few steps at its parallel sizes, and with data parallelism alone. If no "
+        "rank can hold the whole model, the second run differs in its context-parallel size alone, which is 1. "
+        "Compares every loss and gradient norm (before clipping), and the gradients of the first and the last step. "
+        "The exit code is 0 if all agree, otherwise 1. A rank of the second run holds a whole sequence, and the "
+        "temporary folder (TMPDIR) holds the weights, and two copies of the gradients of two steps: reduce large "
+        "models with model.num_layers=2.",
+    )
+    check.add_settings()
+    hydra_options.add_options(check)
+    check.add_argument("--steps", type=int, default=3, help="steps of each run (default: %(default)s)")
+    check.add_argument(
+        "--tolerance", type=float, help="largest relative difference (default: 1e-5 in fp32, 2e-2 in bf16)"
+    )
+
+    generate = verbs.add_parser("generate", help="continue a prompt, or chat, with a run's checkpoint")
+    generate.add_settings(
+        "checkpoint=RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and settings that override the run's"
+    )
+    generate.add_argument("--chat", action="store_true", help="chat: each line of standard input is a turn")
+
+    serve = verbs.add_parser("serve", help="serve a run's checkpoint with an OpenAI-compatible API")
+    serve.add_settings("checkpoint=RUN, iteration=N, and settings that override the run's")
+
+    importing = verbs.add_parser("import", help="import a published model (Hugging Face or GGUF) as a run")
+    importing.add_argument("source", metavar="SOURCE", help="a folder with config.json and safetensors, or a .gguf")
+    importing.add_settings("out=RUN (a new folder), and settings of the run")
+
+    export = verbs.add_parser("export", help="export a run's checkpoint as a folder for Hugging Face's libraries")
+    export.add_argument("words", nargs="+", metavar="word", help="checkpoint=RUN, out=FOLDER (a new one), iteration=N")
+
+    evaluate = verbs.add_parser(
+        "eval",
+        help="evaluate a run's checkpoint on long texts: losses by position, needles, RULER's tasks",
+        description="Writes eval.json, eval.md and pictures. docs/evaluation.md explains the arguments.",
+    )
+    evaluate.add_settings(
+        "checkpoint=RUN, iteration=N, tasks=NAME,…, lengths=N,…, samples=N, depths=X,…, seed=N, data=PREFIX, "
+        "haystack=FOLDER, chat=true, out=FOLDER, and settings that override the run's"
+    )
+
+    data = verbs.add_parser("data", help="convert text to Megatron's indexed dataset")
+    data.add_argument("--source", required=True, help="stdlib, pydoc, a text or .jsonl file, or a folder")
+    data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
+    data.add_argument("--glob", help="pattern of the files of a folder (default: text files)")
+    data.add_argument("--join", action="store_true", help="make one document of each folder in the folder")
+    data.add_argument(
+        "--tokenizer", default="byte-level", choices=TOKENIZERS, help="library of the tokenizer (default: %(default)s)"
+    )
+    data.add_argument("--tokenizer-path", help="files of the tokenizer, for all but byte-level")
+    data.add_argument("--chat-template", help="a file with a Jinja template (default: the tokenizer's own)")
+
+    compare = verbs.add_parser(
+        "compare",
+        help="compare runs: tables, pictures and a dashboard in one HTML file",
+        description="Shows speed, waiting, imbalance, memory and losses of each run, compared with the first.",
+    )
+    compare.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders; the others are compared with the first"
+    )
+    compare.add_argument("--out", type=Path, metavar="FILE", help="picture (default: compare.png beside the first run)")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="also write the dashboard: table, filters, curves")
+    compare.add_argument("--plan", default="all", metavar="RUN", help="draw this run's plan, `all` (default) or `none`")
+    compare.add_argument("--rows", type=int, default=50, help="most steps to print (default: %(default)s)")
+
+    wandb_runs.add_verb(verbs)
+
+    verbs.add_parser("doctor", help="list what is installed and usable on this machine")
+
+    demo = verbs.add_parser("demo", help="train on real text with 4 context-parallel ranks and with 1, and compare")
+    demo.add_settings("key=value settings for both runs, for example train.steps=10")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int | None:
+    """Run the parsed verb. Imports only its module, since Megatron takes seconds to import."""
+    match arguments.verb:
+        case "train":
+            from ..training import launcher
+
+            if arguments.preflight is None:
+                launcher.train(arguments.settings, arguments.resolved)
+            elif arguments.preflight < 1:
+                ranks = arguments.preflight
+                raise ValueError(f"--preflight={ranks}: expected 1 or more. Give the job's number of ranks.")
+            else:
+                folder = launcher.preflight_only(arguments.settings, arguments.resolved, arguments.preflight)
+                print(f"run folder: {folder.path}")
+        case "submit":
+            from .submit import submit
+
+            words = [word for word in arguments.words if word != "--dry-run"]
+            submit(arguments.kind, words, arguments.dry_run or words != arguments.words)
+        case "plan":
+            from .plan import run
+
+            return run(arguments)
+        case "calibrate":
+            from ..training.calibrate import command
+
+            command.run(arguments.settings, arguments.max_tokens, arguments.links)
+        case "check":
+            from .check import check
+
+            return check(arguments.settings, arguments.steps, arguments.tolerance)
+        case "generate":
+            from ..serving.generate import generate
+
+            generate(arguments.settings, arguments.chat)
+        case "serve":
+            from ..serving.serve import serve
+
+            serve(arguments.settings)
+        case "import":
+            from .conversion import import_model
+
+            import_model(arguments.source, arguments.settings)
+        case "export":
+            from .conversion import export_model
+
+            export_model(arguments.words)
+        case "eval":
+            from .evaluate import evaluate
+
+            evaluate(arguments.settings)
+        case "data":
+            from ..training.text import Source, prepare
+
+            source = Source(arguments.source, arguments.glob, arguments.join)
+            prepare(source, arguments.out, arguments.tokenizer, arguments.tokenizer_path, arguments.chat_template)
+        case "compare":
+            from ..training.compare import compare
+
+            compare(arguments.runs, arguments.out, arguments.plan, arguments.rows, arguments.html)
+        case "wandb":
+            wandb_runs.run(arguments)
+        case "doctor":
+            from . import doctor
+
+            return doctor.main()
+        case "demo":
+            from .check import demo
+
+            demo(arguments.settings)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""The `import` and `export` verbs: a published model becomes a run, and a run's checkpoint a Hugging Face folder."""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import Config, ModelConfig
+from ..core.errors import refuse
+from ..mcore import checkpoint_weights
+from ..mcore.checkpoint_folder import iteration_directory
+from ..mcore.checkpoint_weights import Journal, Parameter
+from ..mcore.corpus import tokenizer_identity
+from ..mcore.model import fingerprint, padded_vocab_size
+from ..mcore.tokenizer import build_tokenizer
+from ..models import Dims, Weight, check_same_function, family_of_model, family_of_source, in_file_order
+from ..models.gguf_file import GgufFile
+from ..models.huggingface import HuggingFaceFolder, ShardWriter
+from ..models.source import CONFIG_FILES, TOKENIZER_FILES, Source, TensorInfo, matching_files, read_json
+from ..serving.inference_job import checkpoint_of, split_arguments
+from ..training import preflight
+from ..training.compose import RESOLVED, load_config, override_config, save_config
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER, _CHECKPOINTS = "tokenizer", "checkpoints"  # folders of a run
+# Buffers that older versions of `transformers` saved although they are computed from the configuration.
+_COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+def import_model(source: str, words: Sequence[str]) -> None:
+    """Run the `import` verb. A failure leaves nothing of the run.
+
+    Args:
+        source: a Hugging Face folder, or a GGUF file.
+        words: `out=RUN`, and settings of the run.
+    """
+    begin = time.perf_counter()
+    own, settings = split_arguments(words, ("out",))
+    published = _open_source(Path(source))
+    family = family_of_source(published.config)
+    model, seq_length = family.model_of(published.config)
+    vocab = model.vocab_size
+    assert vocab is not None
+    base = Config()
+    precision = "bf16" if {each.dtype for each in published.tensors.values()} == {torch.bfloat16} else "fp32"
+    base = replace(
+        base,
+        model=model,
+        data=replace(base.data, seq_length=seq_length),
+        train=replace(base.train, precision=precision),
+    )
+    with new_folder("out", own.get("out")) as (folder, final):
+        published.write_tokenizer(folder / _TOKENIZER)
+        if (folder / _TOKENIZER).is_dir():
+            data = replace(base.data, tokenizer="huggingface", tokenizer_path=str(final / _TOKENIZER))
+            base = replace(base, data=data)
+        base = replace(base, run=replace(base.run, name=final.name, root=str(final.parent)))
+        config = override_config(base, settings)
+        check_same_function(config.model, model, source)
+        rows = config.model.vocab_size
+        if rows is None or rows < vocab:
+            raise refuse("model.vocab_size", rows, f"at least the {vocab} tokens of {source}", "Leave it out.")
+        dims = Dims(config.model, vocab)
+        weights = family.weights(config.model)
+        _check_tensors(published, weights, dims)
+        extra = {"data": {"data.tokenizer": _checked_tokenizer(config, folder, final, vocab)}}
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        save_config(config, folder / RESOLVED)
+        identity = _import_identity(Path(source), folder)
+        journal = Journal(folder, _partial_folders(folder, final), _CHECKPOINTS, identity)
+        checkpoint_weights.write(
+            folder / _CHECKPOINTS,
+            _parameters(published, weights, dims, dtype),
+            config.model.num_layers,
+            dtype,
+            fingerprint(config, rows),
+            extra,
+            journal,
+        )
+        journal.remove()
+    rounded = {each.dtype for each in published.tensors.values()} - {dtype, torch.float16}
+    if dtype == torch.bfloat16 and rounded:
+        logger.info("fp32 weights were rounded to bf16, because of train.precision=bf16")
+    seconds = time.perf_counter() - begin
+    logger.info("imported %s (%s, %s) into %s in %.1f s", source, family.name, config.train.precision, final, seconds)
+
+
+def export_model(words: Sequence[str]) -> None:
+    """Run the `export` verb. A failure leaves nothing of the folder.
+
+    Args:
+        words: `checkpoint=RUN`, `out=FOLDER`, `iteration=N`.
+    """
+    begin = time.perf_counter()
+    own, others = split_arguments(words, ("checkpoint", "out", "iteration"))
+    if others:
+        raise refuse("word", others[0], "checkpoint=RUN, out=FOLDER or iteration=N", "A run is exported unchanged.")
+    run, iteration = checkpoint_of(own)
+    config = load_config(run / RESOLVED)
+    saved = preflight.check_saved_weights("checkpoint", run, config, iteration, tensor_files=True)
+    tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+    model = replace(config.model, vocab_size=padded_vocab_size(config.model, tokenizer.vocab_size))
+    family = family_of_model(model)
+    original = _original_config(config, tokenizer.vocab_size, model.vocab_size or 0)
+    dims = Dims(model, original.get("vocab_size") or model.vocab_size or 0)
+    weights = family.weights(model)
+    reader = checkpoint_weights.Reader(iteration_directory(run / _CHECKPOINTS, saved.iteration))
+    places = [weight.place(layer, dims)[0] for weight, layer in in_file_order(weights, model)]
+    for key in reader.unread(places):
+        raise refuse("checkpoint", key, f"the weights of the family {family.name}", "It has no place for this one.")
+    with new_folder("out", own.get("out")) as (folder, final):
+        _write_weights(folder, reader, weights, dims)
+        dtype = _DTYPES[reader.dtype(places[0])]
+        token_ids = {key: value for key, value in original.items() if key.endswith("_token_id")}
+        length = max(config.data.seq_length, _published_length(original, model))
+        written = family.config_of(model, dims.vocab, length) | token_ids | {"torch_dtype": dtype}
+        (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        _copy_tokenizer(config, folder)
+    seconds, name = time.perf_counter() - begin, family.name
+    logger.info("exported step %d of %s (%s, %s) into %s in %.1f s", saved.iteration, run, name, dtype, final, seconds)
+
+
+def _open_source(path: Path) -> Source:
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufFile(path)
+    if (path / "config.json").is_file():
+        return HuggingFaceFolder(path)
+    expected = "a folder with config.json and safetensors files, or a .gguf file"
+    raise refuse("SOURCE", path, expected, "Fetch it first: nothing is downloaded here.")
+
+
+def _check_tensors(source: Source, weights: Sequence[Weight], dims: Dims) -> None:
+    """Refuse missing tensors, tensors that the architecture does not have, and tensors of another shape."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for weight, layer in in_file_order(weights, dims.model):
+        expected |= zip(weight.published_names(layer), weight.published_shapes(dims), strict=True)
+    for name, shape in expected.items():
+        if name not in source.tensors:
+            raise refuse("tensors", name, "it in the files, of which none has it", "Fetch all files of the model.")
+        if (actual := source.tensors[name].shape) != shape:
+            raise refuse("tensors", f"{name} {actual}", f"the shape {shape}, as config.json says", "Fetch both again.")
+    for name in source.tensors.keys() - expected.keys():
+        if not _COMPUTED.fullmatch(name) and not _is_tied_copy(source, name, dims):
+            remedy = "Models with more than their architecture has are not served yet."
+            raise refuse("tensors", name, "tensors that the architecture has", remedy)
+
+
+def _is_tied_copy(source: Source, name: str, dims: Dims) -> bool:
+    """Whether a tensor is the output matrix of a model that shares it with the embedding, saved twice."""
+    tied = dims.model.tie_embeddings and name == "lm_head.weight"
+    return tied and torch.equal(source.read(name), source.read("model.embed_tokens.weight"))
+
+
+def _parameters(source: Source, weights: Sequence[Weight], dims: Dims, dtype: torch.dtype) -> Iterator[Parameter]:
+    def value(weight: Weight, layer: int) -> Tensor:
+        parts = [source.read(name).to(dtype) for name in weight.published_names(layer)]
+        return weight.form.join(parts, dims)
+
+    for weight, layer in in_file_order(weights, dims.model):
+        yield Parameter(*weight.place(layer, dims), weight.full_shape(dims), partial(value, weight, layer))
+
+
+def _write_weights(folder: Path, reader: checkpoint_weights.Reader, weights: Sequence[Weight], dims: Dims) -> None:
+    def value(weight: Weight, layer: int) -> dict[str, Tensor]:
+        whole = reader.read(*weight.place(layer, dims), weight.full_shape(dims))
+        return dict(zip(weight.published_names(layer), weight.form.split(whole, dims), strict=True))
+
+    in_layers = in_file_order(weights, dims.model)
+    groups = []
+    for weight, layer in in_layers:
+        dtype = reader.dtype(weight.place(layer, dims)[0])
+        names = zip(weight.published_names(layer), weight.published_shapes(dims), strict=True)
+        groups.append({name: TensorInfo(shape, dtype) for name, shape in names})
+    ShardWriter(folder, groups).write(partial(value, *each) for each in in_layers)
+
+
+def _checked_tokenizer(config: Config, folder: Path, final: Path, vocab: int) -> Mapping[str, object]:
+    """Return the tokenizer's identity. An imported tokenizer is in `folder` until that is renamed `final`."""
+    data = config.data
+    imported = data.tokenizer_path == str(final / _TOKENIZER)
+    if data.tokenizer == "byte-level" and not (folder / _TOKENIZER).is_dir():
+        logger.warning("the source has no tokenizer: data.tokenizer=byte-level, which is hardly the model's")
+    tokenizer = build_tokenizer(data.tokenizer, str(folder / _TOKENIZER) if imported else data.tokenizer_path)
+    if tokenizer.vocab_size > vocab:
+        expected = f"at most the {vocab} tokens that the embedding has; this has {tokenizer.vocab_size}"
+        raise refuse("data.tokenizer_path", data.tokenizer_path, expected, "Take the tokenizer of this model.")
+    padded_vocab_size(config.model, tokenizer.vocab_size)
+    return tokenizer_identity(config, tokenizer)
+
+
+def _copy_tokenizer(config: Config, folder: Path) -> None:
+    path = Path(config.data.tokenizer_path or "")
+    files = [path] if path.is_file() else matching_files(path, TOKENIZER_FILES) if config.data.tokenizer_path else []
+    if not files:
+        logger.warning("data.tokenizer=%s has no files: the folder is without a tokenizer", config.data.tokenizer)
+    for file in [*files, *(matching_files(path, CONFIG_FILES[1:]) if path.is_dir() and files else [])]:
+        shutil.copyfile(file, folder / file.name)
+
+
+def _original_config(config: Config, tokens: int, rows: int) -> Mapping[str, Any]:
+    """Return the `config.json` beside the tokenizer if it describes a model with a vocabulary of this size."""
+    path = Path(config.data.tokenizer_path or "", "config.json")
+    original = read_json(path) if path.is_file() else {}
+    vocab = original.get("vocab_size")
+    return original if isinstance(vocab, int) and tokens <= vocab <= rows else {}
+
+
+def _published_length(original: Mapping[str, Any], model: ModelConfig) -> int:
+    """Return the longest sequence of the published model that `model` was made from, which may differ in RoPE; or 0."""
+    try:
+        published, length = family_of_source(original).model_of(original)
+        rope = {key: getattr(published, key) for key in ("rope_base", "rope_scaling", "window_rope_base")}
+        check_same_function(replace(model, **rope), published, _TOKENIZER)
+    except ValueError:  # another model's, whose tokenizer alone is used
+        return 0
+    return length
+
+
+def _import_identity(source: Path, folder: Path) -> str:
+    """Describe what determines the weights: files by size and time, the settings in `folder`, and package versions."""
+    files = [each for each in sorted(source.iterdir()) if each.is_file()] if source.is_dir() else [source]
+    of_files = [(str(each.absolute()), (stat := each.stat()).st_size, stat.st_mtime_ns) for each in files]
+    return json.dumps([version("megatron-longctx"), torch.__version__, of_files, (folder / RESOLVED).read_text()])
+
+
+@contextmanager
+def new_folder(key: str, name: str | None) -> Iterator[tuple[Path, Path]]:
+    """Provide a partial folder, which is renamed when the context ends and removed if it fails.
+
+    Args:
+        key: the setting that `name` comes from.
+
+    Returns:
+        the partial folder, and its final path.
+    """
+    if not name:
+        raise refuse(key, name or "", f"{key}=FOLDER, a new one", "Give it a name.")
+    final = Path(os.path.abspath(name))
+    if final.exists():
+        raise refuse(key, name, "a new folder; this one already exists", "Give another name, or delete it.")
+    folder = final.with_name(f"{final.name}.{os.getpid()}.partial")
+    folder.mkdir(parents=True)
+    try:
+        yield folder, final
+        folder.rename(final)
+        for left in _partial_folders(folder, final):
+            logger.warning("%s is of another import or export into %s: delete it if that was killed", left, final.name)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _partial_folders(folder: Path, final: Path) -> list[Path]:
+    """Return the partial folders for `final` other than `folder`."""
+    return [each for each in sorted(final.parent.glob(f"{glob.escape(final.name)}.*.partial")) if each != folder]

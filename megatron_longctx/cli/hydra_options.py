@@ -1,0 +1,84 @@
+"""Hydra's options of the verbs that compose a configuration: sweeps, printing, own recipes, and shell completion."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from copy import copy
+from pathlib import Path
+
+from ..core.errors import JobFailed, refuse
+
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+Verb = Callable[[argparse.Namespace], int | None]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `hydra.main` that apply here, under the same names."""
+    parser.add_argument(
+        "-m", "--multirun", action="store_true",
+        help="run jobs one by one for key=a,b and for the recipe's sweep; run.name gets the values",
+    )  # fmt: skip
+    parser.add_argument("--cfg", choices=("job",), help="print the configuration and run nothing")
+    parser.add_argument(
+        "--info", nargs="?", const="all", choices=_INFO, help="print how Hydra composes it, and run nothing"
+    )
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="your own recipes, laid out as recipes/")
+
+
+def run(arguments: argparse.Namespace, verb: Verb) -> int:
+    """Run the verb, or the option that replaces it. Return the exit code. A sweep runs all jobs even if some fail."""
+    if "multirun" in arguments:
+        from ..training.compose import compose_config, config_yaml, use_recipes
+        from ..training.sweep import show_info, sweep
+
+        use_recipes(arguments.config_dir)
+        if arguments.cfg:
+            print(config_yaml(compose_config(arguments.settings)), end="")
+            return 0
+        if arguments.info:
+            show_info(arguments.info, arguments.settings)
+            return 0
+        if arguments.multirun:
+            if "WORLD_SIZE" in os.environ:
+                remedy = "Sweep on one host, or submit a job for each: see launch/README.md."
+                raise refuse("--multirun", "under torchrun", "to start the ranks itself", remedy)
+            return _sweep(arguments, verb, sweep(arguments.settings).jobs)
+    return verb(arguments) or 0
+
+
+def _sweep(arguments: argparse.Namespace, verb: Verb, jobs: list[list[str]]) -> int:
+    failed, worst = [], 0
+    for number, settings in enumerate(jobs, start=1):
+        print(f"\n== job {number} of {len(jobs)}: {' '.join(settings)} ==", flush=True)
+        job = copy(arguments)
+        job.settings = settings
+        try:
+            worst = max(worst, verb(job) or 0)
+        except (JobFailed, ValueError) as error:
+            print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
+            failed.append(settings[-1].removeprefix("run.name="))
+    if failed:
+        raise JobFailed(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}. Their errors are above.")
+    return worst
+
+
+def complete_settings(prefix: str, **_: object) -> Iterator[str]:
+    """Yield the completions of a setting: groups and keys, and after `=` their recipes and values."""
+    from ..config import Config, keys_of
+    from ..config.bounds import Choice
+    from ..training.compose import recipes
+
+    keys = keys_of(Config)
+    name, equals, _value = prefix.partition("=")
+    if not equals:
+        yield from (f"{each}=" for each in (*recipes(), *keys))
+        return
+    bare = name.lstrip("+")
+    values: tuple[object, ...] = tuple(recipes().get(bare, ()))
+    if bare in keys:
+        bounds = keys[bare].bounds
+        values = bounds.all if isinstance(bounds, Choice) else ("true", "false") if bounds is None else ()
+    yield from (f"{name}={value}" for value in values)

@@ -1,0 +1,272 @@
+"""The `plan` verb: print, simulate and draw a plan; rank all modes; predict memory."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..config import (
+    Config,
+    configured_mode,
+    mode_options,
+    names_as_keys,
+    planned_mask,
+    summed_node_size,
+    token_unit,
+    workload_of,
+)
+from ..config.cluster import Cluster, load_cluster
+from ..core.errors import refuse
+from ..core.plans import (
+    KernelSupport,
+    Plan,
+    Target,
+    backward_plan,
+    build_plan,
+    keep_received,
+    keeps_received,
+    sum_in_nodes,
+)
+from ..core.plans import mask as masks
+from ..planner.cost import Costs
+from ..planner.describe import describe, describe_placement, summary
+from ..planner.draw import draw, draw_modes, draw_placement, draw_timeline
+from ..planner.memory import command
+from ..planner.select import Problem, rank_modes, table
+from ..planner.simulate import Simulation, simulate
+from ..training.compose import compose_config
+
+_MAX_MESSAGES = 20_000  # of a plan that is drawn: 141 ranks of a ring
+_REMEDY = "Name one of recipes/cluster, or a file that `megatron-longctx calibrate --links` has written."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the verb. Return the exit code."""
+    config, causal = compose_config(arguments.settings), not arguments.full_mask
+    if arguments.memory is not None or arguments.max_length:
+        return show_memory(config, arguments.memory, arguments.max_length, arguments.device_gib)
+    if arguments.compare is not None:
+        compare(config, arguments.compare, causal=causal)
+    else:
+        show(
+            config,
+            causal=causal,
+            backward=arguments.backward,
+            picture=arguments.draw,
+            timeline=arguments.timeline,
+            documents=arguments.documents,
+        )
+    return 0
+
+
+def show(
+    config: Config,
+    *,
+    causal: bool = True,
+    backward: bool = False,
+    picture: Path | None = None,
+    timeline: Path | None = None,
+    documents: str | None = None,
+) -> None:
+    """Print the configured plan and its simulated time, if a cluster is named, and draw it.
+
+    Args:
+        picture, timeline: files for the plan, and for what each rank does over time.
+        documents: lengths of a pack's documents, for example `900,13600`; their placement is printed and drawn. None
+            for the dataset's first pack if `data.packing` makes packs and there is a dataset.
+    """
+    _check_picture("--draw", picture)
+    _check_picture("--timeline", timeline)
+    config = _with_mode(config)
+    pack = _first_pack(config) if documents is None else _lengths(documents)
+    lengths = [config.data.seq_length] if pack is None else pack
+    config = replace(config, data=replace(config.data, seq_length=sum(lengths)))
+    cluster = _cluster(config) if config.parallelism.cluster else None
+    if timeline and cluster is None:
+        raise refuse("--timeline", timeline, "parallelism.cluster=NAME beside it", _REMEDY)
+    _check_size("--draw", picture, config)
+    _check_size("--timeline", timeline, config)
+    plan = _configured_plan(config, _mask(config, causal, lengths))
+    plan = backward_plan(plan) if backward else plan
+    target = _target(config, packed=pack is not None)
+    simulation, time = None, "not simulated: name a cluster, as in parallelism.cluster=h200_x8"
+    if cluster is not None:
+        simulation = simulate(plan, cluster, target, timeline=timeline is not None)
+        time = f"{simulation.seconds * 1e3:.3f} ms on {cluster.name}, simulated, of one layer's attention"
+    rows = [*summary(plan, target.workload), f"  time     {time}", *(f"  {line}" for line in command.brief(config))]
+    print(describe(plan, target, rows))
+    if simulation is not None and cluster is not None:
+        print("\n" + _simulated(simulation, cluster))
+    if pack is not None:
+        print("\n" + describe_placement(plan, target.workload, simulation))
+    if simulation is not None and timeline:
+        draw_timeline(simulation, timeline)
+        print(f"\ntime line drawn to {timeline}")
+    if picture:
+        (draw if pack is None else draw_placement)(plan, picture)
+        print(f"\ndrawn to {picture}")
+
+
+def compare(config: Config, picture: Path, *, causal: bool) -> None:
+    """Print all modes ranked by simulated time, and draw them side by side, unless the path is empty."""
+    drawn = picture if picture != Path() else None
+    _check_picture("--compare", drawn)
+    _check_size("--compare", drawn, config)
+    if config.parallelism.cluster is None:
+        raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
+    cluster, par = _cluster(config), config.parallelism
+    problem = Problem(
+        par.context_parallel_size,
+        _mask(config, causal),
+        _target(config),
+        token_unit(par),
+        par.layout,
+        replace(mode_options(par), inner_size=None, max_buffer_tokens=None),
+        keep_received=config.keep_received,
+        sum_in_node=config.sum_in_node,
+    )
+    ranking = rank_modes(problem, cluster, timeline=drawn is not None)
+    heads = problem.target.workload
+    title = (
+        f"{config.model.name}: {config.data.seq_length:,} tokens, {problem.n} ranks of {cluster.name}, "
+        f"heads {heads.num_heads}:{heads.num_kv_heads} x {heads.head_sizes}, {'causal' if causal else 'full'}"
+    )
+    print(f"{title}; one attention layer, simulated\n{table(ranking)}")
+    if drawn:
+        draw_modes(ranking, drawn, title)
+        print(f"\ndrawn to {drawn}")
+
+
+def show_memory(config: Config, picture: Path | None, longest: bool, device_gib: float | None) -> int:
+    """Print the memory of a training step on a rank, the longest sequences that fit, or both.
+
+    Args:
+        picture: file for all recompute modes; an empty path to print only; None to omit the step.
+        longest: print the longest sequences.
+        device_gib: memory of a device; None for the cluster's.
+
+    Returns:
+        the exit code: 1 if a step does not fit.
+    """
+    config = _with_mode(config)
+    _check_heads(config)
+    fits = True
+    if picture is not None:
+        drawn = picture if picture != Path() else None
+        _check_picture("--memory", drawn)
+        fits = command.show(config, drawn, device_gib)
+    if longest:
+        _check_size("--max-length", "given", config)
+        command.show_max_length(config, device_gib)
+    return 0 if fits else 1
+
+
+def _cluster(config: Config) -> Cluster:
+    par = config.parallelism
+    assert par.cluster is not None
+    return load_cluster(par.cluster).resized(par.context_parallel_size)
+
+
+def _with_mode(config: Config) -> Config:
+    """Replace `auto` by the mode that it chooses on the named cluster, and print the ranking."""
+    par = config.parallelism
+    if par.schedule != "auto" or par.cluster is None:
+        return config
+    from ..training.auto import resolve_for_cluster  # takes seconds to import
+
+    resolved, ranking = resolve_for_cluster(config)
+    print(f"parallelism.schedule=auto takes {ranking[0].name} on {par.cluster}, simulated:\n{table(ranking)}\n")
+    return resolved
+
+
+@names_as_keys()
+def _check_heads(config: Config) -> None:
+    """Refuse what training would refuse: no mode, or one that cannot divide the heads among the ranks."""
+    par, workload = config.parallelism, workload_of(config)
+    if par.schedule == "auto":
+        raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with --compare.")
+    configured_mode(par).check_heads(par.context_parallel_size, workload.num_heads, workload.num_kv_heads)
+
+
+def _first_pack(config: Config) -> list[int] | None:
+    """Return the document lengths of the dataset's first pack; None without packs or without a dataset."""
+    data = config.data
+    if data.packing == "none":
+        return None
+    missing = [prefix for _, prefix in data.datasets if not Path(f"{prefix}.idx").is_file()]
+    if missing:
+        print(f"no dataset {missing[0]} yet: this is one document of data.seq_length; --documents takes a pack's\n")
+        return None
+    from ..mcore.data import first_pack  # takes seconds to import
+
+    lengths = list(first_pack(config))
+    print(f"the first pack of {data.prefix}, of {len(lengths)} documents; --documents takes others\n")
+    return lengths
+
+
+def _lengths(documents: str) -> list[int]:
+    try:
+        lengths = [int(each) for each in documents.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise refuse("--documents", documents, "lengths from 1 on, with commas between", "Correct it.")
+    return lengths
+
+
+@names_as_keys()
+def _configured_plan(config: Config, mask: masks.Mask) -> Plan:
+    par = config.parallelism
+    _check_heads(config)
+    n, length = par.context_parallel_size, config.data.seq_length
+    plan = build_plan(par.schedule, n, mask, mode_options(par), token_unit(par), par.layout)
+    keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
+    return sum_in_nodes(keep_received(plan) if keep else plan, summed_node_size(config))
+
+
+def _mask(config: Config, causal: bool, lengths: Sequence[int] | None = None) -> masks.Mask:
+    if causal:
+        return planned_mask(config, lengths)
+    return masks.documents(lengths or [config.data.seq_length], causal=False)
+
+
+def _target(config: Config, packed: bool = False) -> Target:
+    """Return the workload on a kernel with packs, rectangles and windows if packs or windows need it."""
+    special = packed or config.model.window is not None
+    return Target(workload_of(config), KernelSupport(packed=special, rectangles=special, windows=special))
+
+
+def _simulated(simulation: Simulation, cluster: Cluster) -> str:
+    costs = Costs.of_device(cluster.device)
+    busiest = simulation.busiest_link
+    rows = [
+        f"simulated on {cluster.name} ({costs.forward_tflops:.0f} TFLOP/s forward, "
+        f"{costs.backward_tflops:.0f} backward)",
+        f"  time           {simulation.seconds * 1e3:.3f} ms, {simulation.idle_share:.1%} of rank-time not computing",
+        f"  computing      {min(simulation.compute_s) * 1e3:.3f} to {max(simulation.compute_s) * 1e3:.3f} ms a rank",
+        f"  waiting        {min(simulation.exposed_s) * 1e3:.3f} to {max(simulation.exposed_s) * 1e3:.3f} ms a rank "
+        "for messages",
+        f"  busiest link   {busiest[0]}, {busiest[1]:.1%} of the time" if busiest else "  busiest link   none",
+        f"  memory         {simulation.peak_bytes / 2**30:.3f} GiB at most for this call, without kernels' workspace",
+    ]
+    return "\n".join(rows)
+
+
+def _check_size(option: str, given: object, config: Config) -> None:
+    """Refuse to draw or search plans with so many messages that it would take hours."""
+    if not given:
+        return
+    par = config.parallelism
+    n = par.context_parallel_size
+    messages = configured_mode(par).num_messages(n, config.data.seq_length)
+    if messages > _MAX_MESSAGES:
+        expected = f"a plan of at most {_MAX_MESSAGES:,} messages; {par.schedule} has {messages:,} here"
+        raise refuse(option, given, expected, "Take fewer context-parallel ranks.")
+
+
+def _check_picture(option: str, picture: Path | None) -> None:
+    if picture and (picture.suffix != ".png" or not picture.parent.is_dir()):
+        remedy = f"Put settings before {option}." if "=" in str(picture) else "Give another file name."
+        raise refuse(option, picture, "a .png file in a folder that exists", remedy)

@@ -1,0 +1,328 @@
+"""A cluster as data: nodes of ranks, the links within and between them, and the resources that a message occupies.
+
+Ranks are numbered node by node: rank r is rank `r % ranks_per_node` of node `r // ranks_per_node`. All nodes are equal,
+and so are all links of a kind. Rates are GiB/s in one direction, latencies seconds per message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from omegaconf import OmegaConf
+
+from ..core.errors import refuse
+from ..core.plans.links import Rings
+from .files import bundled, read_yaml
+
+GIB = 2**30
+_MAX = 10**6  # GiB, GiB/s, TFLOP/s, seconds, nodes: more than any cluster has
+
+
+class Resource(NamedTuple):
+    """A resource that transfers share: `egress`/`ingress` of rank `owner`, the `link` from rank `owner` to rank
+    `other`, or `nic_out`/`nic_in` number `other` of node `owner`."""
+
+    kind: str
+    owner: int
+    other: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.owner}" + (f".{self.other}" if self.other >= 0 else "")
+
+
+class Route(NamedTuple):
+    """The resources that a message occupies, its rate if it has them to itself, and its latency."""
+
+    resources: tuple[Resource, ...]
+    gibps: float
+    latency_s: float
+
+
+class _Hardware:
+    """A dataclass that refuses figures that no hardware has."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "latency_s":
+                if not 0 <= value <= _MAX:
+                    remedy = "Give the seconds that one small message takes."
+                    raise refuse(name, value, f"0 or more and at most {_MAX:,}", remedy)
+            elif isinstance(value, int | float) and not 0 < value <= _MAX:
+                remedy = f"Give {name} as measured or from the data sheet."
+                raise refuse(name, value, f"a number above 0 and at most {_MAX:,}", remedy)
+
+
+@dataclass(frozen=True)
+class Mesh(_Hardware):
+    """A node in which every ordered pair of ranks has a separate link of `pair_gibps`."""
+
+    pair_gibps: float
+    latency_s: float = 0.0
+    kind: ClassVar[str] = "mesh"
+
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        """The GiB/s of the resources that a message occupies, keyed by their kind."""
+        return {"link": self.pair_gibps}
+
+
+@dataclass(frozen=True)
+class Switch(_Hardware):
+    """A node whose ranks share one non-blocking switch: each sends `egress_gibps` and receives `ingress_gibps` in all.
+
+    `pair_gibps` limits each pair of ranks; None for no limit. A limit below the egress means that a rank must send to
+    several others at the same time to use its link, as with NCCL's send/recv, whose channels per peer are limited.
+    """
+
+    egress_gibps: float
+    ingress_gibps: float
+    pair_gibps: float | None = None
+    latency_s: float = 0.0
+    kind: ClassVar[str] = "switch"
+
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        """The GiB/s of the resources that a message occupies, keyed by their kind."""
+        link = {} if self.pair_gibps is None else {"link": self.pair_gibps}
+        return {"egress": self.egress_gibps, "ingress": self.ingress_gibps, **link}
+
+
+@dataclass(frozen=True)
+class Network(_Hardware):
+    """A non-blocking network between nodes that have `nics` NICs each, with `nic_gibps` in each direction.
+
+    Neighbouring ranks share a NIC if there are fewer NICs than ranks; a rank with several NICs uses them as one.
+    """
+
+    nics: int
+    nic_gibps: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Device(_Hardware):
+    """The processor of one rank. `efficiency` is the share of `peak_tflops` that an attention kernel reaches."""
+
+    name: str = ""
+    peak_tflops: float | None = None
+    efficiency: float | None = None
+    memory_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.efficiency is not None and self.efficiency > 1:
+            raise refuse("efficiency", self.efficiency, "a share of the peak, 1 at most", "Divide per cent by 100.")
+
+    @property
+    def kernel_tflops(self) -> float | None:
+        """The TFLOP/s that an attention kernel reaches, or None if a figure is unknown."""
+        return None if self.peak_tflops is None or self.efficiency is None else self.peak_tflops * self.efficiency
+
+
+Intra = Mesh | Switch
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` nodes of `ranks_per_node` ranks. Several ranks per node need `intra`, several nodes need `network`."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    intra: Intra | None = None
+    network: Network | None = None
+    device: Device = field(default_factory=Device)
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node"):
+            value = getattr(self, name)
+            if not 1 <= value <= _MAX:
+                raise refuse(name, value, f"1 or more and at most {_MAX:,}", f"Count the {name.replace('_', ' ')}.")
+        if self.ranks_per_node > 1 and self.intra is None:
+            raise refuse("intra", None, f"the links between {self.ranks_per_node} ranks of a node", "Add intra.")
+        if self.nodes > 1 and self.network is None:
+            raise refuse("network", None, f"the network between {self.nodes} nodes", "Add network.")
+        if self.network is not None:
+            few, many = sorted((self.network.nics, self.ranks_per_node))
+            if many % few:
+                expected = f"a divisor or a multiple of ranks_per_node={self.ranks_per_node}"
+                raise refuse("nics", self.network.nics, expected, "Count only NICs that ranks share evenly.")
+
+    @property
+    def n(self) -> int:
+        """The number of ranks of the whole cluster."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def network_share_gibps(self) -> float:
+        """A rank's share of its node's NICs while all ranks of the node send, in GiB/s."""
+        assert self.network is not None
+        return self.network.nic_gibps * self.network.nics / self.ranks_per_node
+
+    @property
+    def network_is_slower(self) -> bool:
+        """Whether a rank's share of the network is slower than its links within its node. False for one node."""
+        return self.nodes > 1 < self.ranks_per_node and self.route(0, 1).gibps > self.network_share_gibps
+
+    def rings(self) -> tuple[Rings, str]:
+        """Return the rings over which all ranks pass on blocks in the least time together, and the reason, to log."""
+        from .rings import choose
+
+        decomposition, why = choose(self)
+        return decomposition.rings, why
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def nic_of(self, rank: int) -> int:
+        """Return the number of the NIC in its node that a rank uses; of its group of NICs if it has several."""
+        assert self.network is not None
+        shares = min(self.network.nics, self.ranks_per_node)
+        return rank % self.ranks_per_node * shares // self.ranks_per_node
+
+    def ports(self, rank: int) -> tuple[Resource, Resource]:
+        """Return the resources of a rank's messages to other nodes and of those from other nodes."""
+        nic = self.node_of(rank), self.nic_of(rank)
+        return Resource("nic_out", *nic), Resource("nic_in", *nic)
+
+    def route(self, source: int, destination: int) -> Route:
+        """Return the route of a message between two ranks.
+
+        Raises:
+            ValueError: a rank outside the cluster, or the same rank twice.
+        """
+        for rank in (source, destination):
+            if not 0 <= rank < self.n:
+                raise refuse("rank", rank, f"0..{self.n - 1}, the ranks of {self.name}", "Use a larger cluster.")
+        if source == destination:
+            raise refuse("destination", destination, "a rank other than the source", "Move nothing to oneself.")
+        if self.node_of(source) == self.node_of(destination):
+            assert self.intra is not None
+            owners = {"egress": (source,), "ingress": (destination,), "link": (source, destination)}
+            used = tuple(Resource(kind, *owners[kind]) for kind in self.intra.rates)
+            return Route(used, min(self.intra.rates.values()), self.intra.latency_s)
+        assert self.network is not None
+        return Route((self.ports(source)[0], self.ports(destination)[1]), self._nic_gibps(), self.network.latency_s)
+
+    def capacity(self, resource: Resource) -> float:
+        """Return the GiB/s of a resource in its one direction. All resources of a kind are equal."""
+        if resource.kind in ("nic_out", "nic_in"):
+            return self._nic_gibps()
+        assert self.intra is not None
+        return self.intra.rates[resource.kind]
+
+    def _nic_gibps(self) -> float:
+        """Return the rate of one NIC, or of the NICs that one rank has to itself."""
+        assert self.network is not None
+        return self.network.nic_gibps * max(1, self.network.nics // self.ranks_per_node)
+
+    def resized(self, n: int) -> Cluster:
+        """Return the same hardware with `n` ranks: a part of a node, or as many whole nodes as needed.
+
+        Raises:
+            ValueError: `n` is neither, or needs several nodes of a cluster whose network is not described.
+        """
+        m = self.ranks_per_node
+        if n < 1 or (n > m and n % m):
+            legal = f"1..{m} or a multiple of {m}"
+            nearest = f"{n // m * m} or {(n // m + 1) * m}" if n > 0 else "1"
+            raise refuse("ranks", n, f"{legal}, the ranks of whole nodes of {self.name}", f"Nearest: {nearest}.")
+        if n <= m:  # the NICs of the other ranks are idle, so the description of the network does not apply
+            return replace(self, nodes=1, ranks_per_node=n, network=self.network if n == m else None)
+        return replace(self, nodes=n // m)
+
+
+def load_cluster(source: str | Path) -> Cluster:
+    """Load a cluster from a .yaml file, or by a name in `recipes/cluster` such as `h200_x8`.
+
+    Raises:
+        ValueError: no such file, not YAML, an unknown or missing key, a value of the wrong type or range.
+    """
+    path, folder = Path(source), bundled("recipes") / "cluster"
+    names = sorted(file.stem for file in folder.glob("*.yaml"))
+    if str(source) in names:
+        path = folder / f"{source}.yaml"
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        remedy = "Write or measure one, or choose one that exists."
+        raise refuse("parallelism.cluster", source, f"a .yaml file or one of {', '.join(names)}", remedy)
+    try:
+        data = read_yaml(path)
+    except Exception as error:  # the YAML parser and OmegaConf raise unrelated types
+        what = str(error).strip().split("\n", 1)[0]
+        raise ValueError(f"{path}: expected YAML that describes a cluster ({what}). Mend the file.") from None
+    try:
+        return cluster_from(data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def save_cluster(cluster: Cluster, path: Path) -> None:
+    """Write `cluster` as YAML; `load_cluster` reads an equal cluster."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(as_data(cluster))))
+
+
+def as_data(cluster: Cluster) -> dict[str, Any]:
+    """Convert a cluster to plain mappings and values."""
+    data = {name: value for name, value in asdict(cluster).items() if value is not None}
+    if cluster.intra is not None:
+        data["intra"] = {"kind": cluster.intra.kind, **data["intra"]}
+    return data
+
+
+def cluster_from(data: Any) -> Cluster:
+    """Return the cluster of `as_data`, or of the content of a YAML file.
+
+    Raises:
+        ValueError: an unknown or missing key, a value of the wrong type or range.
+    """
+    values = _values(Cluster, data, "")
+    intra = values.pop("intra", None)
+    if intra is not None:
+        kinds: dict[str, type[Intra]] = {cls.kind: cls for cls in (Mesh, Switch)}
+        intra = _mapping(intra, "intra")
+        kind = intra.pop("kind", None)
+        if not isinstance(kind, str) or kind not in kinds:
+            raise refuse("intra.kind", kind, " or ".join(kinds), "Say how the ranks of a node are wired.")
+        values["intra"] = kinds[kind](**_values(kinds[kind], intra, "intra."))
+    for name, cls in (("network", Network), ("device", Device)):
+        part = values.pop(name, None)
+        if part is not None:
+            values[name] = cls(**_values(cls, part, f"{name}."))
+    return Cluster(**values)
+
+
+def _mapping(data: Any, where: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        given = "a list" if isinstance(data, list) else data
+        raise refuse(where.rstrip(".") or "cluster", given, "keys with values", "Indent the keys below it.")
+    return {str(key): value for key, value in data.items()}
+
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "an integer"),
+    "float": ((int, float), "a number"),
+    "float | None": ((int, float, type(None)), "a number or null"),
+    "str": ((str,), "text"),
+}
+
+
+def _values(cls: type, data: Any, where: str) -> dict[str, Any]:
+    """Return `data`, checked against the names and types of the fields of `cls`. Nested dataclasses are not checked."""
+    given = _mapping(data, where)
+    known = {item.name: item for item in fields(cls)}
+    for key, value in given.items():
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"Did you mean {where}{near[0]}?" if near else "Remove it."
+            raise refuse(f"{where}{key}", value, "one of the keys " + ", ".join(known), hint)
+        types, expected = _TYPES.get(str(known[key].type), ((object,), ""))
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise refuse(f"{where}{key}", value, expected, "Correct the file.")
+    for name, item in known.items():
+        if name not in given and item.default is MISSING and item.default_factory is MISSING:
+            raise refuse(f"{where}{name}", "missing", "a value", f"Add {where}{name}.")
+    return given

@@ -1,0 +1,46 @@
+"""The GPU of each rank: one GPU per rank, or one that several ranks share to test multi-GPU code on few GPUs."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..core.errors import refuse
+
+RANKS_PER_GPU = "MEGATRON_LONGCTX_RANKS_PER_GPU"
+"""Environment variable: the number of neighbouring ranks that share a GPU. They compute in turns and their messages are
+slow, so it shows what runs, not how fast."""
+
+
+def ranks_per_gpu() -> int:
+    """Return how many ranks share a GPU.
+
+    Raises:
+        ValueError: `RANKS_PER_GPU` is not a positive integer.
+    """
+    value = os.environ.get(RANKS_PER_GPU, "1")
+    if not value.isdecimal() or int(value) < 1:
+        raise refuse(RANKS_PER_GPU, value, "a whole number of at least 1", "Correct it, or unset it.")
+    return int(value)
+
+
+def max_gpu_ranks() -> int:
+    """Return how many ranks can run on the GPUs of this host."""
+    return torch.cuda.device_count() * ranks_per_gpu()
+
+
+def uses_cuda(device: str) -> bool:
+    """Whether ranks with `train.device=device` run on GPUs."""
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def use_gpu(local_rank: int) -> None:
+    """Make the GPU of a rank of this host the current device of this process."""
+    sharing = ranks_per_gpu()
+    torch.cuda.set_device(local_rank // sharing)
+    if sharing > 1:
+        # NCCL refuses ranks of one host that share a GPU, so each pretends to be a host and talks over sockets.
+        os.environ["NCCL_HOSTID"] = f"{os.uname().nodename}-{local_rank}"
+        os.environ.setdefault("NCCL_NET", "Socket")
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"

@@ -1,0 +1,319 @@
+"""The replay of a recording: its operations become functions over registers, prepared once for all calls of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..comm import Channel, SymmetricExchange, timed
+from ..kernels import Partial, merge_partials, sum_partials
+from ..kernels.batched_copy import BatchedCopy, Pair
+from ..plans import Kind, Lowering
+from ..plans.plan import NUM_FIELDS
+from ..plans.record import record
+from ..plans.recording import (
+    Acquire,
+    Compute,
+    Copy,
+    Memory,
+    Merge,
+    Op,
+    Place,
+    Recording,
+    Release,
+    Rows,
+    Send,
+    Wait,
+    rows_read,
+    rows_written,
+)
+from .bind import Fields, Runtime, Shapes
+from .kv_format import TensorSpec
+from .registers import EXCHANGE, SCALE, TEMPLATE, Get, Registers, Values
+
+Step = Callable[[Values], object]
+
+
+class Pass:
+    """The forward or backward pass of one kind of call, ready to run. Exchanges nothing, and any thread may make it.
+
+    Args:
+        packed: whether this rank's own keys and values are given as one tensor in their format.
+        calls_first: see `record`.
+    """
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        rank: int,
+        shapes: Shapes,
+        runtime: Runtime,
+        packed: bool = False,
+        calls_first: bool = False,
+    ) -> None:
+        self.program: Recording = record(lowering, rank, calls_first)
+        self._shapes, self._runtime, self._copies = shapes, runtime, BatchedCopy()
+        channel: Channel | None = None
+        if runtime.transport is not None:
+            channel = runtime.transport.channel(
+                self.program,  # type: ignore[arg-type]
+                lowering.send_bytes(),
+                lambda num_bytes: runtime.pool.get("sent", (num_bytes,), torch.uint8),
+            )
+        self._channel = cast(SymmetricExchange, channel)  # used for messages alone
+        self._registers = Registers(self.program, shapes, runtime.pool, channel, packed)
+        self._steps = self._prepare()
+        self._results = {kind: self._registers.fields(rows) for kind, rows in self.program.own.items()}
+        self._kept = [[self._registers.raw(rows) for rows in entry] for entry in self.program.kept]
+        self._own = self._registers.known(Kind)
+        self._stored = [(m.number, n) for m, n in self._registers.known(Memory) if m.place is Place.KEPT]
+
+    def run(self, own: dict[Kind, Fields], scale: float, kept: Sequence[Fields] = ()) -> Replay:
+        """Run the pass; see `Run` for the arguments.
+
+        Raises:
+            PeerMemoryError: an earlier pass over peer memory was aborted.
+        """
+        runtime = self._runtime
+        try:
+            values = self._registers.begin()
+            values[SCALE] = scale
+            for kind, number in self._own:
+                values[number] = own[kind]
+            for entry, number in self._stored:
+                values[number] = kept[entry]
+            with timed(runtime.passes):
+                for step in self._steps:
+                    step(values)
+        except BaseException as error:
+            if runtime.transport is not None:
+                runtime.transport.abort(error)
+            raise
+        return Replay(self, values)
+
+    def _prepare(self) -> list[Step]:
+        """Return the operations as functions, with allocations before the first use of memory, and with marks."""
+        program, steps, ready = self.program, list[Step](), set[Memory]()
+        marks = set(program.after.values())
+        # Messages fill kept memory: they start after the first mark, and so after all earlier uses of the same bytes.
+        into = [each.into for receives in program.receives for each in receives if each.into is not None]
+        written = [cast(Rows, rows).memory for rows in into]
+        written += [rows.memory for op in program.ops for rows in rows_written(op)]
+        for memory in dict.fromkeys(written):
+            if memory.place is Place.HELD and memory.number < 0:
+                steps.append(self._allocate(memory))
+        if -1 in marks:
+            steps.append(self._mark(-1))
+        ended = self._last_uses()
+        for i, op in enumerate(program.ops):
+            for memory in {rows.memory for rows in rows_written(op)} - ready:
+                if memory.place in (Place.SUM, Place.RESULT):
+                    ready.add(memory)
+                    steps.append(self._allocate(memory))
+            steps.append(self._step(op, i))
+            if i in ended:
+                steps.append(self._clear(ended[i]))
+            if i in marks:
+                steps.append(self._mark(i))
+        return steps
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """Return, keyed by operation, the registers of calls' outputs and sums that nothing needs after it."""
+        last: dict[Memory, int] = {}
+        for i, op in enumerate(self.program.ops):
+            last |= dict.fromkeys((rows.memory for rows in (*rows_read(op), *rows_written(op))), i)
+        remain = {rows.memory for rows in self.program.own.values()}
+        remain |= {rows.memory for entry in self.program.kept for rows in entry}
+        ended: dict[int, list[int]] = {}
+        for memory, i in last.items():
+            if memory.place in (Place.CALL, Place.SUM) and memory not in remain:
+                ended.setdefault(i, []).append(self._registers.number(memory))
+        return ended
+
+    def _step(self, op: Op, i: int) -> Step:
+        match op:
+            case Copy():
+                return self._copy(op, i)
+            case Compute():
+                return self._backward(op) if self.program.backward else self._forward(op)
+            case Merge():
+                return self._merge(op)
+            case Send():
+                return self._send(op)
+            case Wait():
+                return self._wait
+            case Acquire():
+                return self._acquire(op)
+            case Release():
+                return lambda _: self._channel.release(op.step)
+
+    # Memory.
+
+    def _clear(self, numbers: Sequence[int]) -> Step:
+        def clear(values: Values) -> None:
+            for number in numbers:
+                values[number] = None
+
+        return clear
+
+    def _allocate(self, memory: Memory) -> Step:
+        number, shapes = self._registers.number(memory), self._shapes
+        if memory.place is Place.HELD:
+            makers = [spec.empty for spec in shapes.specs(memory.kind, memory.tokens, memory.heads)]
+        else:
+            dtype = shapes.sum_dtype if memory.place is Place.SUM else shapes.dtype
+            specs = shapes.result_specs(memory.kind, memory.tokens, memory.heads, dtype)
+            makers = [_empty_lse(spec) if len(spec.shape) == 3 else spec.empty for spec in specs]
+
+        def allocate(values: Values) -> None:
+            values[number] = tuple([make() for make in makers])
+
+        return allocate
+
+    def _copy(self, op: Copy, i: int) -> Step:
+        registers, copies, both = self._registers, self._copies, list[tuple[Get, Get]]()
+        for into, source in op.pairs:
+            alike = registers.is_packed(into.memory) == registers.is_packed(source.memory)
+            get = registers.raw if alike else registers.fields
+            both.append((get(into), get(source)))
+
+        def copy(values: Values) -> None:
+            pairs: list[Pair] = []
+            for into, source in both:
+                pairs += zip(into(values), source(values), strict=True)
+            copies.copy(i, pairs)
+
+        return copy
+
+    # Kernel calls and results.
+
+    def _forward(self, op: Compute) -> Step:
+        run, call, number = self._runtime.kernel.forward, op.call, self._registers.number(op.outputs[0])
+        queries, keys = self._registers.raw(op.queries), self._registers.fields(op.keys)
+
+        def forward(values: Values) -> None:
+            k, v = keys(values)
+            values[number] = run(queries(values)[0], k, v, call, scale=values[SCALE])
+
+        return forward
+
+    def _backward(self, op: Compute) -> Step:
+        run, call = self._runtime.kernel.backward, op.call
+        of_keys, of_queries = map(self._registers.number, op.outputs)
+        queries, keys = self._registers.raw(op.queries), self._registers.fields(op.keys)
+        kept = None if op.kept is None else self._registers.raw(op.kept)
+
+        def backward(values: Values) -> None:
+            k, v = keys(values)
+            if kept is None:
+                q, out, grad_out, lse = queries(values)
+            else:
+                (grad_out,), (q, out, lse) = queries(values), kept(values)
+            dq, *dkv = run(grad_out, q, k, v, out, lse, call, scale=values[SCALE])
+            values[of_queries], values[of_keys] = (dq,), dkv
+
+        return backward
+
+    def _merge(self, op: Merge) -> Step:
+        kind, into, heads = op.into.kind, self._registers.fields(op.into), self._shapes.heads
+        first = heads(kind, op.into.heads).start
+        parts = [
+            (start, heads(kind, rows.heads).start - first, self._registers.fields(rows)) for rows, start in op.parts
+        ]
+
+        def merge(values: Values) -> None:
+            found = [(start, head, get(values)) for start, head, get in parts]
+            if kind is Kind.OUT:
+                merge_partials([Partial(start, head, *fields) for start, head, fields in found], *into(values))
+                return
+            for i, total in enumerate(into(values)):
+                sum_partials([Partial(start, head, fields[i]) for start, head, fields in found], total)
+
+        return merge
+
+    # Messages.
+
+    def _mark(self, i: int) -> Step:
+        number, transport = self._registers.number(("mark", i)), self._runtime.transport
+        assert transport is not None
+
+        def mark(values: Values) -> None:
+            event = transport.record_event()
+            values[number] = () if event is None else (event,)
+
+        return mark
+
+    def _send(self, op: Send) -> Step:
+        channel, step, overlap, wait = self._channel, op.step, self._runtime.overlap, self._wait
+        passed, receives = self._registers.tensors(self.program.passed[step]), self._targets(step)
+        mark = self._registers.number(("mark", self.program.after[step]))
+
+        def send(values: Values) -> None:
+            values[EXCHANGE] = channel.start(step, passed(values), receives(values), values[mark])
+            if not overlap:
+                wait(values)
+
+        return send
+
+    def _wait(self, values: Values) -> None:
+        exchange = values[EXCHANGE]
+        if exchange is not None:  # otherwise awaited already
+            with timed(self._runtime.waits):
+                self._channel.wait(exchange)
+            values[EXCHANGE] = None
+
+    def _targets(self, step: int) -> Get:
+        """Return what gets the targets of a step's messages, or their shapes if they are read in the peers' memory."""
+        receives = self.program.receives[step]
+        if all(each.into is not None for each in receives):
+            return self._registers.tensors([cast(Rows, each.into) for each in receives])
+        specs = [
+            x for each in receives for x in self._shapes.specs(each.block.kind, each.block.tokens, each.block.heads)
+        ]
+        return lambda _: specs
+
+    def _acquire(self, op: Acquire) -> Step:
+        channel, receives = self._channel, self._targets(op.step)
+        filled = self._registers.number(("acquired", op.step))
+
+        def acquire(values: Values) -> None:
+            with timed(self._runtime.waits):
+                found = channel.acquire(op.step, receives(values))
+            if found and values[filled] is not found[0]:  # the first time since memory has moved
+                with torch.inference_mode(False):
+                    fill(values, found)
+
+        def fill(values: Values, found: list[Tensor]) -> None:
+            template, left = values[TEMPLATE], iter(found)
+            for memory in op.peers:
+                whole = tuple(next(left) for _ in range(NUM_FIELDS[memory.kind]))
+                for number, view in self._registers.of_peers.get(memory, ()):
+                    template[number] = values[number] = view(whole)
+            template[filled] = found[0]
+
+        return acquire
+
+
+class Replay:
+    """What a pass has computed."""
+
+    def __init__(self, of: Pass, values: Values) -> None:
+        self._of, self._values = of, values
+
+    def result(self, kind: Kind) -> Fields:
+        """Return this rank's own results: OUT `(out, lse)`, DQ `(dq,)`, DKV `(dk, dv)`."""
+        return tuple(self._of._results[kind](self._values))
+
+    @property
+    def kept(self) -> list[Fields]:
+        """The entries that the pass keeps for backward: (q, out, lse), or packed keys and values."""
+        return [tuple(x for get in entry for x in get(self._values)) for entry in self._of._kept]
+
+
+def _empty_lse(spec: TensorSpec) -> Callable[[], Tensor]:
+    """Return what makes an lse `[s, b, h]` with heads before tokens in memory, the order that kernels want."""
+    s, b, h = spec.shape
+    return lambda: torch.empty((b, h, s), dtype=spec.dtype, device=spec.device).permute(2, 0, 1)

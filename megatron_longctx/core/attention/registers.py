@@ -1,0 +1,178 @@
+"""The registers of a pass, which have the tensors of its rows.
+
+Memory that all runs share (blocks of other ranks, and what this rank sends) does not move between calls, so the
+registers of its rows are filled once. The others are filled by the operations of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import BufferPool, Channel
+from ..plans import Heads, Kind
+from ..plans.recording import Memory, Place, Recording, Rows
+from .bind import Fields, Shapes
+from .kv_format import TensorSpec
+
+Values = list[Any]
+"""The content of all registers."""
+Get = Callable[[Values], Any]
+_Shared = tuple[Tensor, Tensor | None]
+"""The memory of held blocks, and that of blocks to send."""
+
+_PACKED = frozenset({Place.HELD, Place.SENT, Place.PEER, Place.KEPT})
+"""The places where a block has the fields of its messages: keys and values, or their gradients, are one."""
+_ALIGNMENT = 256
+TEMPLATE, SCALE, EXCHANGE = range(3)
+"""Registers of every pass: what a run begins with, the factor of scores, and the messages in flight."""
+
+
+class Registers:
+    """The registers of a recording.
+
+    Args:
+        packed: whether this rank's own keys and values are given as one tensor in their format.
+    """
+
+    def __init__(
+        self, recording: Recording, shapes: Shapes, pool: BufferPool, channel: Channel | None, packed: bool
+    ) -> None:
+        self._recording, self._shapes, self._pool, self._channel, self._packed = (
+            recording,
+            shapes,
+            pool,
+            channel,
+            packed,
+        )
+        self._numbers: dict[Any, int] = {name: i for i, name in enumerate(("template", "scale", "exchange"))}
+        self._fill: list[tuple[int, Callable[[_Shared], Any]]] = []  # registers of shared memory
+        self.of_peers: dict[Memory, list[tuple[int, Callable[[Fields], Fields]]]] = {}
+        """The registers of rows that are read in peers' memory, filled once that is acquired."""
+        self._templates: list[Values | None] = [None, None]
+        self._generation = (-1, -1)
+        self._offsets: list[list[int]] = []
+        self._held_bytes = 0
+        for kind, parts, tokens in recording.slots:
+            self._offsets.append([])
+            for spec in shapes.specs(kind, tokens, Heads(0, parts)):
+                self._offsets[-1].append(self._held_bytes)
+                self._held_bytes += -(-_num_bytes(spec) // _ALIGNMENT) * _ALIGNMENT
+
+    def begin(self) -> Values:
+        """Start a run: return its registers, with those of shared memory filled."""
+        parity = 0 if self._channel is None else self._channel.begin()
+        while (now := self._current()) != self._generation:  # shared memory has moved, or moves here
+            self._templates, self._generation = [None, None], now
+            self._memory()
+        values = self._templates[parity]
+        if values is None:
+            values = self._templates[parity] = [None] * len(self._numbers)
+            values[TEMPLATE] = values
+            with torch.inference_mode(False):  # later runs use the views too
+                memory = self._memory()
+                for number, fill in self._fill:
+                    values[number] = fill(memory)
+        return values.copy()
+
+    def number(self, key: Any) -> int:
+        """Return the register of a key: a memory, a kind of this rank's own tensors, or anything else."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def known(self, kind: type) -> list[tuple[Any, int]]:
+        """Return the keys of a type with their registers."""
+        return [(key, number) for key, number in self._numbers.items() if isinstance(key, kind)]
+
+    def is_packed(self, memory: Memory) -> bool:
+        if memory.kind not in (Kind.KV, Kind.DKV):
+            return False
+        return self._packed if memory.place is Place.OWN else memory.place in _PACKED
+
+    def raw(self, rows: Rows) -> Get:
+        """Return what gets rows with the fields that their memory has."""
+        return self._get(rows, split=False)
+
+    def fields(self, rows: Rows) -> Get:
+        """Return what gets rows with keys and values, or their gradients, as separate fields."""
+        return self._get(rows, split=self.is_packed(rows.memory))
+
+    def tensors(self, rows: Sequence[Rows]) -> Get:
+        """Return what gets the tensors of messages."""
+        if any(_is_fresh(each.memory) for each in rows):
+            gets = [self.raw(each) for each in rows]
+            return lambda values: [x for get in gets for x in get(values)]
+        number = self.number(("messages", *rows))
+        cuts = [(each.memory, self._cut(each) or (lambda fields: fields)) for each in rows]
+        self._fill.append((number, lambda of: [x for memory, cut in cuts for x in cut(self._whole(memory, of))]))
+        return itemgetter(number)
+
+    def _get(self, rows: Rows, split: bool) -> Get:
+        memory, cut = rows.memory, self._cut(rows)
+        form = self._shapes.kv if memory.kind is Kind.KV else self._shapes.kv_grad
+        if memory.place in (Place.HELD, Place.SENT, Place.PEER) and not _is_fresh(memory):
+            decode = split and not form.splits_into_views  # the content changes, so it is decoded anew
+            views = split and not decode
+            new = (rows, views) not in self._numbers
+            number = self.number((rows, views))
+
+            def view(fields: Fields) -> Fields:
+                found = fields if cut is None else cut(fields)
+                return form.split(found[0]) if views else found
+
+            if new and memory.place is Place.PEER:
+                self.of_peers.setdefault(memory, []).append((number, view))
+            elif new:
+                self._fill.append((number, lambda of: view(self._whole(memory, of))))
+            return (lambda values: form.split(values[number][0])) if decode else itemgetter(number)
+        number = self.number(memory.kind if memory.place is Place.OWN else memory)
+        if not split:
+            return itemgetter(number) if cut is None else lambda values: cut(values[number])
+        return lambda values: form.split((values[number] if cut is None else cut(values[number]))[0])
+
+    def _cut(self, rows: Rows) -> Callable[[Fields], Fields] | None:
+        """Return what cuts rows out of the fields of their memory; None if they are all of it."""
+        memory, (_, start, stop, heads) = rows.memory, rows
+        wanted, first = self._shapes.heads(memory.kind, heads), self._shapes.heads(memory.kind, memory.heads).start
+        all_rows, length = rows.tokens == memory.tokens, stop - start
+        if heads == memory.heads:
+            return None if all_rows else lambda fields: tuple([x.narrow(0, start, length) for x in fields])
+        head, count = wanted.start - first, len(wanted)
+
+        def cut(fields: Fields) -> Fields:
+            # An lse [t, b, h] has no dimension after its heads.
+            found = [x.narrow(2 if x.ndim == 3 else x.ndim - 2, head, count) for x in fields]
+            return tuple(found if all_rows else [x.narrow(0, start, length) for x in found])
+
+        return cut
+
+    def _current(self) -> tuple[int, int]:
+        return self._pool.generation, 0 if self._channel is None else self._channel.generation
+
+    def _memory(self) -> _Shared:
+        held = self._pool.get("held", (self._held_bytes,), torch.uint8)
+        return held, None if self._channel is None else self._channel.memory()
+
+    def _whole(self, memory: Memory, of: _Shared) -> Fields:
+        """Return the fields of shared memory, as they are sent."""
+        storage, offsets = of[0], self._offsets[memory.number] if memory.place is Place.HELD else ()
+        if memory.place is Place.SENT:
+            storage, offsets = of[1], self._recording.sends.regions[memory.number].offsets  # type: ignore[assignment]
+        specs = self._shapes.specs(memory.kind, memory.tokens, memory.heads)
+        return tuple(
+            storage[at : at + _num_bytes(spec)].view(spec.dtype).view(spec.shape)
+            for at, spec in zip(offsets, specs, strict=True)
+        )
+
+
+def _is_fresh(memory: Memory) -> bool:
+    """Whether every run allocates it anew, since backward needs the content."""
+    return memory.place is Place.HELD and memory.number < 0
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    return prod(spec.shape) * spec.dtype.itemsize

@@ -1,0 +1,360 @@
+"""Messages over peer memory: receivers pull the rows that they need from the senders' memory.
+
+Everything that a pass sends is in memory that its peers can read. A sender sets a flag at the receiver once its data is
+complete; the receiver waits for the flag, reads the data and sets a flag at the sender. The memory is double-buffered:
+passes alternate between two memories, so no pass waits for the readers of the previous one.
+
+If kernels run meanwhile, the copy engine copies the messages on a separate stream (`start`, `wait`). It occupies no
+SMs, unlike every message of an NCCL ring. If nothing is computed meanwhile, the caller's stream waits and its kernels
+read the senders' memory directly (`acquire`, `release`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..plans.program import Program
+from .collectives import PeerMemoryError, all_or_none, gather_objects, timeout_of
+from .device import synchronize
+from .p2p import Exchange, Transport
+from .symmetric import FlagOperations, Hosts, allocate, free_cached_memory, memory_remedy
+
+_READY, _READ = 0, 1
+_INITIAL_STEPS = 64
+"""The number of steps that have flags at first. A flag takes few bytes, so most plans need no reallocation."""
+_INITIAL_BYTES, _INITIAL_BYTES_GROWING = 2**20, 2**26
+"""The size of a memory at first, and if passes will need more and more."""
+
+
+class PeerTransport(Transport):
+    """Peer memory among the ranks of a process group.
+
+    Args:
+        hosts: which ranks can read each other's memory; None for all. Messages between hosts are not sent.
+        growth: the least factor by which memory grows, for passes that need slightly more each time. If it is above 1,
+            the memory has 64 MiB at first, otherwise 1 MiB.
+        key: the setting that chose this transport, for messages.
+
+    Raises:
+        PeerMemoryError: symmetric memory cannot be set up; raised by all ranks alike.
+    """
+
+    name = "peer"
+    hosts: tuple[tuple[int, ...], ...]
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        hosts: Hosts | None = None,
+        growth: float = 1.0,
+        key: str = "transport",
+    ) -> None:
+        super().__init__(group, device)
+        self._growth, self._key = growth, key
+        ranks = tuple(range(self.world))
+        self.hosts = tuple(ranks if hosts is None else hosts.peers_of(rank) for rank in ranks)
+        self.peers = self.hosts[self.rank]
+        self._broken: str | None = None
+        self.stream, self.signals, self._subgroup = all_or_none(
+            group,
+            lambda: (_stream(device), _stream(device), self._new_subgroup()),
+            "setting up peer memory",
+            memory_remedy(key),
+        )
+        if hosts is not None:
+            # Peers exchange addresses under their group's name, which torch derives from the group's ranks and from the
+            # number of groups that a rank is in.
+            names = gather_objects(group, getattr(self._subgroup, "group_name", None))
+            if any(names[peer] != names[rank] for rank in ranks for peer in self.hosts[rank]):
+                reason = "the ranks of a host have made different numbers of process groups"
+                raise PeerMemoryError(f"dividing the group by hosts failed: {reason}. {memory_remedy(key)}")
+        self.generation = 0
+        self._capacity = self._steps = 0
+        self._memories: list[Any] = []
+        self._flags: Any = None
+        self._parity = 0
+        self._unread: list[FlagOperations | None] = [None, None]
+        # Allocate now, where the caller can handle a refusal; the memory grows when a pass needs more.
+        initial = _INITIAL_BYTES_GROWING if growth > 1 else _INITIAL_BYTES
+        self._reallocate(initial, initial, _INITIAL_STEPS)
+
+    def channel(self, program: Program, num_bytes: int, memory: Any = None) -> SymmetricExchange:
+        return SymmetricExchange(self, program, num_bytes)
+
+    def ensure_capacity(self, num_bytes: int, steps: int) -> None:
+        """Ensure that there is memory for passes in which ranks send up to `num_bytes` in `steps` steps.
+
+        All ranks call this with the same numbers before each such pass. They wait for each other only if it has to
+        grow.
+
+        Raises:
+            PeerMemoryError: a rank cannot allocate it, raised by all ranks alike; or a pass was broken off before, on
+                any rank if memory has to grow, otherwise on this one.
+        """
+        if num_bytes <= self._capacity and steps <= self._steps:
+            self._refuse_if(self._broken)
+            return
+        self._refuse_if(next((each for each in gather_objects(self.group, self._broken) if each is not None), None))
+        least = max(self._capacity, num_bytes)
+        wanted = max(least, int(self._growth * self._capacity)) if num_bytes > self._capacity else least
+        self._reallocate(wanted, least, max(steps, 2 * self._steps) if steps > self._steps else self._steps)
+
+    def begin(self, unread: Sequence[FlagOperations]) -> int:
+        """Start a pass on the caller's stream, and return its parity: which of the two memories it uses.
+
+        The stream waits until the peers have read what the memory contains.
+
+        Args:
+            unread: per parity, the operation that waits until the peers have read this pass's messages.
+        """
+        self._parity = 1 - self._parity
+        before = self._unread[self._parity]
+        if before is not None:
+            before.issue(torch.cuda.current_stream(self.device))
+        self._unread[self._parity] = unread[self._parity]
+        return self._parity
+
+    def abort(self, error: BaseException) -> None:
+        """Refuse further passes: one has ended with `error`, so some flags that others wait for will never be set."""
+        self._broken = self._broken or f"{type(error).__name__}: {error}".split("\n", 1)[0]
+
+    def views(self, parity: int) -> dict[int, Tensor]:
+        """Return views of the peers' memories of this parity, keyed by rank."""
+        if len(self.peers) == 1:
+            return {}
+        memory, shape = self._memories[parity], (self._capacity,)
+        with torch.inference_mode(False):  # the views outlive the call that creates them
+            return {peer: memory.get_buffer(i, shape, torch.uint8) for i, peer in enumerate(self.peers)}
+
+    def flag(self, owner: int, parity: int, step: int, other: int, kind: int) -> int:
+        """Return the address of the flag that rank `other` sets at rank `owner`."""
+        index = ((parity * self._steps + step) * self.world + other) * 2 + kind
+        return int(self._flags.buffer_ptrs[self.peers.index(owner)]) + 4 * index
+
+    def _refuse_if(self, broken: str | None) -> None:
+        if broken is not None:
+            raise PeerMemoryError(
+                f"attention over peer memory was broken off before ({broken}): ranks would wait for messages that "
+                f"never come. Start the job again, training from its checkpoint, or choose {self._key}=p2p."
+            )
+
+    def _new_subgroup(self) -> dist.ProcessGroup | None:
+        """Return a group of this rank and its peers; None for a rank without peers."""
+        if len(self.peers) == self.world:
+            return self.group
+        if len(self.peers) == 1:
+            return None
+        if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+            raise RuntimeError("init_process_group was given a device_id, so that only all ranks can divide the group")
+        ranks = dist.get_process_group_ranks(self.group)
+        # NCCL does not connect ranks yet, so a group whose name differs between ranks does no harm here.
+        group: dist.ProcessGroup = dist.new_group(
+            [ranks[rank] for rank in self.peers],
+            timeout=timeout_of(self.group),
+            backend="nccl" if self.device.type == "cuda" else None,
+            use_local_synchronization=True,
+        )
+        return group
+
+    def _reallocate(self, wanted: int, least: int, steps: int) -> None:
+        """Replace the memory by one of `wanted` bytes, or of `least` if that fails, with flags for `steps` steps."""
+        for capacity in dict.fromkeys((wanted, least)):
+            try:
+                self._allocate(capacity, steps)
+                break
+            except PeerMemoryError as error:
+                if capacity == least:
+                    self.abort(error)
+                    raise
+        self._capacity, self._steps = capacity, steps
+        self._unread = [None, None]
+        self.generation += 1
+
+    def _allocate(self, capacity: int, steps: int) -> None:
+        sizes = [max(1, capacity)] * 2 + [2 * steps * self.world * 2 * 4]
+        what = f"setting up peer memory (2 x {capacity / 2**30:.2f} GiB on every rank)"
+        remedy = memory_remedy(self._key)
+        try:
+            all_or_none(self.group, lambda: synchronize(self.device), what, remedy)
+            # Now no rank reads the old memory, which is freed here.
+            self._memories, self._flags = [], None
+            free_cached_memory(self.device, sum(sizes))
+            *self._memories, self._flags = allocate(self.group, self._subgroup, self.device, sizes, remedy, what)
+        except PeerMemoryError:
+            self._memories, self._flags = [], None
+            raise
+
+
+class _Step(NamedTuple):
+    """The prepared views and flag operations of a step, for one parity. Views are per field."""
+
+    ready: FlagOperations  # tells the receivers of only this rank's own rows that these are complete
+    ready_passed: FlagOperations  # tells the receivers of other ranks' rows, which this rank has to copy first
+    passed: list[Tensor]  # send memory for these
+    reusable: FlagOperations | None  # waits until earlier messages whose memory this step reuses have been read
+    arrived: FlagOperations  # waits for all senders at once, because a wait per sender costs more than it gains
+    sources: list[Tensor]  # the senders' memory
+    order: list[int]  # in which to copy the sources
+    read: FlagOperations  # tells the senders
+
+
+class SymmetricExchange:
+    """The channel of a program over peer memory.
+
+    Call `begin`, fill the send memory, then for each step call `start` and `wait`, or `acquire` and `release`.
+
+    Args:
+        num_bytes: the send memory of the rank that sends most.
+    """
+
+    def __init__(self, transport: PeerTransport, program: Program, num_bytes: int) -> None:
+        self._transport, self._layout, self._num_bytes = transport, program.sends, num_bytes
+        # Another channel carries the messages with ranks that are not peers.
+        self._sends = [[m for m in messages if m.peer in transport.peers] for messages in program.sends.messages]
+        self._incoming = [
+            [(each.peer, span) for each in receives if each.peer in transport.peers for span in each.spans]
+            for receives in program.receives
+        ]
+        self._prepared_generation = -1
+        self._parity = 0
+        self._started = False  # whether this pass has used the transport's streams
+
+    @property
+    def generation(self) -> int:
+        """A count that increases whenever the memory is reallocated."""
+        return self._transport.generation
+
+    def begin(self) -> int:
+        """Start a pass on the caller's stream, and return its parity.
+
+        Raises:
+            RuntimeError: the pass is being captured into a CUDA graph, which could not be replayed.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "attention over peer memory was captured into a CUDA graph, which cannot be replayed: passes alternate "
+                "between two memories. Leave attention out of the graph, or choose transport=p2p."
+            )
+        self._transport.ensure_capacity(self._num_bytes, len(self._incoming))
+        if self._prepared_generation != self._transport.generation:
+            self._prepare()
+        self._parity = self._transport.begin(self._unread)
+        self._started = False
+        return self._parity
+
+    def memory(self) -> Tensor:
+        """Return this rank's send memory, to be filled on the caller's stream before the step that sends it."""
+        return self._views[self._parity][self._transport.rank]
+
+    def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Any) -> Exchange:
+        """Start the messages of a step; see `Channel.start`."""
+        stream, signals = self._transport.stream, self._transport.signals
+        now = self._steps[self._parity][step]
+        if not self._sends[step] and not receives and now.reusable is None:
+            return Exchange()
+        self._started = True
+        for event in after:
+            signals.wait_event(event)
+        now.ready.issue(signals)
+        # Peers set the flags that are awaited below only after they see these. A device may have a single queue for all
+        # streams (CUDA_DEVICE_MAX_CONNECTIONS=1), so the waits must be issued after these flags. This also makes the
+        # stream wait for `after`.
+        stream.wait_stream(signals)
+        with torch.cuda.stream(stream) if passed or receives else nullcontext():
+            if now.reusable is not None:
+                now.reusable.issue(stream)
+            if passed:
+                for i, tensor in enumerate(passed):
+                    _view_like(now.passed, i, tensor).copy_(tensor)
+                now.ready_passed.issue(stream)
+            now.arrived.issue(stream)
+            for i in now.order:
+                receives[i].copy_(_view_like(now.sources, i, receives[i]))
+            now.read.issue(stream)
+            used = receives or passed or now.reusable is not None
+            return Exchange(arrived=stream.record_event() if used else None)
+
+    def acquire(self, step: int, receives: Sequence[Tensor]) -> list[Tensor]:
+        """Send and wait for the messages of a step on the caller's stream, if nothing is computed meanwhile.
+
+        Returns:
+            views of the senders' memory, with the shapes and dtypes of `receives`. They may be read on the caller's
+            stream until `release`.
+        """
+        here, now = torch.cuda.current_stream(self._transport.device), self._steps[self._parity][step]
+        if self._started:
+            # If streams share a queue, the flags that peers await before they send must be issued first.
+            here.wait_stream(self._transport.signals)
+        now.ready.issue(here)
+        now.arrived.issue(here)
+        return [_view_like(now.sources, i, tensor) for i, tensor in enumerate(receives)]
+
+    def release(self, step: int) -> None:
+        """Tell the senders that the work issued so far to the caller's stream has read the acquired memory."""
+        self._steps[self._parity][step].read.issue(torch.cuda.current_stream(self._transport.device))
+
+    def wait(self, exchange: Exchange) -> None:
+        """Make the caller's stream wait until the messages have arrived."""
+        if exchange.arrived is not None:
+            torch.cuda.current_stream(self._transport.device).wait_event(exchange.arrived)
+
+    def _prepare(self) -> None:
+        """Prepare all views and flag operations for the current memory."""
+        transport = self._transport
+        self._views = [transport.views(parity) for parity in range(2)]
+        steps = range(len(self._incoming))
+        awaited = {t for earlier in self._layout.awaits.values() for t in earlier}
+        self._steps = [[self._step(parity, t) for t in steps] for parity in range(2)]
+        self._unread = [self._await_readers(parity, [t for t in steps if t not in awaited]) for parity in range(2)]
+        self._prepared_generation = transport.generation
+
+    def _step(self, parity: int, t: int) -> _Step:
+        transport, me, messages, incoming = self._transport, self._transport.rank, self._sends[t], self._incoming[t]
+        passed_to = sorted({m.peer for m in messages if m.passed})  # one flag covers all messages to a rank
+        others = sorted({m.peer for m in messages} - set(passed_to))
+        senders = sorted({peer for peer, _ in incoming})
+        passed = [(self._layout.regions[m.region], m) for m in messages if m.passed]
+        reused = self._layout.awaits.get(t)
+        return _Step(
+            ready=FlagOperations.set([transport.flag(p, parity, t, me, _READY) for p in others]),
+            ready_passed=FlagOperations.set([transport.flag(p, parity, t, me, _READY) for p in passed_to]),
+            passed=[self._bytes(parity, me, span) for region, m in passed for span in region.spans(0, m.block.tokens)],
+            reusable=None if reused is None else self._await_readers(parity, reused),
+            arrived=FlagOperations.wait_and_clear([transport.flag(me, parity, t, p, _READY) for p in senders]),
+            sources=[self._bytes(parity, peer, span) for peer, span in incoming],
+            # Each rank begins with another peer, so that they do not all read from the same one.
+            order=sorted(range(len(incoming)), key=lambda i: (incoming[i][0] - me) % transport.world),
+            read=FlagOperations.set([transport.flag(p, parity, t, me, _READ) for p in senders]),
+        )
+
+    def _bytes(self, parity: int, rank: int, span: tuple[int, int]) -> Tensor:
+        offset, size = span
+        with torch.inference_mode(False):
+            return self._views[parity][rank][offset : offset + size]
+
+    def _await_readers(self, parity: int, steps: Sequence[int]) -> FlagOperations:
+        """Return the operation that waits until the messages of these steps have been read."""
+        transport, sends = self._transport, self._sends
+        readers = [(t, peer) for t in steps for peer in sorted({message.peer for message in sends[t]})]
+        return FlagOperations.wait_and_clear(
+            [transport.flag(transport.rank, parity, t, peer, _READ) for t, peer in readers]
+        )
+
+
+def _view_like(views: list[Tensor], i: int, tensor: Tensor) -> Tensor:
+    """Return the bytes `views[i]` with the dtype and shape of `tensor`, and cache the view in their place."""
+    if views[i].dtype != tensor.dtype or views[i].shape != tensor.shape:
+        with torch.inference_mode(False):
+            views[i] = views[i].view(-1).view(tensor.dtype).view(tensor.shape)
+    return views[i]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,0 +1,139 @@
+"""Several partial results combined in one pass over memory: outputs merged by their lse, gradients added.
+
+A step-by-step merge reads and writes fp32 accumulators for every partial. Here every partial is read once, sums are
+held in registers, and only the result is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from ..plans.accumulators import MAX_PARTIALS
+from .fused import load_fused
+from .no_grad import no_grad
+
+_fused = partial(load_fused, __name__, "merging attention")
+
+_MAX_ROWS = 2048
+"""The most rows that one program of the fused kernel handles."""
+
+
+class Partial(NamedTuple):
+    """A value `[t, b, g, d]` for rows `start..` and heads `first_head..` of a result `[s, b, h, d]`.
+
+    lse: `[t, b, g]` if the value is an output; None for a gradient.
+    """
+
+    start: int
+    first_head: int
+    value: Tensor
+    lse: Tensor | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.value.shape[0]
+
+    @property
+    def last_head(self) -> int:
+        return self.first_head + self.value.shape[2]
+
+
+@no_grad
+def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> None:
+    """Write the merge of up to `MAX_PARTIALS` partial outputs, and (0, -inf) where no partial has rows.
+
+    Args:
+        partials: outputs over disjoint sets of keys; 0 wherever their lse is -inf. fp32 or lower, or all fp64.
+        out: `[s, b, h, d]`, any strides and float dtype; may be the memory of a partial.
+        lse: `[s, b, h]` fp32 (fp64 for fp64 partials), any strides.
+
+    Raises:
+        ValueError: too many partials.
+    """
+    _check(partials)
+    if out.numel() == 0:
+        return
+    impl = _fused() if _fusable(partials, out) and lse.dtype == torch.float32 else None
+    if impl is not None:
+        impl.combine_triton(partials, out, lse)
+        return
+    total = torch.zeros(out.shape, dtype=lse.dtype, device=out.device)
+    total_lse = torch.full(lse.shape, -torch.inf, dtype=lse.dtype, device=lse.device)
+    for part in partials:
+        rows, heads = slice(part.start, part.stop), slice(part.first_head, part.last_head)
+        assert part.lse is not None
+        _merge_into(total[rows, :, heads], total_lse[rows, :, heads], part.value, part.lse)
+    out.copy_(total)
+    lse.copy_(total_lse)
+
+
+@no_grad
+def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
+    """Write the sum of up to `MAX_PARTIALS` partials, added in fp32 (fp64 if out is), and 0 where none has rows.
+
+    Args:
+        out: `[s, b, h, d]`, any strides and float dtype; may be the memory of a partial.
+
+    Raises:
+        ValueError: too many partials.
+    """
+    _check(partials)
+    if out.numel() == 0:
+        return
+    impl = _fused() if _fusable(partials, out) else None
+    if impl is not None:
+        impl.combine_triton(partials, out, None)
+        return
+    double = out.dtype == torch.float64 or any(part.value.dtype == torch.float64 for part in partials)
+    total = torch.zeros(out.shape, dtype=torch.float64 if double else torch.float32, device=out.device)
+    for part in partials:
+        total[part.start : part.stop, :, part.first_head : part.last_head] += part.value
+    out.copy_(total)
+
+
+def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the merges of inference: every number of partial outputs, in every combination of precisions.
+
+    Partials are kernels' results in `dtype`; the first may be an earlier merge, in fp32. The result is in `dtype`, or
+    in fp32 if it will be merged again. The number of partials depends on how a prompt's tokens are distributed over the
+    ranks. Without this, the first prompts of some lengths would each wait for Triton to compile another variant.
+    """
+    precisions = dict.fromkeys((dtype, torch.float32))
+    for into, first, count in product(precisions, precisions, range(1, MAX_PARTIALS + 1)):
+        values = [torch.zeros(2, 1, num_heads, head_dim, dtype=each, device=device) for each in (first, dtype, into)]
+        lse = torch.zeros(2, 1, num_heads, dtype=torch.float32, device=device)
+        parts = [Partial(0, 0, values[min(i, 1)], lse) for i in range(count)]
+        merge_partials(parts, values[2], torch.empty_like(lse))
+
+
+def _merge_into(acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge one partial into fp32 or fp64 accumulators, in place; (0, -inf) is neutral on both sides.
+
+    With lse l = log of the summed exponentials, the union of (o_a, l_a) and (o_b, l_b) is
+    `l = logaddexp(l_a, l_b)`, `o = o_a * sigmoid(l_a - l_b) + o_b * sigmoid(l_b - l_a)`, which cannot overflow.
+    """
+    new = lse.to(acc_lse.dtype)
+    # With an empty partial the difference is -inf, also if the accumulator is empty too (-inf minus -inf is NaN).
+    difference = torch.where(new == -torch.inf, -torch.inf, new - acc_lse)
+    acc_out.lerp_(out.to(acc_out.dtype), torch.sigmoid(difference).unsqueeze(-1))
+    acc_lse.copy_(torch.maximum(acc_lse, new) - logsigmoid(difference.abs()))
+
+
+def _check(partials: Sequence[Partial]) -> None:
+    if len(partials) > MAX_PARTIALS:
+        raise ValueError(f"{len(partials)} partials: expected {MAX_PARTIALS} at most. Merge some of them first.")
+
+
+def _fusable(partials: Sequence[Partial], out: Tensor) -> bool:
+    """Whether the fused kernel supports the tensors. It counts rows in 32 bits, excess ones of the last program too."""
+    if out.shape[:3].numel() > 2**31 - _MAX_ROWS:
+        return False
+    tensors = (out, *(part.value for part in partials))
+    return all(x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors)

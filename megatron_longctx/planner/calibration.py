@@ -1,0 +1,77 @@
+"""Calibrations: the measured costs of a machine, stored in a file, by which modes are simulated and chosen."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..config import files
+from ..config.cluster import Cluster, as_data, cluster_from
+from ..core.cache import cache_folder
+from .cost import Costs, KernelSample, MessageSample, ModeSample, Workload
+
+_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The links between ranks, and the costs of a workload on their device."""
+
+    device: str
+    kernel: str
+    transport: str
+    cluster: Cluster
+    workload: Workload
+    costs: Costs
+    environment: dict[str, Any] = field(default_factory=dict)  # what it was measured on, and when
+
+
+def calibration_path(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:
+    """Return the file for a device, a number of ranks and a transport (peer, hybrid or p2p), for any batch size."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")
+    shape = f"{workload.num_heads}x{workload.num_kv_heads}x{workload.head_sizes}-{workload.element_bytes}bytes"
+    return (folder or cache_folder()) / f"{name}-{ranks}ranks-{transport}-{shape}.json"
+
+
+def find_calibration(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:
+    """Return the file for a configured transport. On GPUs, `auto` is the first transport with a file."""
+    names = (transport,) if transport != "auto" else ("p2p",) if device == "cpu" else ("peer", "hybrid", "p2p")
+    paths = [calibration_path(device, ranks, workload, name, folder) for name in names]
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
+def save_calibration(calibration: Calibration, path: Path) -> None:
+    """Write a calibration; no reader ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"version": _VERSION, **asdict(calibration), "cluster": as_data(calibration.cluster)}
+    files.write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read a calibration.
+
+    Raises:
+        ValueError: the file is missing, is not a calibration, or has another version.
+    """
+    try:
+        data = json.loads(path.read_text())
+        if data["version"] != _VERSION:
+            raise ValueError(f"version {data['version']}")
+        found = {each.name: data[each.name] for each in fields(Calibration)}
+        costs = {**found["costs"]}
+        costs["kernels"] = tuple(KernelSample(*sample) for sample in costs["kernels"])
+        costs["messages"] = tuple(MessageSample(*sample) for sample in costs["messages"])
+        costs["modes"] = tuple(ModeSample(*sample) for sample in costs.get("modes", ()))
+        found["cluster"] = cluster_from(found["cluster"])
+        return Calibration(**{**found, "workload": Workload(**found["workload"]), "costs": Costs(**costs)})
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path}: expected a calibration. Run `megatron-longctx calibrate` with the same settings."
+        ) from None
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected a calibration of version {_VERSION} ({error}). Run `megatron-longctx calibrate` again."
+        ) from None

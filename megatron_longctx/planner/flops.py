@@ -1,0 +1,155 @@
+"""Training FLOPs of a GPT, peaks of GPUs, and the speed of a measured step.
+
+Forward pass of one step, with T tokens in sequences of S (with packed documents, S is the length of a pack), L layers,
+hidden size H, h query heads, g key/value heads, head dimension d of queries and keys and e of values (d unless there
+are latents), MLP width F in M matrices (SwiGLU 3, GELU 2), vocabulary V, and P visible pairs of a query and a key,
+summed over layers:
+
+    projections  L · 2·T·A                 A = H·d·h + H·d·2g (queries, keys, values) + h·e·H (output). With latents of
+                                           c elements for keys and q for queries, and heads with r elements that RoPE
+                                           rotates and n others: A = H·(c + r + q) + q·h·d + c·h·(n + e) + h·e·H,
+                                           where H·h·d replaces q·h·d without query latents
+    attention    L · 2·T·S·h·(d + e)       dense convention: every query times every key (QKᵀ and PV)
+                 (2·P - L·T)·h·(d + e)     causal convention: visible pairs, a query's own key counted half, so that
+                                           a whole causal sequence has S²/2; documents and windows have fewer
+    MLP          2·T·M·H·F in a dense layer; with E experts of width W, k of them active, and shared ones of width U:
+                 2·T·H·(M·(k·W + U) + E)
+    LM head      2·T·H·V
+
+A training step is 3 × forward (backward counts twice). Embedding look-ups, norms, RoPE and softmax are not counted, nor
+is recomputation: the resulting percentage is MFU, not HFU. At long context the two conventions differ by almost 2×, so
+both are always reported.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..config import ModelConfig, names
+
+FORMULA = (
+    "3 * (2*T*L*A + 2*T*H*(D*M*F + X*(M*(k*W + U) + E)) + C + 2*T*H*V), "
+    "A = H*d*(h + 2*g) + h*e*H (latents: H*(c + r + q) + (q or H)*h*d + c*h*(n + e) + h*e*H), "
+    "D dense layers, X of E experts of width W, k of them active, and U of shared ones, "
+    "C = (2*P - L*T)*h*(d + e) (causal; P visible pairs of all layers, L*T*(S + 1)/2 without documents and windows) "
+    "or 2*L*T*S*h*(d + e) (dense), M = 3 (gated MLPs) or 2 (gelu); recomputation not counted"
+)
+# Dense bf16/fp16 peaks in TFLOP/s by the makers' data sheets: without sparsity, at the boost clock. Keys are words that
+# a device name must contain ("H20" is not in "NVIDIA H200"). The first match counts, so variants precede families.
+_PEAKS = {
+    "GB300": 2500.0,
+    "GB200": 2500.0,
+    "B300": 2250.0,
+    "B200": 2250.0,
+    "B100": 1750.0,
+    "GH200": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H100 PCIE": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800 PCIE": 756.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A30": 165.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "V100": 125.0,
+}
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Floating-point operations of one training step on all devices, in both attention conventions."""
+
+    causal: int
+    dense: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """The amount of data that a step processes."""
+
+    tokens: int  # of all sequences
+    pairs: int  # visible pairs of a query and a key, of all sequences and layers
+    dense_pairs: int  # of every query and every key of its sequence, in one layer
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.dense_pairs + other.dense_pairs)
+
+
+def training_flops(model: ModelConfig, vocab_size: int, work: Work) -> StepFlops:
+    """Return the FLOPs of one training step, forward and backward, by the formula in the module's docstring.
+
+    Args:
+        vocab_size: rows of the LM head as trained, padding included.
+        work: of the step, over all context- and data-parallel ranks.
+    """
+    tokens, hidden, layers = work.tokens, model.hidden_size, model.num_layers
+    channels = model.num_attention_heads * (model.kv_channels + model.value_channels)
+    mlps = 2 * tokens * hidden * sum(_mlp_width(model, experts) for experts in model.expert_layers)
+    head = 2 * tokens * hidden * vocab_size
+    linear = 2 * tokens * layers * model.attention_weights + mlps + head
+    return StepFlops(
+        causal=3 * (linear + (2 * work.pairs - layers * tokens) * channels),
+        dense=3 * (linear + 2 * layers * work.dense_pairs * channels),
+    )
+
+
+def _mlp_width(model: ModelConfig, experts: bool) -> int:
+    """Return the columns of all matrices that a token passes in the MLP of a layer, dense or with experts."""
+    matrices = model.fc1_columns + 1
+    if not experts:
+        return matrices * model.ffn_hidden_size
+    active = model.moe_router_topk * model.expert_width + (model.moe_shared_expert_intermediate_size or 0)
+    return matrices * active + (model.num_moe_experts or 0)
+
+
+def peak_tflops(device_name: str | None, override: float | None = None) -> float | None:
+    """Return the dense bf16/fp16 peak of one device in TFLOP/s, or None if it is not known.
+
+    It is not the peak for fp32 training, for which users set `logging.peak_tflops`.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name()` returns it, e.g. `NVIDIA H100 80GB HBM3`; None on CPU.
+        override: `logging.peak_tflops`, returned if given.
+    """
+    if override is not None or device_name is None:
+        return override
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    return next((peak for required, peak in _PEAKS.items() if words.issuperset(required.split())), None)
+
+
+def performance(
+    flops: StepFlops, tokens: int, step_s: float, num_devices: int, peak_tflops: float | None
+) -> dict[str, float | None]:
+    """Return the `perf/…` metrics of one step, keyed by `names`. `perf/tflops_per_gpu` uses the causal convention.
+
+    Args:
+        flops: of the step, over all devices.
+        tokens: trained in the step, over all devices.
+        step_s: wall-clock seconds of the step.
+        num_devices: GPUs (or CPU ranks) that shared the step.
+        peak_tflops: dense peak of one device in TFLOP/s; with None, both MFU values are None.
+
+    Raises:
+        ValueError: `step_s` or `num_devices` is not positive.
+    """
+    if step_s <= 0 or num_devices < 1:
+        raise ValueError(f"step_s={step_s}, num_devices={num_devices}: expected both above 0. Measure a whole step.")
+    per_device = step_s * num_devices
+    causal_tflops, dense_tflops = flops.causal / per_device / 1e12, flops.dense / per_device / 1e12
+    return {
+        names.STEP_S: step_s,
+        names.TOKENS_PER_S: tokens / step_s,
+        names.TOKENS_PER_S_PER_GPU: tokens / per_device,
+        names.TFLOPS_PER_GPU: causal_tflops,
+        names.MFU_CAUSAL_PCT: None if peak_tflops is None else 100 * causal_tflops / peak_tflops,
+        names.MFU_DENSE_PCT: None if peak_tflops is None else 100 * dense_tflops / peak_tflops,
+    }

@@ -1,0 +1,207 @@
+"""Reports and pictures of predictions, for `megatron-longctx plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ...config import RECOMPUTES, Config
+from ...config.cluster import GIB, load_cluster
+from ...core.errors import refuse
+from .fit import SAFE_SHARE, max_length, with_length
+from .model import Prediction, checkpoint_bytes, predict
+from .shapes import Job
+
+_MAX_GIB = 10**6  # as for the devices of clusters
+_BYTE_LEVEL_ENTRIES = 512  # of Megatron's byte-level tokenizer
+
+
+def summary(job: Job) -> str:
+    """Return the peak of a job's step in one line."""
+    prediction = predict(job)
+    fixed = sum(term.num_bytes for term in prediction.resident if not term.per_token)
+    host = f", and {_size(prediction.host_bytes)} pinned on the host" if prediction.host_bytes else ""
+    return (
+        f"memory of a training step: {_size(prediction.num_bytes)} a rank, most in {prediction.peak.name}{host} "
+        f"(recompute={job.config.recompute.mode}; {_size(fixed)} whatever the length)"
+    )
+
+
+def report(job: Job) -> str:
+    """Return a table of all terms, the other phases, and host memory."""
+    prediction = predict(job)
+    tokens = max(prediction.tokens, 1)
+    rows = [
+        (term.name, term.num_bytes, f"{term.num_bytes / 1024 / tokens:.1f} KiB a token" if term.per_token else "")
+        for term in prediction.terms
+    ]
+    width = max(len(name) for name, _, _ in rows)
+    lines = [f"{summary(job)}\nrank with the most tokens: {prediction.tokens:,}"]
+    if job.config.parallelism.pipeline_parallel_size > 1:
+        lines[0] += f"; pipeline stage {prediction.stage}"
+    lines += [f"  {name:{width}}  {_size(size):>12}  {per_token:>16}".rstrip() for name, size, per_token in rows]
+    lines.append(f"  {'sum':{width}}  {_size(prediction.num_bytes):>12}")
+    others = [phase for phase in prediction.phases if phase is not prediction.peak]
+    lines += [f"in {phase.name}: {_size(prediction.resident_bytes + phase.num_bytes)}" for phase in others]
+    if prediction.host_bytes:
+        lines.append(f"on the host, pinned: {_size(prediction.host_bytes)} a rank")
+    if job.config.train.save and job.config.train.async_save:
+        lines.append(f"on the host, while a checkpoint is written: {_size(checkpoint_bytes(job))} a rank")
+    return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def planned_job(config: Config) -> Job:
+    """Return the job of a configuration, with one data-parallel rank if it does not set their number.
+
+    Raises:
+        ValueError: the size of the vocabulary is unknown without the tokenizer.
+    """
+    model = config.model
+    if model.vocab_size is None and config.data.tokenizer != "byte-level":
+        raise refuse("model.vocab_size", None, "a number, to predict memory", "Set it to the tokenizer's size.")
+    rounded = -(-_BYTE_LEVEL_ENTRIES // model.vocab_multiple) * model.vocab_multiple
+    ranks = config.parallelism.data_parallel_size or 1
+    return Job(config, model.vocab_size or rounded, ranks, fused=config.train.device != "cpu")
+
+
+def brief(config: Config) -> list[str]:
+    """Return lines with the peak and whether the cluster's devices can hold it, or why the peak is unknown."""
+    try:
+        job, capacity = planned_job(config), _capacity(config, None)
+        return [summary(job), *([] if capacity is None else [_verdict(predict(job).num_bytes, capacity)])]
+    except ValueError as error:
+        return [f"memory of a training step: not known ({error})"]
+
+
+def show(config: Config, picture: Path | None, device_gib: float | None = None) -> bool:
+    """Print every term of the configured mode and whether a device can hold a step; draw all modes into `picture`.
+
+    Args:
+        device_gib: memory of a device; None for that of `parallelism.cluster`, if it gives one.
+
+    Returns:
+        False if a step is known not to fit.
+
+    Raises:
+        ValueError: a plan that cannot be built, or an unknown vocabulary size.
+    """
+    job = planned_job(config)
+    print(report(job))
+    capacity, needed = _capacity(config, device_gib), predict(job).num_bytes
+    if capacity is not None:
+        print(_verdict(needed, capacity))
+    if picture:
+        draw([(mode, predict(_with_mode(job, mode))) for mode in RECOMPUTES], picture, _title(job), capacity)
+        print(f"\ndrawn to {picture}")
+    return capacity is None or needed <= capacity
+
+
+def show_max_length(config: Config, device_gib: float | None) -> None:
+    """Print the longest sequence that fits, for every recompute mode.
+
+    Args:
+        device_gib: memory of a device; None for that of `parallelism.cluster`.
+
+    Raises:
+        ValueError: neither is given.
+    """
+    job, device = planned_job(config), _capacity(config, device_gib)
+    if device is None:
+        expected = "--device-gib N, or a parallelism.cluster that says how much memory a device has, beside it"
+        raise refuse("--max-length", "given", expected, "For example --device-gib 139 for an H200.")
+    capacity = int(SAFE_SHARE * device)
+    print(
+        f"longest sequences whose step takes at most {capacity / GIB:.1f} GiB a rank ({SAFE_SHARE:.0%} of a device), "
+        f"by recompute mode (*: {config.recompute.mode}, as configured)"
+    )
+    for mode in RECOMPUTES:
+        of_mode = _with_mode(job, mode)
+        length = max_length(of_mode, capacity)
+        on_host = predict(with_length(of_mode, length)).host_bytes if length else 0
+        host = f", {on_host / GIB:.1f} GiB a rank pinned on the host" if on_host else ""
+        mark = "*" if mode == config.recompute.mode else " "
+        print(f" {mark} {mode:25}" + (f"{length:>14,} tokens{host}" if length else f"{'none':>14}"))
+
+
+def _with_mode(job: Job, mode: str) -> Job:
+    return replace(job, config=replace(job.config, recompute=replace(job.config.recompute, mode=mode)))
+
+
+def _verdict(needed: int, capacity: int) -> str:
+    """Say whether a device can hold a step, by the same bounds as `train`."""
+    device = f"a device has {capacity / GIB:.1f} GiB: "
+    if needed > capacity:
+        missing = (needed - capacity) / GIB
+        return f"{device}a step does not fit, by {missing:.2f} GiB (see --max-length, recompute, head_chunk_tokens)"
+    return device + ("a step fits" if needed <= SAFE_SHARE * capacity else f"a step takes more than {SAFE_SHARE:.0%}")
+
+
+def _capacity(config: Config, device_gib: float | None) -> int | None:
+    """Return the bytes of a device; None if neither the argument nor the cluster gives them."""
+    if device_gib is not None:
+        if not 0 < device_gib <= _MAX_GIB:
+            expected = f"a number of GiB above 0 and at most {_MAX_GIB:,}"
+            raise refuse("--device-gib", device_gib, expected, "Give a device's memory.")
+        return int(device_gib * GIB)
+    cluster = load_cluster(config.parallelism.cluster) if config.parallelism.cluster else None
+    if cluster is None or cluster.device.memory_gib is None:
+        return None
+    return int(cluster.device.memory_gib * GIB)
+
+
+def _title(job: Job) -> str:
+    config, par = job.config, job.config.parallelism
+    chunk = config.recompute.head_chunk_tokens
+    head = "logits of all tokens at once" if chunk is None else f"logits of {chunk:,} tokens at once"
+    ranks = par.model_parallel_size * job.data_parallel_size
+    sizes = f"{ranks} ranks (CP {par.context_parallel_size}, TP {par.tensor_parallel_size})"
+    return f"{config.model.name}, {config.data.seq_length:,} tokens over {sizes}, {config.train.precision}, {head}"
+
+
+def draw(bars: Sequence[tuple[str, Prediction]], path: Path, title: str, capacity: int | None = None) -> None:
+    """Write a picture with one stacked bar per prediction; a term has the same colour in all bars.
+
+    Args:
+        bars: names and predictions, from the top down.
+        capacity: bytes of a device, drawn as a line.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import colormaps, pyplot
+
+    figure, axes = pyplot.subplots(figsize=(11.5, 1.9 + 0.62 * len(bars)))
+    names = list(dict.fromkeys(term.name for _, prediction in bars for term in prediction.terms))
+    colours = dict(zip(names, colormaps["tab20"].colors, strict=False))  # type: ignore[attr-defined]
+    labelled = set()
+    for row, (_, prediction) in enumerate(bars):
+        left = 0.0
+        for term in prediction.terms:
+            size = term.num_bytes / GIB
+            label = None if term.name in labelled else term.name
+            labelled.add(term.name)
+            axes.barh(row, size, left=left, height=0.7, color=colours[term.name], edgecolor="white", label=label)
+            left += size
+        frame = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+        axes.text(left + axes.get_xlim()[1] * 0.008, row, f"{left:.1f}", va="center", fontsize=9, bbox=frame)
+    if capacity is not None:
+        axes.axvline(capacity / GIB, color="black", linestyle="--", linewidth=1)
+        axes.text(capacity / GIB, -0.6, f" device: {capacity / GIB:.0f} GiB", fontsize=8)
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.75)
+    axes.set_xlim(right=axes.get_xlim()[1] * 1.05)
+    axes.set_xlabel("GiB a rank, at the peak of a training step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7.5, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.set_title(title, fontsize=10.5, loc="left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

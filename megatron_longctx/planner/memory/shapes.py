@@ -1,0 +1,322 @@
+"""Sizes that the memory model adds up: parameters of a pipeline stage, activations of a layer, memory of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from ...config import Config, mode_options, names_as_keys, planned_mask, summed_node_size, token_unit, workload_of
+from ...core.errors import refuse
+from ...core.plans import (
+    Kind,
+    Lowering,
+    Plan,
+    Program,
+    Target,
+    backward_plan,
+    build_plan,
+    keep_received,
+    keeps_received,
+    sum_in_nodes,
+)
+from ...core.plans.kernel_calls import fa4_takes
+from ..footprint import Footprint, footprint
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configured training job whose memory is predicted."""
+
+    config: Config
+    vocab_size: int  # rows of the embedding
+    data_parallel_size: int = 1  # the distributed optimizer shards over these and the context-parallel ranks
+    fused: bool = True  # RMSNorm and SwiGLU are one kernel each, as on GPUs; CPUs keep intermediate results
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                raise refuse(name, getattr(self, name), "at least 1", f"Correct {name}.")
+
+    @property
+    def element_bytes(self) -> int:
+        """The size of a weight or an activation."""
+        return 2 if self.config.train.precision == "bf16" else 4
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers of one pipeline stage."""
+        return self.config.model.num_layers // self.config.parallelism.pipeline_parallel_size
+
+    def expert_layers(self, stage: int) -> int:
+        """Return how many layers of a pipeline stage have experts."""
+        return sum(self.config.model.expert_layers[stage * self.num_layers : (stage + 1) * self.num_layers])
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The forward plan of one attention call, for the layer with the largest mask."""
+        par = self.config.parallelism
+        if par.schedule == "auto":
+            raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
+        mask, unit = planned_mask(self.config), token_unit(par)
+        with names_as_keys():
+            plan = build_plan(par.schedule, par.context_parallel_size, mask, mode_options(par), unit, par.layout)
+        return sum_in_nodes(keep_received(plan) if self.keeps_received else plan, summed_node_size(self.config))
+
+    @cached_property
+    def backward(self) -> Plan:
+        """The backward plan of one attention call."""
+        return backward_plan(self.plan)
+
+    @cached_property
+    def target(self) -> Target:
+        """The target of lowering. On GPUs, ranks read each other's memory unless `attention.transport=p2p`."""
+        n = self.config.parallelism.context_parallel_size
+        over_peers = self.fused and n > 1 and self.config.attention.transport != "p2p"
+        hosts = (tuple(range(n)),) * n if over_peers else None
+        return Target(workload_of(self.config), fa4_takes(self.config.attention.deterministic), hosts)
+
+    @cached_property
+    def programs(self) -> tuple[list[Program], list[Program]]:
+        """The forward and backward programs of all ranks, or of six typical ranks if there are more than 16."""
+        n = self.plan.n
+        ranks = range(n) if n <= 16 else sorted({0, 1, n // 2 - 1, n // 2, n - 2, n - 1})
+        forward, backward = Lowering(self.plan, self.target), Lowering(self.backward, self.target)
+        return [forward.program(rank) for rank in ranks], [backward.program(rank) for rank in ranks]
+
+    @cached_property
+    def footprints(self) -> tuple[Footprint, Footprint]:
+        """The forward and backward footprint; every field is the largest of all ranks."""
+
+        def largest(programs: list[Program]) -> Footprint:
+            of_ranks = [footprint(program, self.target.workload, self.fused) for program in programs]
+            return Footprint(**{f.name: max(getattr(each, f.name) for each in of_ranks) for f in fields(Footprint)})
+
+        return largest(self.programs[0]), largest(self.programs[1])
+
+    @property
+    def keeps_received(self) -> bool:
+        """Whether attention keeps the blocks that it received in forward for backward."""
+        config, par = self.config, self.config.parallelism
+        length, batch = config.data.seq_length, config.train.micro_batch_size
+        return keeps_received(config.keep_received, par.schedule, par.context_parallel_size, length, batch)
+
+    @cached_property
+    def tokens(self) -> int:
+        """The tokens of a micro-batch on the rank that has most of them."""
+        longest = max(map(self.plan.queries.num_tokens, range(self.plan.n)))
+        return longest * self.config.train.micro_batch_size
+
+    @property
+    def hidden_tokens(self) -> int:
+        """The tokens of a hidden state between tensor-parallel layers, which sequence parallelism shards."""
+        return -(-self.tokens // token_unit(self.config.parallelism))
+
+    @property
+    def num_micro_batches(self) -> int:
+        train = self.config.train
+        return max(1, train.global_batch_size // (train.micro_batch_size * self.data_parallel_size))
+
+    def in_flight(self, stage: int) -> int:
+        """Return the number of micro-batches whose activations a pipeline stage holds at the same time (1F1B)."""
+        return min(self.num_micro_batches, self.config.parallelism.pipeline_parallel_size - stage)
+
+
+def stage_parameters(job: Job, stage: int) -> int:
+    """Return the number of parameters of one rank of a pipeline stage."""
+    model, expert_layers = job.config.model, job.expert_layers(stage)
+    last = job.config.parallelism.pipeline_parallel_size - 1
+    total = (job.num_layers - expert_layers) * layer_parameters(job)
+    total += expert_layers * layer_parameters(job, experts=True)
+    if stage == 0:
+        total += embedding_weights(job)
+        if model.position_embedding == "learned":
+            total += job.config.data.seq_length * model.hidden_size
+    if stage == last:
+        total += model.hidden_size * (2 if model.normalization == "layernorm" else 1)
+        if not (model.tie_embeddings and last == 0):
+            total += embedding_weights(job)
+    return total
+
+
+def stage_experts(job: Job, stage: int) -> int:
+    """Return how many of `stage_parameters` expert parallelism shards; fewer ranks are data-parallel for these."""
+    sharded = job.config.parallelism.expert_model_parallel_size > 1
+    return job.expert_layers(stage) * expert_parameters(job) if sharded else 0
+
+
+def mlp_weights(job: Job) -> tuple[int, int]:
+    """Return the elements of both matrices of one layer's MLP on one rank, for the wider of dense and expert layers."""
+    model, par = job.config.model, job.config.parallelism
+    widths = {
+        model.expert_width // par.tensor_size_of_experts
+        if experts
+        else model.ffn_hidden_size // par.tensor_parallel_size
+        for experts in model.expert_layers
+    }
+    second = model.hidden_size * max(widths)
+    return model.fc1_columns * second, second
+
+
+def embedding_weights(job: Job) -> int:
+    """Return the elements of the embedding, or of the LM head, on one tensor-parallel rank."""
+    return job.vocab_size * job.config.model.hidden_size // job.config.parallelism.tensor_parallel_size
+
+
+def layer_parameters(job: Job, experts: bool = False) -> int:
+    """Return the number of parameters of one transformer layer on one rank, dense or with experts."""
+    model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
+    heads = (model.num_attention_heads + 2 * model.num_kv_heads) * model.kv_channels
+    width = 0 if experts else model.ffn_hidden_size
+    fc1 = model.fc1_columns * width
+    norm = 2 if model.normalization == "layernorm" else 1
+    sharded = model.attention_weights + model.hidden_size * (fc1 + width)
+    whole = 2 * model.hidden_size * norm
+    if model.bias or model.qkv_bias:
+        sharded += heads
+    if model.bias:
+        sharded += fc1
+        whole += (1 if experts else 2) * model.hidden_size
+    if model.sinks == "learnable":
+        sharded += model.num_attention_heads
+    normed = 2 * model.kv_channels if model.kv_lora_rank is None else model.kv_lora_rank + (model.q_lora_rank or 0)
+    whole += norm * (normed * model.qk_norm + 2 * model.hidden_size * model.post_norms)
+    if model.implementation == "transformer_engine":  # its ranks do not shard the down projections of latents
+        sharded, whole = sharded - model.down_weights, whole + model.down_weights
+    return sharded // tp + whole + (expert_parameters(job) + router_parameters(job) if experts else 0)
+
+
+def expert_parameters(job: Job) -> int:
+    """Return the number of parameters of the experts of one layer on one rank; 0 for a dense model."""
+    model, par = job.config.model, job.config.parallelism
+    columns = model.fc1_columns
+    sharded = (columns + 1) * model.hidden_size * model.expert_width
+    biases = columns * model.expert_width + model.hidden_size if model.bias else 0
+    experts = (model.num_moe_experts or 0) // par.expert_model_parallel_size
+    return experts * (sharded // par.tensor_size_of_experts + biases)
+
+
+def router_parameters(job: Job) -> int:
+    """Return the number of parameters of one layer's router, and of this rank's part of its shared expert."""
+    model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
+    shared = (model.fc1_columns + 1) * model.hidden_size * (model.moe_shared_expert_intermediate_size or 0)
+    return (model.num_moe_experts or 0) * (model.hidden_size + model.bias) + shared // tp
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """The activations of one layer for one micro-batch, in bytes."""
+
+    input: int  # the layer's input
+    result: int  # attention's out and lse
+    attention: int  # what else backward reads of attention: norm, q, keys and values, or kept blocks of other ranks
+    qkv: int  # the part of `attention` that the attention call itself reads
+    mlp: int  # everything after attention: norm, its input, the MLP
+    fc1: int  # the part of `mlp` that is the output of the MLP's first matrix
+    norm: int  # what one norm keeps besides its input
+    tile: int  # with tiles, the activations of one, which replace those of the whole MLP
+
+    @property
+    def total(self) -> int:
+        return self.input + self.result + self.attention + self.mlp
+
+
+def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
+    """Return the activations of one layer, dense or with experts.
+
+    They are those that Megatron's layers save with this package's attention and torch's norms.
+    """
+    model, e, tokens = job.config.model, job.element_bytes, job.tokens
+    tp = job.config.parallelism.tensor_parallel_size
+    workload = workload_of(job.config)
+    rope = model.position_embedding == "rope"
+    per_sequence = job.tokens // job.config.train.micro_batch_size
+    hidden = e * job.hidden_tokens * model.hidden_size
+    q = per_sequence * workload.elements(Kind.Q) * e
+    kv = per_sequence * workload.elements(Kind.KV) * e
+    grouped = model.num_kv_heads < model.num_attention_heads
+    # Keys and values are views of the projection without RoPE. So are queries if each has its own key/value head.
+    saved = q + kv + (q if grouped and not rope else 0)
+    qkv, kept = q + kv, job.footprints[0].kept
+    reads = job.programs[1][0].reads_own
+    if kept and reads.isdisjoint((Kind.Q_GRAD, Kind.KV)):  # kept blocks, with their lse, replace the rank's own q, k, v
+        saved = qkv = 0
+        if model.sinks == "none":
+            kept -= per_sequence * (workload.token_bytes(Kind.OUT) - workload.token_bytes(Kind.Q))
+        else:  # the gradient of sinks reads the rank's own queries
+            saved = qkv = q
+    fc1 = e * tokens * model.fc1_columns * model.ffn_hidden_size // tp
+    act = e * tokens * model.ffn_hidden_size // tp
+    rms = model.normalization == "rmsnorm"
+
+    def normed(size: int, rows: int) -> int:
+        """Return what a norm of `size` bytes keeps besides its input."""
+        return size + 4 * rows * (1 if rms else 2) + (0 if job.fused or not rms else size)
+
+    norm = normed(hidden, job.hidden_tokens)
+    if model.latent:  # the cosines and sines that queries and keys were multiplied by are saved as well
+        saved += 4 * e * per_sequence * model.rope_channels + e * job.hidden_tokens * model.rope_channels
+        for rank, rows in ((model.kv_lora_rank, job.hidden_tokens), (model.q_lora_rank, tokens)):
+            if rank is not None:  # Megatron keeps the query latents of all tensor-parallel ranks
+                saved += e * rows * rank
+                saved += normed(e * job.hidden_tokens * rank, job.hidden_tokens) if model.qk_norm else 0
+    elif model.qk_norm:
+        saved += sum(size + normed(size, size // (e * model.kv_channels)) for size in (q, kv // 2))
+    post_norms = 2 * norm if model.post_norms else 0  # they keep their input, not their output; both have the same size
+    fused = job.fused and model.activation == "swiglu"
+    gate = 2 * act if model.fc1_columns == 2 and not fused else 0
+    inside, tile_tokens = fc1 + act + gate, job.config.recompute.mlp_tile_tokens
+    if experts:
+        inside, fc1 = expert_bytes(job)
+    return LayerBytes(
+        input=hidden,
+        result=per_sequence * workload.token_bytes(Kind.OUT),
+        attention=norm + saved + kept,
+        qkv=qkv + kept,
+        mlp=hidden + norm + post_norms + (inside if tile_tokens is None else 0),
+        fc1=fc1,
+        norm=norm,
+        # The gradient of fc1 comes on top: the last activation has been freed by then.
+        tile=0 if tile_tokens is None else (inside + fc1) * min(tile_tokens, tokens) // max(1, tokens),
+    )
+
+
+def expert_bytes(job: Job) -> tuple[int, int]:
+    """Return the activations of a layer's experts on one rank, and the part that is the output of the first matrix."""
+    model, par, e = job.config.model, job.config.parallelism, job.element_bytes
+    columns, width = model.fc1_columns, model.expert_width // par.tensor_size_of_experts
+    rows = job.hidden_tokens * model.moe_router_topk * par.tensor_size_of_experts  # through the experts of a rank
+    fc1 = e * rows * columns * width
+    # The input of both matrices. A gate adds its two halves and their product before it is weighted.
+    inside = e * rows * model.hidden_size + fc1 + e * rows * width
+    if not (job.fused and model.activation == "swiglu"):
+        inside += e * rows * width * (3 if columns == 2 else 1)
+    routing = job.hidden_tokens * (model.num_moe_experts or 0) * 4
+    shared = (model.moe_shared_expert_intermediate_size or 0) // par.tensor_parallel_size
+    return inside + routing + e * job.tokens * shared * (columns + (3 if columns == 2 else 1)), fc1
+
+
+@dataclass(frozen=True)
+class AttentionBytes:
+    """The memory of attention besides saved activations, in bytes."""
+
+    buffers: int  # received blocks; allocated between calls, and shared by all layers
+    published: int  # memory that peers read, outside torch's caching allocator
+    backward: int  # the most that one backward call needs besides these, including its inputs
+
+
+def attention_bytes(job: Job) -> AttentionBytes:
+    """Return the memory of attention, read from the programs of the configured mode."""
+    forward, backward = job.footprints
+    workload = job.target.workload
+    buffers: dict[tuple[Kind, int, int], int] = {}  # keyed by what the passes of a rank share
+    for program in (program for way in job.programs for program in way):
+        for each, name in zip(program.buffers, program.buffer_names, strict=True):
+            key = each.kind, each.parts, name
+            if not each.kept:
+                buffers[key] = max(buffers.get(key, 0), each.tokens * workload.token_bytes(each.kind, each.heads))
+    over_peers, sent = job.target.hosts is not None, max(forward.sent, backward.sent)
+    return AttentionBytes(
+        buffers=sum(buffers.values()) + (0 if over_peers else sent),
+        published=sent if over_peers else 0,
+        backward=backward.inputs + forward.kept + backward.results,
+    )

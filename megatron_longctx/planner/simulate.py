@@ -1,0 +1,249 @@
+"""The simulated time of a plan on a described cluster: its programs are priced operation by operation, not run.
+
+Every rank has two lanes. The compute lane issues the program's operations: kernel calls, copies, merges and waits. The
+transfer lane starts each step's messages after the previous ones and after the mark that the program names. A message
+starts when both of its ranks are ready, and messages of one step that share a link, a port or a NIC share its rate.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..config.cluster import Cluster, Resource
+from ..core.errors import refuse
+from ..core.plans.collector import collector_paused
+from ..core.plans.lower import Lowering, Target
+from ..core.plans.plan import Plan
+from ..core.plans.program import Acquire, Compute, Copy, Mark, Merge, Op, Program, Release, Send, Wait
+from .cost import GIB, Costs, Workload
+from .footprint import footprint, row_bytes
+from .messages import Messages
+
+logger = logging.getLogger(__name__)
+
+_TELL_S = 5.0
+"""The seconds after which progress is logged: a plan of 1,024 ranks may take minutes."""
+
+
+class Span(NamedTuple):
+    """A span of time on a rank's lane, in seconds."""
+
+    rank: int
+    lane: str  # compute | transfer
+    start: float
+    stop: float
+    label: str
+    step: int
+    home: int = -1  # a rank whose keys a kernel call attends to; -1 for others
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The simulated pass of a plan, in seconds and bytes."""
+
+    plan: Plan
+    seconds: float
+    compute_s: tuple[float, ...]  # kernel calls, merges and copies, one number per rank
+    exposed_s: tuple[float, ...]  # waits for messages between them; the rest is idle, until the last rank is done
+    links: dict[Resource, float] = field(repr=False)  # the share of the time that each resource is busy
+    peak_bytes: int
+    """The most memory of a rank for this call, with its own tensors and send memory but without kernel workspaces."""
+    operations: int
+    """Kernel calls, merges and steps with messages that a host issues, on the rank with the most."""
+    spans: tuple[Span, ...] = field(default=(), repr=False)  # the timeline, if it was recorded
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all ranks' time in which they do not compute."""
+        total = self.seconds * self.plan.n
+        return 1 - sum(self.compute_s) / total if total else 0.0
+
+    @property
+    def busiest_link(self) -> tuple[Resource, float] | None:
+        return max(self.links.items(), key=lambda item: item[1]) if self.links else None
+
+
+def simulate(
+    plan: Plan,
+    cluster: Cluster,
+    target: Target | Workload,
+    costs: Costs | None = None,
+    *,
+    timeline: bool = False,
+) -> Simulation:
+    """Simulate a forward or backward plan.
+
+    Args:
+        cluster: the ranks' cluster, with `plan.n` ranks or more; rank r of the plan is its rank r.
+        target: what the plan is lowered for. A workload alone means point-to-point messages, and a kernel that supports
+            full rectangles and causal squares, one per call.
+        costs: None for those that `cluster.device` describes.
+        timeline: record what every rank does when.
+
+    Raises:
+        ValueError: the cluster has too few ranks, or no figures for its device.
+    """
+    if cluster.n < plan.n:
+        raise refuse("cluster", f"{cluster.name} of {cluster.n} ranks", f"{plan.n} or more", "Use cluster.resized().")
+    target = target if isinstance(target, Target) else Target(target)
+    with collector_paused():
+        return _Simulator(plan, cluster, target, costs or Costs.of_device(cluster.device), timeline).run()
+
+
+class _Event(NamedTuple):
+    """The next action of a rank: work of `seconds`, or one of the operations that involve messages.
+
+    Those are Wait, Mark, Acquire, which makes the rank ready for messages now, and Send, which makes it ready as of
+    `marks` marks ago (0: from the beginning).
+    """
+
+    op: type[Op] | None
+    seconds: float = 0.0
+    label: str = ""
+    home: int = -1
+    marks: int = 0
+
+
+class _Simulator:
+    def __init__(self, plan: Plan, cluster: Cluster, target: Target, costs: Costs, timeline: bool) -> None:
+        self.plan, self.cluster, self.workload, self.costs = plan, cluster, target.workload, costs
+        n = plan.n
+        self.compute = [0.0] * n  # when each rank's compute lane is free
+        self.transfer = [0.0] * n
+        self.busy = [0.0] * n
+        self.exposed = [0.0] * n
+        self.blocked = [0.0] * n  # until when this step's messages occupy processors of each rank
+        self.spans: list[Span] | None = [] if timeline else None
+        self._call_seconds: dict[object, float] = {}
+        self.operations = self.peak_bytes = 0
+        self._events: list[list[list[_Event]]] = []
+        self._marks: list[list[float]] = [[] for _ in range(n)]
+        lowering = Lowering(plan, target)
+        for rank in _with_progress(plan):
+            self._events.append(self._price(lowering.program(rank)))
+
+    def run(self) -> Simulation:
+        n = self.plan.n
+        arrived: list[float] = [0.0] * n
+        messages = Messages(n, self.cluster, self.workload, self.costs)
+        for t, step in enumerate(self.plan.steps):
+            ready = [self._run_until_messages(rank, t, arrived[rank]) for rank in range(n)]
+            starts, done = messages.exchange(step.moves, ready, self.transfer)
+            if self.spans is not None:
+                for rank, (start, stop) in enumerate(zip(starts, done, strict=True)):
+                    if start >= 0:
+                        self.spans.append(Span(rank, "transfer", start, stop, f"step {t}", t))
+            self.blocked = [late if late > early else 0.0 for early, late in zip(self.transfer, done, strict=True)]
+            self.transfer = arrived = done
+        for rank in range(n):
+            self._run_until_messages(rank, len(self.plan.steps), arrived[rank])
+        end = max(self.compute, default=0.0)
+        return Simulation(
+            plan=self.plan,
+            seconds=end,
+            compute_s=tuple(self.busy),
+            exposed_s=tuple(self.exposed),
+            links={resource: used / end for resource, used in messages.used.items()} if end else {},
+            peak_bytes=self.peak_bytes,
+            operations=self.operations,
+            spans=tuple(self.spans or ()),
+        )
+
+    def _price(self, program: Program) -> list[list[_Event]]:
+        """Price a program's operations, up to the start of each step's messages and behind the last of them.
+
+        Without a timeline, consecutive work is summed up.
+        """
+        sum_up = self.spans is None and not self.costs.blocking
+        events: list[list[_Event]] = [[] for _ in range(len(program.receives) + 1)]
+        operations = 0
+        t, seconds, marks, after = 0, 0.0, dict[int, int](), -1
+        for op in program.ops:
+            if isinstance(op, Release):
+                continue
+            event = self._event(op, program)
+            operations += not isinstance(op, Copy | Wait | Mark)
+            if sum_up and event.op is None:
+                seconds += event.seconds
+                continue
+            if seconds:
+                events[t].append(_Event(None, seconds))
+                seconds = 0.0
+            if isinstance(op, Wait):
+                t = max(t, op.step + 1)
+            elif isinstance(op, Mark):
+                marks[op.number] = len(marks)
+            elif isinstance(op, Send | Acquire):
+                t = max(t, op.step)
+            if isinstance(op, Send) and op.after > after:
+                event = event._replace(marks=len(marks) - marks[op.after])
+                if program.sends.messages[op.step] or program.receives[op.step]:
+                    after = op.after  # later messages start after these, and so after their mark
+            events[t].append(event)
+            if isinstance(op, Send | Acquire):
+                t += 1
+            if isinstance(op, Acquire):
+                events[t].append(_Event(Wait))
+        if seconds:
+            events[t].append(_Event(None, seconds))
+        self.operations = max(self.operations, operations)
+        self.peak_bytes = max(self.peak_bytes, footprint(program, self.workload).total)
+        return events
+
+    def _event(self, op: Op, program: Program) -> _Event:
+        if isinstance(op, Copy):
+            num_bytes = 2 * sum(row_bytes(into, self.workload) for into, _ in op.pairs)
+            return _Event(None, num_bytes / (self.costs.merge_gibps * GIB), "pack")
+        if isinstance(op, Merge):
+            num_bytes = sum(row_bytes(rows, self.workload) for rows in (op.into, *[part.rows for part in op.parts]))
+            return _Event(None, num_bytes / (self.costs.merge_gibps * GIB), "merge")
+        if not isinstance(op, Compute):
+            return _Event(type(op))
+        key = op.call, op.queries.heads.parts
+        seconds = self._call_seconds.get(key)
+        if seconds is None:
+            seconds = self.costs.call_seconds(op.call, op.queries.heads, self.workload, program.backward)
+            self._call_seconds[key] = seconds
+        first, last = min(op.homes), max(op.homes)
+        return _Event(None, seconds, str(first) if first == last else f"{first}…{last}", first)
+
+    def _run_until_messages(self, rank: int, t: int, arrived: float) -> float:
+        """Run a rank until it starts the messages of step `t`; return when these may start."""
+        ready, marks = self.transfer[rank], self._marks[rank]
+        now, busy = self.compute[rank], self.busy[rank]
+        for op, seconds, label, home, marks_ago in self._events[rank][t]:
+            if op is None:
+                if home >= 0:
+                    seconds += self.costs.blocking * min(seconds, max(0.0, self.blocked[rank] - now))
+                if self.spans is not None and seconds:
+                    self.spans.append(Span(rank, "compute", now, now + seconds, label, t, home))
+                now += seconds
+                busy += seconds
+            elif op is Mark:
+                marks.append(now)
+            elif op is Wait:
+                if arrived > now:
+                    self.exposed[rank] += arrived - now
+                    now = arrived
+            elif op is Acquire:
+                ready = max(ready, now)
+            elif marks_ago:
+                ready = max(ready, marks[-marks_ago])
+        self.compute[rank], self.busy[rank] = now, busy
+        return ready
+
+
+def _with_progress(plan: Plan) -> Iterator[int]:
+    """Yield the ranks, and log from time to time how far they are."""
+    begun = told = time.monotonic()
+    for rank in range(plan.n):
+        yield rank
+        now = time.monotonic()
+        if now - told >= _TELL_S:
+            left = (now - begun) / (rank + 1) * (plan.n - rank - 1)
+            logger.info("simulating %s: %d of %d ranks, about %.0f s left", plan.name, rank + 1, plan.n, left)
+            told = now

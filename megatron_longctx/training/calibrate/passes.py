@@ -1,0 +1,139 @@
+"""Measures whole passes: the host's time per operation, and steps of modes, which correct the simulated order."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ...config.cluster import Cluster
+from ...core.attention import ContextParallelAttention
+from ...core.attention.bind import Runtime, Shapes, bind
+from ...core.attention.run import Run
+from ...core.comm import BufferPool, gather_objects
+from ...core.plans import MODES, Kind, Lowering, Mode, Target
+from ...core.plans.cache_modes import CACHE_MODES
+from ...core.plans.mask import causal
+from ...core.plans.modes import SearchContext
+from ...inference.batch import Batch
+from ...inference.cache_manager import CacheManager
+from ...inference.cached_attention import CacheShape
+from ...planner.cost import Costs, ModeSample
+from ...planner.select import Candidate, Problem, rank_modes
+from ...planner.simulate import simulate
+from .measure import Testbed, mean_seconds, median_over_ranks, step_seconds, training_step
+
+_CACHED, _NEW = 64, 16
+"""Tokens per rank of the pass that measures the host: kernel calls are as short as possible."""
+_PASSES = 30
+_CLOSE, _MAX_MODES = 1.3, 8
+"""Modes are measured if their simulated time is at most this factor above the fastest; this many at most."""
+_LONG_S = 0.2
+_STEPS, _STEPS_OF_LONG, _ALL_STEPS = 6, 3, 10
+"""Timed steps in a row, of short and of long steps; the last includes those that warm up."""
+_BUDGET_S = 20.0
+"""Seconds per length. Modes that exceed it are not measured."""
+
+
+def host_operation_seconds(testbed: Testbed, cluster: Cluster, costs: Costs) -> float:
+    """Return the host's seconds per operation (`Simulation.operations`), for the median rank and inference mode.
+
+    They are measured by passes that need almost no device time. The host's work for the rest of a layer, or for a
+    prompt as a whole, is not included. All ranks call this together and get the same result.
+    """
+    assert testbed.transport is not None
+    n, work = testbed.n, testbed.workload
+    manager = CacheManager(n, 2, _CACHED)
+    session = manager.open()
+    manager.append({session: n * _CACHED})
+    batch = Batch(n, manager.slots_per_rank, manager.append({session: n * _NEW}))
+    shape = CacheShape(1, work.num_heads, work.num_kv_heads, work.head_dim, testbed.dtype)
+    runtime = Runtime(testbed.choose_kernel(packed=True), testbed.transport, BufferPool(testbed.device))
+    target = Target(shape.workload, runtime.kernel.takes, testbed.transport.hosts)
+
+    def measure() -> list[float]:
+        seconds = []
+        for mode in CACHE_MODES:
+            lowering = Lowering(batch.plan(mode), target)
+            operations = simulate(lowering.plan, cluster, target, costs).operations
+            seconds.append(_pass_seconds(testbed, batch, lowering, shape, runtime) / operations)
+        return [statistics.median(seconds)]
+
+    return median_over_ranks(testbed.group, measure)[0]
+
+
+@torch.inference_mode()
+def _pass_seconds(testbed: Testbed, batch: Batch, lowering: Lowering, shape: CacheShape, runtime: Runtime) -> float:
+    rank = torch.distributed.get_rank(testbed.group)
+    shapes = Shapes(shape.workload, shape.dtype, testbed.device, shape.kv, shape.kv)
+    bound = bind(lowering, rank, shapes, runtime)
+    q = testbed.random(batch.num_rows(rank), shape.num_heads)
+    cache = shape.kv.spec(batch.slots, 1, shape.num_kv_heads, testbed.device).empty().normal_()
+
+    def run() -> None:
+        Run(bound, {Kind.Q: (q,), Kind.KV: (cache,)}, shape.head_dim**-0.5)()
+
+    mean_seconds(run, testbed.device, 3)
+    return statistics.median(mean_seconds(run, testbed.device, _PASSES) for _ in range(3))
+
+
+def candidate_modes(n: int, cluster: Cluster, length: int = 0) -> list[Mode]:
+    """Return all modes that `auto` considers for `n` ranks."""
+    context = SearchContext(n, length, cluster)
+    modes: list[Mode] = []
+    for mode in MODES.values():
+        with suppress(ValueError):
+            modes += mode.candidates(context)
+    return modes
+
+
+def modes_to_measure(ranking: Sequence[Candidate]) -> list[Candidate]:
+    """Return the modes of a ranking that are close to the fastest, as many as the time permits."""
+    if not ranking:
+        return []
+    fastest = ranking[0].seconds
+    close = [candidate for candidate in ranking[:_MAX_MODES] if candidate.seconds <= _CLOSE * fastest]
+    return close[: int(_BUDGET_S / (_ALL_STEPS * fastest))]
+
+
+def mode_samples(testbed: Testbed, cluster: Cluster, costs: Costs, lengths: Sequence[int]) -> tuple[ModeSample, ...]:
+    """Measure whole steps, forward and backward, for each of `lengths`, except those that take too long.
+
+    Forward and backward get the same correction, because nothing synchronizes ranks between them. All ranks call this
+    together and get the same result.
+
+    Args:
+        costs: those that the simulation uses.
+    """
+    assert testbed.transport is not None
+    target, samples = Target(testbed.workload, testbed.choose_kernel().takes, testbed.transport.hosts), []
+    for length in lengths:
+        problem = Problem(testbed.n, causal(length), target, keep_received=None)
+        modes = candidate_modes(testbed.n, cluster, length)
+        ranking = [each for each in rank_modes(problem, cluster, costs, candidates=modes) if not each.reason]
+        # Rank 0's choice, since costs may differ among ranks.
+        chosen = gather_objects(testbed.group, [each.name for each in modes_to_measure(ranking)])[0]
+        for candidate in sorted((each for each in ranking if each.name in chosen), key=lambda each: each.name):
+            ratio = _step_seconds(testbed, candidate, length) / candidate.seconds
+            samples += [ModeSample(candidate.name, length, backward, ratio) for backward in (False, True)]
+    return tuple(samples)
+
+
+def _step_seconds(testbed: Testbed, candidate: Candidate, length: int) -> float:
+    """Return the seconds of a whole step of one layer on the slowest rank."""
+    assert candidate.mode is not None and testbed.transport is not None
+    attention = ContextParallelAttention(
+        testbed.group,
+        schedule=candidate.mode,
+        kernel=testbed.kernel,
+        transport=testbed.transport.name,
+    )
+    tokens = attention.layout(length).num_tokens(dist.get_rank(testbed.group))
+    q, k, v, grad_out = testbed.qkv(tokens, tokens)
+    step = training_step(partial(attention, mask=length), (q, k, v), grad_out)
+    count = _STEPS_OF_LONG if candidate.seconds > _LONG_S else _STEPS
+    return step_seconds(step, testbed.group, testbed.device, count)[0]

@@ -1,0 +1,262 @@
+"""Where the metrics of a step are written: the console, JSONL and W&B. TensorBoard is in `training.monitoring`.
+
+A sink takes one dict per step, keyed by the metric keys of `names`. `train/step` is required, and None means that a
+value is not known. Only one rank of a run opens sinks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+from uuid import uuid4
+
+from ...config import Config, environment, files, names
+from ...planner.flops import FORMULA, peak_tflops
+
+Value = float | int | str | None
+# The key of an object that says which values, written as null, were not finite.
+NONFINITE = "nonfinite"
+_ETA_STEPS = 20
+
+
+class Sink(Protocol):
+    """A destination of metrics."""
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Write the record of one step."""
+
+    def close(self) -> None:
+        """Finish; nothing is written afterwards."""
+
+
+def encode(record: Mapping[str, Value]) -> str:
+    """Return a record as one line of valid JSON, without newline.
+
+    JSON has no NaN and no infinity. Such a value becomes null, and an object under `nonfinite` names it, e.g.
+    `{"train/loss": null, "nonfinite": {"train/loss": "nan"}}` (`nan`, `inf` or `-inf`).
+    """
+    flags = {key: str(v) for key, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    line: dict[str, Any] = {key: None if key in flags else value for key, value in record.items()}
+    if flags:
+        line[NONFINITE] = flags
+    return json.dumps(line, allow_nan=False)
+
+
+def decode(line: str) -> dict[str, Value]:
+    """Return the record that `encode` wrote, with its non-finite values.
+
+    Raises:
+        ValueError: `line` is not a JSON object.
+    """
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"metrics line {line[:60]!r}: expected a JSON object. Remove the line.")
+    flags = record.pop(NONFINITE, {})
+    return {key: float(flags[key]) if key in flags else value for key, value in record.items()}
+
+
+class JsonlSink:
+    """Appends one JSON object per step to `path`, and flushes it, so that a killed run keeps what it reported.
+
+    Opening drops the records after `resumed_step` (all of them if a run starts from scratch, the default): the run
+    trains those steps again, and curves must not have them twice. It also drops a line that a crash left incomplete,
+    with a warning. The file is replaced in one move, so a crash in between loses nothing.
+    """
+
+    def __init__(self, path: Path | str, resumed_step: int = 0) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self._drop_after(resumed_step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def _drop_after(self, resumed_step: int) -> None:
+        kept: list[str] = []
+        for number, line in enumerate(self.path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+            try:
+                step = decode(line).get(names.STEP)
+            except ValueError as error:
+                warnings.warn(f"{self.path}:{number}: line dropped, it is not valid JSON ({error})", stacklevel=3)
+                continue
+            if not isinstance(step, int) or step <= resumed_step:
+                kept.append(line + "\n")
+        files.write_text(self.path, "".join(kept))
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Append one record.
+
+        Raises:
+            KeyError: `train/step` is missing.
+        """
+        record[names.STEP]  # a line without it could be neither plotted nor dropped on resume
+        self._file.write(encode(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ConsoleSink:
+    """Emits one line per step with loss, speed, memory and the remaining time; a dash means not known.
+
+    The remaining time uses the median of the last step times, so a slow first step or a checkpoint does not distort it.
+
+    Args:
+        total_steps: steps of the whole run.
+        emit: receives the line, e.g. the `info` method of a logger.
+    """
+
+    def __init__(self, total_steps: int, emit: Callable[[str], None]) -> None:
+        self.total_steps = total_steps
+        self._emit = emit
+        self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Emit the line of one record."""
+        self._emit(self.line(record))
+
+    def line(self, record: Mapping[str, Value]) -> str:
+        """Return the line of one record, whose step time counts for the remaining time from now on."""
+        step = int(record[names.STEP] or 0)
+        seconds = record.get(names.STEP_S)
+        if isinstance(seconds, (int, float)) and math.isfinite(seconds):
+            self._recent.append(seconds)
+        remaining = median(self._recent) * max(self.total_steps - step, 0) if self._recent else None
+
+        def number(key: str, spec: str) -> str:
+            value = record.get(key)
+            return "—" if value is None else format(value, spec)
+
+        validation = record.get(names.VALIDATION_LOSS)
+        causal, dense = number(names.MFU_CAUSAL_PCT, ".1f"), number(names.MFU_DENSE_PCT, ".1f")
+        known = record.get(names.MFU_CAUSAL_PCT) is not None
+        return " | ".join(
+            (
+                f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}",
+                f"loss {number(names.LOSS, '.5f')}",
+                *([] if validation is None else [f"validation {validation:.5f}"]),
+                f"grad norm {number(names.GRAD_NORM, '.3f')}",
+                f"lr {number(names.LEARNING_RATE, '.2e')}",
+                f"{number(names.TOKENS_PER_S, ',.0f')} tokens/s",
+                f"{number(names.TFLOPS_PER_GPU, '.3g')} TFLOP/s/GPU",
+                f"MFU {causal}% causal {dense}% dense" if known else "MFU —",
+                f"mem {number(names.PEAK_ACTIVE_GIB, '.2f')} GiB",
+                f"ETA {clock_text(remaining)}",
+            )
+        )
+
+    def close(self) -> None:
+        """Do nothing; the caller owns what `emit` writes to."""
+
+
+def clock_text(seconds: float | None) -> str:
+    """Return `h:mm:ss`, with days in front from 24 hours on; a dash for None."""
+    if seconds is None:
+        return "—"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    prefix = f"{days} day{'s' * (days > 1)} " if days else ""
+    return f"{prefix}{hour}:{minute:02}:{second:02}"
+
+
+class WandbSink:
+    """Writes to W&B in the run's folder: offline, online or not at all (`logging.wandb`).
+
+    W&B online ignores steps that a resumed run trains again, since its history only grows; the JSONL has their last
+    values. W&B never ends a training run: if it fails, one warning gives the reason and training goes on without it.
+    """
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self._run: Any = None
+        if config.logging.wandb != "disabled":
+            self._run = self._attempt(start_wandb, folder, config, config.logging.wandb)
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Log one record at its step."""
+        if self._run is not None:
+            self._attempt(_log, self._run, record)
+
+    def close(self) -> None:
+        """Finish the W&B run."""
+        if self._run is not None:
+            self._attempt(self._run.finish)
+        self._run = None
+
+    def _attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception as error:  # network, login, disk: W&B raises anything
+            self._run = None
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"W&B is off for the rest of this run ({reason}); metrics.jsonl has everything", stacklevel=3)
+            return None
+
+
+def start_wandb(folder: Path, config: Config, mode: Any) -> Any:
+    """Start or resume the W&B run of `folder`, which contains its `environment.json`.
+
+    The run's id is in `<folder>/wandb_id.txt`, so a resumed run continues in W&B as well.
+
+    Args:
+        mode: `online` or `offline`.
+    """
+    import wandb  # here, so that a disabled or broken W&B costs nothing
+
+    ran_on = environment.read(folder)
+    derived = {
+        "facts": environment.facts(config.as_dict(), ran_on),
+        "environment": ran_on,
+        "flop_formula": FORMULA,
+        "peak_tflops_per_gpu": peak_tflops(ran_on.get("device"), config.logging.peak_tflops),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    id_file = folder / "wandb_id.txt"
+    if not id_file.exists():
+        files.write_text(id_file, uuid4().hex[:12] + "\n")
+    return wandb.init(
+        project=config.logging.wandb_project,
+        name=config.run.name,
+        id=id_file.read_text(encoding="utf-8").strip(),
+        **environment.labels(config, ran_on),
+        resume="allow" if mode == "online" else None,  # offline there is no server to resume from; the id suffices
+        dir=str(folder),
+        mode=mode,
+        config=config.as_dict() | derived,
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+
+
+def _log(run: Any, record: Mapping[str, Value]) -> None:
+    run.log({key: value for key, value in record.items() if value is not None}, step=record[names.STEP])
+
+
+def rebuild_wandb(folder: Path, config: Config, records: Iterable[Mapping[str, Value]]) -> str:
+    """Write the W&B run of `folder` again from the records of its `metrics.jsonl`.
+
+    It is online or offline, as W&B's own settings say. Steps that W&B already has do not change.
+
+    Returns:
+        the run's URL, or the path of its files.
+
+    Raises:
+        ValueError: W&B's settings disable it.
+    """
+    import wandb
+
+    mode: str = wandb.setup().settings.mode
+    if mode not in ("online", "offline"):
+        raise ValueError(f"WANDB_MODE={mode}: expected online or offline. Set it to one of these, or unset it.")
+    run = start_wandb(folder, config, mode)
+    try:
+        for record in records:
+            _log(run, record)
+        return run.url or str(Path(run.dir).parent)
+    finally:
+        run.finish()

@@ -1,0 +1,1 @@
+from tests.training.calibrate.conftest import cache, quick_start  # noqa: F401 (fixtures)

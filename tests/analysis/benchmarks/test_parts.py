@@ -1,0 +1,68 @@
+"""`parts`, `prefill`, `planning` and `simulation` of `python -m analysis.benchmarks` on CPU: their results and tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from analysis.benchmarks import parts, prefill
+from analysis.benchmarks.__main__ import main
+from megatron_longctx.core.plans import build
+
+SETTINGS = "train.device=cpu train.precision=fp32 attention.kernel=cpu"
+
+
+def run(folder: Path, words: str) -> tuple[dict[str, Any], str]:
+    """Run a benchmark; return its JSON and its Markdown."""
+    out = folder / "out.json"
+    assert main([*words.split(), "--out", str(out)]) == 0
+    return json.loads(out.read_text()), out.with_suffix(".md").read_text()
+
+
+def test_attention_is_a_part_of_its_layer(tmp_path: Path) -> None:
+    words = f"parts parallelism=single model.num_layers=2 {SETTINGS} --lengths 64,16 --iterations 3"
+    data, text = run(tmp_path, words)
+    assert [each["tokens"] for each in data["measurements"]] == [16, 64] and data["model"]["num_layers"] == 2
+    for each in data["measurements"]:
+        assert len(each["attention"]) == len(each["layer"]) == 2 * 3
+        assert all(0 < part < whole for part, whole in zip(each["attention"], each["layer"], strict=True))
+    assert "\n| 64 | " in text
+
+
+def test_prefill_measures_every_reduction_and_the_crossovers_of_auto(tmp_path: Path) -> None:
+    words = "--lengths 32,16 --reductions none,auto,int8 --iterations 2 reduction.min_kib=0 model.num_layers=1"
+    data, text = run(tmp_path, f"prefill parallelism.tensor_parallel_size=2 {SETTINGS} {words}")
+    cases = [(m["tokens"], m["reduction"]) for m in data["measurements"]]
+    assert cases == [(tokens, name) for tokens in (16, 32) for name in ("none", "auto", "int8")]
+    assert all(len(m["seconds"]) == 2 and min(m["seconds"]) <= m["median"] > 0 for m in data["measurements"])
+    assert data["tensor_parallel_size"] == 2 and data["model"]["num_layers"] == 1 and data["environment"]["commit"]
+    assert set(data["auto_from_bytes"]) == {"all_reduce of float32"}
+    assert "\n| 32 | " in text and "\nauto: all_reduce of float32 is quantized " in text
+
+
+def test_planning_times_all_phases_of_new_batches(tmp_path: Path) -> None:
+    build._build_cached.cache_clear()
+    data, text = run(tmp_path, "planning --ranks 2 --schedules all_gather,ulysses --iterations 3")
+    assert build._build_cached.cache_info().hits == 0, "batches that were planned before cost less"
+    for phases in data["milliseconds"].values():
+        assert [len(phase) for phase in phases] == [3] * 4 and min(map(min, phases)) > 0
+    for schedule, medians in data["medians"].items():
+        assert medians["sum"] == sorted(map(sum, zip(*data["milliseconds"][schedule], strict=True)))[1]
+    assert text.startswith("24 documents in 65,536 tokens, 2 ranks") and "\n| ulysses | " in text
+
+
+def test_simulation_times_plans_and_simulations_of_both_passes(tmp_path: Path) -> None:
+    data, text = run(tmp_path, "simulation --ranks 16 --tokens 8 --schedules zigzag,usp")
+    assert data["ranks"] == 16 and data["tokens"] == 128 and list(data["measurements"]) == ["zigzag", "usp"]
+    for times in data["measurements"].values():
+        *phases, whole = times.values()
+        assert len(phases) == 4 and min(phases) > 0 and whole == sum(phases)
+    assert text.startswith("causal, 16 ranks, 128 tokens") and "\n| usp | " in text
+
+
+def test_tables_show_shares_and_ratios() -> None:
+    measured = [parts.Parts(4096, [0.001, 0.002, 0.009], [0.008] * 3)]
+    assert parts.medians(measured).splitlines()[-1] == "| 4,096 | 2.00 | 6.00 | 25% |"
+    prompts = [prefill.Prefill(8, "none", [0.2, 0.1, 0.3]), prefill.Prefill(8, "int8", [0.1, 0.1, 0.5])]
+    assert prefill.medians(prompts).splitlines()[-1] == "| 8 | 200.00 | 100.00 (0.500) |"

@@ -1,1 +1,0 @@
-from tests.calibrate.conftest import cache, quick_start  # noqa: F401 (fixtures)

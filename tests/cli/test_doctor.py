@@ -1,0 +1,142 @@
+"""The doctor: what it finds on any machine, and that broken packages become findings instead of failures."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_longctx.cli import cli, doctor
+from megatron_longctx.cli.doctor import Finding, report
+from megatron_longctx.core.kernels import PROVIDERS
+
+ROOT = Path(doctor.__file__).resolve().parents[2]
+
+
+def findings_by_name() -> dict[str, Finding]:
+    findings = [each for section in report().values() for each in section]
+    by_name = {each.name: each for each in findings}
+    assert len(by_name) == len(findings), "two findings have the same name"
+    return by_name
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder at the front of the import path. Modules that tests import from it are removed afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = dict(sys.modules)
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("apex", "amp_C", "flash_attn"):
+            monkeypatch.delitem(sys.modules, name)
+    yield tmp_path
+    for name in [name for name in sys.modules if name not in before]:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def package(folder: Path, name: str, source: str = "") -> Path:
+    path = folder / name
+    path.mkdir(parents=True)
+    (path / "__init__.py").write_text(source)
+    return path
+
+
+def test_findings_of_any_machine() -> None:
+    found = findings_by_name()
+    assert platform.python_version() in found["Python"].detail
+    assert torch.__version__ in found["torch"].detail
+    assert found["CPU"].usable and found["gloo"].usable
+    assert found["Megatron-Core"] == Finding("Megatron-Core", True, version("megatron-core"))
+    assert found["hydra"] == Finding("hydra", True, version("hydra-core"))
+    assert found["CUDA"].usable is torch.cuda.is_available()
+    assert found["nccl"].usable is (torch.cuda.is_available() and torch.distributed.is_nccl_available())
+
+
+@pytest.mark.parametrize(
+    ("installed_version", "tested"),
+    [("2.11.0", True), ("2.13.1+cu130", True), ("2.14.0", False), ("2.14.0a0+nv26.10", False), ("2.10.2", False)],
+)
+def test_an_untested_torch_is_named(installed_version: str, tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The range is the one in pyproject.toml, which pip also uses."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    monkeypatch.setattr(doctor, "requires", lambda _: requirements)
+    monkeypatch.setattr(torch, "__version__", installed_version)
+    detail = findings_by_name()["torch"].detail
+    assert detail.startswith(installed_version) and ("NOT TESTED: torch<2.14,>=2.11 is" in detail) is not tested
+
+
+def test_every_kernel_provider_is_listed_with_a_reason_if_it_is_not_usable() -> None:
+    kernels = {each.name: each for each in report()["kernels"]}
+    assert set(PROVIDERS) < set(kernels)
+    assert kernels["reference"].usable
+    assert all(each.detail and each.detail != "usable" for each in kernels.values() if each.usable is False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the reason for no GPU")
+def test_without_a_gpu_it_gives_the_reason() -> None:
+    found = findings_by_name()
+    assert "CPU build" in found["CUDA"].detail or "no device found" in found["CUDA"].detail
+    assert "found 0" in found["peer memory"].detail
+
+
+@pytest.mark.gpu
+def test_every_gpu_is_listed_with_its_memory() -> None:
+    found = findings_by_name()
+    assert found["CUDA"].usable and found["nccl"].usable and "nvidia-smi" not in found["CUDA"].detail
+    for index in range(torch.cuda.device_count()):
+        gpu = found[f"CUDA {index}"]
+        assert torch.cuda.get_device_name(index) in gpu.detail and "GiB" in gpu.detail
+
+
+def test_a_package_whose_import_fails_is_reported_in_one_line(installed: Path) -> None:
+    package(installed, "transformer_engine", "raise ImportError('undefined symbol:\\n  _ZN3c104cuda')")
+    expected = "installed, but its import fails: ImportError: undefined symbol: _ZN3c104cuda"
+    assert findings_by_name()["TransformerEngine"] == Finding("TransformerEngine", False, expected)
+
+
+def test_the_other_apex_is_recognized_and_not_imported(installed: Path) -> None:
+    package(installed, "apex", "raise RuntimeError('imported')")
+    apex = findings_by_name()["Apex"]
+    assert not apex.usable and "it is not NVIDIA Apex" in apex.detail
+
+
+def test_nvidia_apex_needs_its_extensions(installed: Path) -> None:
+    package(package(installed, "apex"), "optimizers")
+    apex = findings_by_name()["Apex"]
+    assert not apex.usable and "amp_C is missing" in apex.detail
+    (installed / "amp_C.py").write_text("")
+    assert findings_by_name()["Apex"].usable
+
+
+def test_a_section_that_fails_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> int:
+        raise RuntimeError("driver too old")
+
+    monkeypatch.setattr(torch, "get_num_threads", broken)
+    assert report()["devices"] == [Finding("check failed", False, "RuntimeError: driver too old")]
+    found = findings_by_name()
+    assert found["gloo"].usable and found["hydra"].usable
+
+
+def test_the_command_prints_every_finding_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert captured.err == ""
+    for area in ("system", "devices", "transports", "kernels", "packages", "training"):
+        assert area in lines
+    assert any(line.startswith("  gloo ") and " yes " in line for line in lines)
+    assert sum(line.startswith("  ") for line in lines) == sum(map(len, report().values()))
+
+
+def test_it_does_not_import_megatron() -> None:
+    code = "import sys; from megatron_longctx.cli.doctor import report; report(); print('megatron.core' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, result.stdout.strip()) == (0, "False"), result.stderr

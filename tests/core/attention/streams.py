@@ -1,0 +1,172 @@
+"""A simulated device: streams are queues whose operations a scheduler runs in any order that a GPU may choose.
+
+Flags are words, and tensors are bytes that a stream copies when it reaches the operation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from megatron_longctx.core.comm import Exchange
+
+
+class Event:
+    """A position in a stream."""
+
+    def __init__(self) -> None:
+        self._reached = False
+
+    def reach(self) -> bool:
+        self._reached = True
+        return True
+
+    def is_reached(self) -> bool:
+        return self._reached
+
+
+class Stream:
+    """A queue of operations, each of which returns whether it could run.
+
+    queue: shared by the streams of a device with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). An operation that
+    waits for a flag then blocks all that are issued after it.
+    """
+
+    def __init__(self, queue: deque[Callable[[], bool]] | None = None) -> None:
+        self.queue: deque[Callable[[], bool]] = deque() if queue is None else queue
+
+    def do(self, work: Callable[[], Any]) -> None:
+        self.queue.append(lambda: (work(), True)[1])
+
+    def record_event(self) -> Event:
+        event = Event()
+        self.queue.append(event.reach)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(event.is_reached)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+class Flags:
+    """A stand-in for `FlagOperations`."""
+
+    state: ClassVar[dict[int, int]] = {}
+
+    def __init__(self, addresses: Sequence[int], taken: bool) -> None:
+        self.addresses, self.taken = tuple(addresses), taken
+
+    @classmethod
+    def set(cls, addresses: Sequence[int]) -> Flags:
+        return cls(addresses, False)
+
+    @classmethod
+    def wait_and_clear(cls, addresses: Sequence[int]) -> Flags:
+        return cls(addresses, True)
+
+    def issue(self, stream: Stream) -> None:
+        def put() -> None:
+            assert not any(self.state.get(address) for address in self.addresses), "a flag was set twice"
+            self.state.update(dict.fromkeys(self.addresses, 1))
+
+        def take() -> bool:
+            if not all(self.state.get(address) for address in self.addresses):
+                return False
+            self.state.update(dict.fromkeys(self.addresses, 0))
+            return True
+
+        if self.taken:
+            stream.queue.append(take)
+        else:
+            stream.do(put)
+
+
+class Bytes:
+    """A tensor of bytes that the current stream copies when it reaches the operation."""
+
+    here: ClassVar[Stream]
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+
+    def __getitem__(self, part: slice) -> Bytes:
+        return Bytes(self.memory[part])
+
+    def view(self, *_: Any) -> Bytes:
+        return self
+
+    def copy_(self, source: Bytes) -> None:
+        Bytes.here.do(lambda: self.memory.__setitem__(slice(None), bytes(source.memory)))
+
+    def write(self, content: bytes) -> None:
+        Bytes.here.do(lambda: self.memory.__setitem__(slice(None), content))
+
+    def check(self, content: bytes, name: str) -> None:
+        def check() -> None:
+            assert bytes(self.memory) == content, f"{name} has other content"
+
+        Bytes.here.do(check)
+
+
+@contextmanager
+def on(stream: Stream) -> Iterator[None]:
+    before, Bytes.here = Bytes.here, stream
+    yield
+    Bytes.here = before
+
+
+class Far:
+    """A rank's point-to-point messages on a separate stream: a batch ends when all its messages are matched."""
+
+    channels: ClassVar[dict[tuple[int, int], deque[list[Any]]]] = {}
+    moved: ClassVar[list[bool]] = [False]
+
+    def __init__(self, rank: int, stream: Stream) -> None:
+        self.rank, self.stream = rank, stream
+
+    def start(self, sends: Any, receives: Any, after: Sequence[Any]) -> Exchange:
+        for event in after:
+            self.stream.wait_event(event)
+        mine: list[list[Any]] = []
+        left = list(receives)
+
+        def batch() -> bool:
+            if not mine and sends:
+                for message, to in sends:
+                    mine.append([message, False])
+                    self.channels.setdefault((self.rank, to), deque()).append(mine[-1])
+                self.moved[0] = True
+            for message, source in list(left):
+                waiting = self.channels.get((source, self.rank))
+                if waiting and next(other for other in left if other[1] == source)[0] is message:
+                    sent = waiting.popleft()
+                    message.memory[:] = bytes(sent[0].memory)
+                    sent[1] = self.moved[0] = True
+                    left.remove((message, source))
+            return not left and all(sent for _, sent in mine)
+
+        self.stream.queue.append(batch)
+        return Exchange(arrived=self.stream.record_event() if sends or receives else None)  # type: ignore[arg-type]
+
+    def wait(self, exchange: Exchange) -> None:
+        if exchange.arrived is not None:
+            Bytes.here.wait_event(exchange.arrived)  # type: ignore[arg-type]
+
+
+def run_all(streams: list[Stream], draw: random.Random) -> None:
+    """Run all operations, in a random order that favours some streams over others."""
+    while any(stream.queue for stream in streams):
+        order = sorted(streams, key=lambda stream: draw.random())
+        ran = Far.moved[0] = False
+        for stream in order:
+            for _ in range(draw.choice((1, 3, 1000))):
+                if not stream.queue or not stream.queue[0]():
+                    break
+                stream.queue.popleft()
+                ran = True
+        assert ran or Far.moved[0], "every stream waits for another"

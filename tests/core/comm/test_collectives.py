@@ -1,0 +1,59 @@
+"""Collectives on small values, and work that succeeds on all ranks or fails on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_longctx.core.comm import (
+    PeerMemoryError,
+    all_gather_rows,
+    all_reduce_sum,
+    broadcast_from_first,
+    broadcast_json,
+    gather_objects,
+)
+from megatron_longctx.core.comm.collectives import all_or_none
+from megatron_longctx.testing.distributed import run_distributed
+
+
+def error_of(work: Callable[[], Any]) -> str:
+    try:
+        return f"no error: {work()}"
+    except PeerMemoryError as error:
+        return str(error)
+
+
+def _collectives(rank: int) -> list[Any]:
+    group, mine = dist.group.WORLD, torch.tensor([rank, 10 * rank])
+    assert group is not None
+
+    def work() -> int:
+        if rank == 1:
+            raise MemoryError("all is full\nindeed")
+        return rank
+
+    return [
+        gather_objects(group, (rank, "x" * rank)),
+        all_reduce_sum(group, mine.double()).tolist(),
+        all_gather_rows(group, mine).tolist(),
+        broadcast_from_first(group, mine + 1).tolist(),
+        [broadcast_json(value if rank == 0 else "ignored") for value in (None, {"a": [1, 10**30, "ü"]}, ("x",) * 9)],
+        error_of(lambda: all_or_none(group, work, "packing", "Take less.")),
+        all_or_none(group, lambda: 10 * rank, "packing", "Take less."),  # after a failure too
+    ]
+
+
+def test_collectives_over_three_ranks() -> None:
+    objects, sums, gathered, first = [(0, ""), (1, "x"), (2, "xx")], [3.0, 30.0], [[0, 0], [1, 10], [2, 20]], [1, 1]
+    plain = [None, {"a": [1, 10**30, "ü"]}, ["x"] * 9]
+    error = "packing failed on rank 1 of the group's 3: MemoryError: all is full. Take less."
+    common = [objects, sums, gathered, first, plain, error]
+    assert run_distributed(_collectives, 3) == [[*common, 10 * rank] for rank in range(3)]
+
+
+def test_without_a_group_there_is_one_rank() -> None:
+    assert gather_objects(None, 5) == [5] and all_gather_rows(None, torch.ones(2)).tolist() == [[1.0, 1.0]]
