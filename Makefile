@@ -11,7 +11,7 @@ WORKERS ?= 3
 VENV := .venv$(if $(filter-out file,$(origin PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := megatron_longctx benchmarks analysis tests docs
+CODE := megatron_longctx analysis tests docs
 SCRIPTS := launch/*.sh launch/*.sbatch launch/submit tests/slurm/run.sh tests/training/compare/browser.sh .ci/run
 
 # One thread a process: tests start up to eight ranks, which would otherwise fight over the cores.
@@ -68,6 +68,7 @@ endif
 lint: setup ## Check style and format (ruff), and the shell scripts (shellcheck)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/python -m analysis.budgets
 	$(BIN)/shellcheck --external-sources --shell=bash $(SCRIPTS)
 
 format: setup ## Put the code into the project's format

@@ -1,6 +1,6 @@
 """Draw pictures of the docs: `python -m analysis.pictures {attention,inference,memory,rows,schedules} [--out PATH]`.
 
-- `attention RESULT.json`: results of `python -m analysis.benchmarks attention`, as percent of one device at equal FLOPs.
+- `attention RESULT.json`: results of `analysis.benchmarks attention`, as percent of one device at equal FLOPs.
 - `inference`: which rank holds which tokens of a conversation, and what ranks do in its last turn. Plans are simulated
   for one layer of 32 query and 8 key/value heads of 128 on H200s, described by their data sheets.
 - `memory`: predictions for Llama 3 8B at 1,048,576 tokens on 8 H200s, memory per token of every term, and predictions

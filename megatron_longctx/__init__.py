@@ -1,6 +1,6 @@
 """Context-parallel attention for Megatron-Core, for training and serving LLMs on 64K to millions of tokens.
 
-A parallelism mode is a plan, and a plan is data: see `docs/architecture.md` for the rooms and their laws. The three
+A parallelism mode is a plan, and a plan is data: see `docs/architecture.md` for the wings and their law. The three
 names below need torch and numpy alone; `docs/api.rst` describes them.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["ContextParallelAttention", "Layout", "Mask"]
 
-_ON_FIRST_USE = {"ContextParallelAttention": "attention", "Layout": "layout", "Mask": "schedules"}
+_ON_FIRST_USE = {"ContextParallelAttention": "core.attention", "Layout": "core.layout", "Mask": "core.plans"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the tests of all rooms share."""
+"""What the tests of all wings share."""
 
 import logging
 import sys

@@ -61,7 +61,7 @@ def bundled(name: str) -> Path:
     Raises:
         ValueError: the folder is in neither place.
     """
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     places = [package / name]
     if (package.parent / "pyproject.toml").is_file():  # folders beside an installed package belong to other projects
         places.insert(0, package.parent / name)

@@ -1,4 +1,4 @@
-"""The kernel of `PeerMerge`. Its blocks wait for their peers as `core.comm.peer_kernels` says. Arguments are not checked."""
+"""The kernel of `PeerMerge`. Its blocks wait as `core.comm.peer_kernels` says. Arguments are not checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say is there: links, files, commands, settings, rooms; and the script they print runs."""
+"""What README.md and docs/ say is there: links, files, commands, settings, wings; and the script they print runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import rooms_page
+from analysis import packages_page
 from analysis.benchmarks.__main__ import parse as parse_benchmark
 from megatron_longctx.cli.cli import parse
 from megatron_longctx.cli.evaluate import OWN_WORDS as EVAL_WORDS
@@ -19,7 +19,7 @@ from megatron_longctx.serving.inference_job import split_arguments
 from megatron_longctx.training.compose import compose_config
 from megatron_longctx.training.sweep import sweep
 from tests.shared.jobs import TORCHRUN, clean_environment, finished
-from tests.test_import_law import PACKAGE, ROOMS
+from tests.test_import_law import PACKAGE, WINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "launch" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -31,7 +31,7 @@ OTHERS = (
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
-FOLDERS = ("recipes", "launch", "benchmarks", "analysis", "tests", "docs", PACKAGE)
+FOLDERS = ("recipes", "launch", "analysis", "tests", "docs", PACKAGE)
 GROUPS = {field.name: field.default_factory for field in dataclasses.fields(Config)}
 OWN_WORDS = ("prompt", "prompt_file", "out", "train.init_from", *EVAL_WORDS)
 
@@ -130,13 +130,10 @@ def test_commands_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused == [], "\n".join(refused)
 
 
-def test_every_room_has_its_place_and_its_section() -> None:
-    there = [room for room in ROOMS if rooms_page.source(room).is_file()]
-    listed = re.findall(r"\[`(\w+)`\]\(rooms\.md#", (ROOT / "docs/architecture.md").read_text())
-    assert sorted(listed) == sorted(there) and listed == sorted(listed, key=ROOMS.index)
-    assert rooms_page.PAGE.read_text() == rooms_page.page(), "python -m analysis.rooms_page writes it again"
-    folders = {path.name for path in (ROOT / PACKAGE).iterdir() if any(path.glob("*.py"))}
-    assert folders <= set(re.findall(r"^## (\w+)$", rooms_page.page(), re.MULTILINE))
+def test_every_wing_has_its_place_and_its_section() -> None:
+    listed = re.findall(r"\[`(\w+)`\]\(packages\.md#", (ROOT / "docs/architecture.md").read_text())
+    assert listed == list(WINGS), "docs/architecture.md lists the wings in the order of imports"
+    assert packages_page.PAGE.read_text() == packages_page.page(), "python -m analysis.packages_page writes it again"
 
 
 def test_the_script_of_docs_megatron_gives_the_same_losses_on_several_ranks(tmp_path: Path) -> None:

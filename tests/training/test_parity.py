@@ -66,8 +66,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-# One case per fact: sharding affects losses, positions and gradients in the same way at every size. tests/core/attention
-# tests that attention is exact in every mode at every size.
+# One case per fact: sharding affects losses, positions and gradients in the same way at every size.
+# tests/core/attention tests that attention is exact in every mode at every size.
 CASES = [
     Case("bf16 cp2", "bf16", 2, {CP: 2}),
     Case("mha uneven cp2", "mha uneven", 2, {CP: 2}),

@@ -1,7 +1,7 @@
 """The rules of "Context Parallelism for Scalable Million-Token Inference" that choose between pass-KV and pass-Q.
 
-Algorithm 1 (section 3.4) and Algorithm 5 (appendix C, which counts pass-Q's exchange of results). `analysis.benchmarks.fit` has
-the empirical rule (appendix D).
+Algorithm 1 (section 3.4) and Algorithm 5 (appendix C, which counts pass-Q's exchange of results).
+`analysis.benchmarks.fit` has the empirical rule (appendix D).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`parts`, `prefill`, `planning` and `simulation` of `python -m analysis.benchmarks` on CPU: their results and tables."""
+"""`parts`, `prefill`, `planning` and `simulation` of `analysis.benchmarks` on CPU: their results and tables."""
 
 from __future__ import annotations
 
