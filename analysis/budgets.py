@@ -65,10 +65,10 @@ def main() -> int:
         if size > limit:
             over.append(f"{name}: {size:,} lines, at most {limit:,}")
     for path in package:
-        name = path.relative_to(ROOT)
+        file = path.relative_to(ROOT)
         if lines(path) > FILE:
-            over.append(f"{name}: {lines(path)} lines, at most {FILE}")
-        over += [f"{name}: {f} has {n} lines, at most {FUNCTION}" for f, n in long_functions(path)]
+            over.append(f"{file}: {lines(path)} lines, at most {FILE}")
+        over += [f"{file}: {f} has {n} lines, at most {FUNCTION}" for f, n in long_functions(path)]
     for each in over:
         print(f"over budget: {each}", file=sys.stderr)
     return 1 if over else 0
