@@ -49,7 +49,7 @@ def test_a_link_in_place_of_the_partial_file_is_not_followed(tmp_path: Path) -> 
 WRITE_TOO_MUCH = """
 import resource, sys
 from pathlib import Path
-from megatron_longctx import files
+from megatron_longctx.config import files
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from ..core.errors import refuse
 from ..core.plans.links import Rings
 from .files import bundled, read_yaml
+from .rings import choose
 
 GIB = 2**30
 _MAX = 10**6  # GiB, GiB/s, TFLOP/s, seconds, nodes: more than any cluster has
@@ -170,8 +171,6 @@ class Cluster:
 
     def rings(self) -> tuple[Rings, str]:
         """Return the rings over which all ranks pass on blocks in the least time together, and the reason, to log."""
-        from .rings import choose
-
         decomposition, why = choose(self)
         return decomposition.rings, why
 

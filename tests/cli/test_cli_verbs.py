@@ -41,12 +41,14 @@ def test_ctrl_c_in_a_destructor_is_not_lost(
             time.sleep(0.1)
 
     monkeypatch.setattr(cli, "_run", destroy)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs without it
     assert run(capsys, "doctor") == (130, "", "megatron-longctx doctor: interrupted\n")
 
 
 def test_ctrl_c_while_the_command_is_imported_prints_no_traceback() -> None:
     program = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 class Interrupt:
     def find_spec(self, name, *_):
         if name == "megatron_longctx.cli.cli":

@@ -46,7 +46,7 @@ def test_the_job_has_a_copy_of_code_and_configuration(place: Path, capsys: pytes
     assert os.access(script, os.X_OK) and (code / "launch/job.sh").is_file()
     environment = dict(line.split("=", 1) for line in (place / "environment").read_text().splitlines() if "=" in line)
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(code) and environment.get("LONGCTX_COMMIT")
-    program = "from megatron_longctx import files; print(files.__file__, files.bundled('recipes'))"
+    program = "from megatron_longctx.config import files; print(files.__file__, files.bundled('recipes'))"
     ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == [f"{code}/megatron_longctx/files.py", f"{code}/recipes"]
 

@@ -86,7 +86,7 @@ def refuse_command(line: str) -> None:
             sweep(arguments.settings)
         elif "settings" in arguments:
             compose_config(split_arguments(arguments.settings, OWN_WORDS)[1])
-    elif words[:3] == ["python", "-m", "benchmarks"]:
+    elif words[:3] == ["python", "-m", "analysis.benchmarks"]:
         arguments = parse_benchmark(words[3:])[1]
         compose_config(getattr(arguments, "settings", []))
     elif words[:2] == ["python", "-m"] or words[:1] == ["python"]:

@@ -275,17 +275,36 @@ def test_a_signal_ends_a_round_at_its_next_layer(trained: Config, monkeypatch: p
 
 def test_other_ranks_end_before_this_one_closes_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    other = SimpleNamespace(kill=lambda: done.append("kill"), join=lambda: done.append("join"))
-    monkeypatch.setattr(inference_job.mp, "active_children", lambda: [other])
+
+    class Others:
+        pids = ()
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            """Start no rank."""
+
+        def wait(self, *_: Any) -> None:
+            """Nothing runs."""
+
+        def kill(self) -> None:
+            done.append("kill")
+
+        def end(self, *_: Any) -> None:
+            done.append("end")
+
+    monkeypatch.setattr(inference_job, "RankProcesses", Others)
+    monkeypatch.setattr(inference_job, "join_group", lambda *_: None)
     monkeypatch.setattr(inference_job.groups, "initialize", lambda **sizes: None)
     monkeypatch.setattr(inference_job.groups, "destroy", lambda: done.append("destroy"))
+    for name in ("is_initialized", "destroy_process_group", "barrier"):
+        monkeypatch.setattr(inference_job.dist, name, lambda name=name: done.append(name) or name == "is_initialized")
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
 
     def work(job: InferenceJob, collection: Any) -> None:
         raise inference_job.Stopped
 
-    with pytest.raises(inference_job.Stopped):
-        inference_job._work(InferenceJob(Config(), Path()), work)
-    assert done == ["kill", "join", "destroy"]
+    inference_job.start(InferenceJob(Config(), Path()), work)
+    assert done == ["destroy", "kill", "is_initialized", "destroy_process_group", "end"]
 
 
 TEMPLATE = (

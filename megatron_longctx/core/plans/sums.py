@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...planner.cost import Workload
 from .kernel_calls import KernelCall
 from .plan import Block, Heads, Kind
 from .recording import Copy, Memory, Merge, Op, Part, Place, Rows
+from .workload import Workload
 
 MAX_PARTIALS = 4
 """The most partial results that one kernel merges. Later ones are merged with what it has written."""
