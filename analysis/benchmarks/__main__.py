@@ -26,7 +26,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, argparse.Namespace]:
     first = argparse.ArgumentParser("python -m analysis.benchmarks", description=__doc__)
     first.add_argument("what", choices=BENCHMARKS)
     name = first.parse_args(argv[:1]).what
-    module = importlib.import_module(f"benchmarks.{'attention' if name == 'packed' else name}")
+    module = importlib.import_module(f"analysis.benchmarks.{'attention' if name == 'packed' else name}")
     parser = argparse.ArgumentParser(f"python -m analysis.benchmarks {name}", description=module.__doc__)
     module.add_arguments(parser)
     if name == "packed":
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_longctx.core.errors import JobFailed, refuse
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    for name in ("megatron_longctx", "benchmarks"):
+    for name in ("megatron_longctx", "analysis.benchmarks"):
         logging.getLogger(name).setLevel(logging.INFO)
     module, arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if out.suffix != ".json" or not out.parent.is_dir():  # the table beside it would overwrite a .md
             raise refuse("--out", out, "a .json file in a folder that exists", "Give another file name.")
         module.run(arguments)
-        logging.getLogger("benchmarks").info("written to %s and %s", out, out.with_suffix(".md").name)
+        logging.getLogger("analysis.benchmarks").info("written to %s and %s", out, out.with_suffix(".md").name)
         return 0
     except (ValueError, JobFailed) as error:
         print(f"benchmarks {module.__name__.split('.')[-1]}: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a plan needs to know of how ranks are linked. `config.cluster.Cluster` has it; plans know no rates and no seconds."""
+"""What a plan needs to know of how ranks are linked. A `config.cluster.Cluster` has it; plans know no rates."""
 
 from __future__ import annotations
 

@@ -201,14 +201,14 @@ def merged_over_peers(draw: Draw, rng: random.Random) -> None:
 
 BOUNDS = {
     # Merged or summed, of 1 to 4 partials.
-    ("kernels.partials_triton", "_combine_kernel"): (combine, 8),
-    ("kernels.rotate_triton", "_rotate_kernel"): (rotate, 1),
+    ("core.kernels.partials_triton", "_combine_kernel"): (combine, 8),
+    ("mcore.rotate_triton", "_rotate_kernel"): (rotate, 1),
     # Results of several splits that are a multiple of 16 numbers apart, or not.
-    ("kernels.paged_triton", "_attend_kernel"): (paged, 2),
+    ("inference.paged_triton", "_attend_kernel"): (paged, 2),
     # The same, for splits and for ranks.
-    ("kernels.paged_triton", "_merge_kernel"): (paged, 4),
-    ("kernels.quantize_kv_triton", "_pack_kernel"): (pack, 1),
-    ("kernels.quantize_kv_triton", "_unpack_kernel"): (pack, 1),
+    ("inference.paged_triton", "_merge_kernel"): (paged, 4),
+    ("inference.quantize_kv_triton", "_pack_kernel"): (pack, 1),
+    ("inference.quantize_kv_triton", "_unpack_kernel"): (pack, 1),
     ("lowbit.quantize_triton", "_quantize_kernel"): (quantize, 1),
     # Messages unpacked one at a time, or summed.
     ("lowbit.quantize_triton", "_unpack_kernel"): (quantize, 2),
@@ -247,11 +247,11 @@ def test_no_variants_for_lengths(module: str, name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("module", "name", "wide"),
     [
-        ("kernels.partials_triton", "_combine_kernel", r"ld\.global\S*\.v4\.b32"),
-        ("kernels.rotate_triton", "_rotate_kernel", r"ld\.global\S*\.v4\.b32"),
-        ("kernels.paged_triton", "_attend_kernel", r"cp\.async\.cg\.shared\.global \[.*\], 0x10"),
-        ("kernels.quantize_kv_triton", "_pack_kernel", r"ld\.global\S*\.v4\.b32"),
-        ("kernels.quantize_kv_triton", "_unpack_kernel", r"st\.global\S*\.v4\.b32"),
+        ("core.kernels.partials_triton", "_combine_kernel", r"ld\.global\S*\.v4\.b32"),
+        ("mcore.rotate_triton", "_rotate_kernel", r"ld\.global\S*\.v4\.b32"),
+        ("inference.paged_triton", "_attend_kernel", r"cp\.async\.cg\.shared\.global \[.*\], 0x10"),
+        ("inference.quantize_kv_triton", "_pack_kernel", r"ld\.global\S*\.v4\.b32"),
+        ("inference.quantize_kv_triton", "_unpack_kernel", r"st\.global\S*\.v4\.b32"),
         ("lowbit.quantize_triton", "_quantize_kernel", r"ld\.global\S*\.v4\.b32"),
     ],
     ids=str,

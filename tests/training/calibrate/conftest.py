@@ -1,4 +1,4 @@
-"""Fixtures that the tests of this room and of the benchmarks share."""
+"""Fixtures that the tests of calibration and of the benchmarks share."""
 
 from __future__ import annotations
 
