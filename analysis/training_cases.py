@@ -125,7 +125,7 @@ def _rank(rank: int, cases: Cases, out: Path) -> None:
         configure_logging(folder.log, rank)
         baseline = cases.baselines.get(config.run.name)
         build = build_sequence if baseline is None else partial(transformer_engine.build_sequence, baseline)
-        trainer = Trainer(config, folder, StopRequest(), build)
+        trainer = Trainer(config, folder, StopRequest(), build_sequence=build)
         trainer.train()
         del trainer
         groups.destroy()

@@ -18,9 +18,10 @@ from ..config import Config
 from ..config.gpus import uses_cuda
 from ..core.comm import broadcast_json
 from ..core.errors import JobFailed
-from . import rendezvous, worker
-from .compose import compose_config, config_from_dict, load_config, override_config
+from . import forks, rendezvous, worker
+from .compose import compose_config, load_config, override_config
 from .heartbeat import enable_flight_recorder, last_operations, suspects
+from .job import Job
 from .local_ranks import RankFailed, RankProcesses, explain_failure, stopped_ranks
 from .rendezvous import RankInfo
 from .run_folder import RunFolder, RunLock
@@ -70,9 +71,7 @@ def preflight_only(overrides: Sequence[str], resolved: Path | None, world_size: 
     """
     config = _compose(overrides, resolved)
     _hide_gpus(config)
-    from . import auto, preflight
-
-    preflight.check(auto.resolve_schedule(config)[0], world_size)
+    _accept(config, world_size)
     folder = RunFolder.of(config)
     if folder.lock.exists():
         RunLock(folder.lock).release()
@@ -89,24 +88,43 @@ def _hide_gpus(config: Config) -> None:
 
 
 def _start_ranks(config: Config) -> None:
-    from . import auto, preflight  # here: they import Megatron, which takes seconds, and bad settings are refused first
+    # Here, because Megatron takes seconds to import, and bad settings are refused first. Ranks are forks, and have it.
+    from . import auto, loop, preflight  # noqa: F401
+
+    if config.train.device != "cpu" and forks.start_method() == "fork" and forks.sees_gpu():
+        job = forks.in_fork(_accept, config)  # it uses CUDA
+    else:
+        with forks.one_thread():
+            job = _accept(config)
+    folder = RunFolder.of(config)
+    with folder.prepare(job.config, job.resumed_step, job.mode_reason) as lock:
+        _run_ranks(job, folder, lock)
+
+
+def _accept(config: Config, world_size: int | None = None) -> Job:
+    """Choose the mode, and refuse a job that cannot run.
+
+    Args:
+        world_size: the number of ranks; None for those to start on this host.
+    """
+    from . import auto, preflight
 
     config, reason = auto.resolve_schedule(config)
-    world_size = preflight.local_world_size(config)
-    resumed = preflight.check(config, world_size)
-    folder = RunFolder.of(config)
-    with folder.prepare(config, resumed, reason) as lock:
-        _run_ranks(config, world_size, folder, lock, preflight.device_type(config))
+    world_size = world_size or preflight.local_world_size(config)
+    resumed_step, identity = preflight.check_and_identify(config, world_size)
+    return Job(config, world_size, preflight.device_type(config), resumed_step, reason, identity)
 
 
-def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock, device: str) -> None:
+def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
+    config, count = job.config, job.world_size
     with contextlib.ExitStack() as cleanup:
         # Ranks inherit the blocked signals: one that arrives before a rank handles it stays pending.
         with blocked(STOP_SIGNALS), rendezvous.listen() as listener:
             # Rank 0 hosts the store, not this process: ranks whose launcher dies must still write a checkpoint.
-            job = (world_size, listener, str(folder.path), lock)
-            logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
-            ranks = RankProcesses(worker.run_spawned, job, range(world_size))
+            logger.info("starting %d %s rank%s; run folder %s", count, job.device, "s" * (count > 1), folder.path)
+            ranks = RankProcesses(
+                worker.run_local, (job, listener, lock), range(count), start_method=forks.start_method()
+            )
             cleanup.callback(ranks.kill)  # they hold the run's lock
             cleanup.callback(SignalForwarder(ranks.pids, saves=config.train.save).close)
         try:
@@ -147,27 +165,23 @@ def _join(config: Config, place: RankInfo) -> None:
     except (RuntimeError, OSError) as error:
         address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise JobFailed(f"rank {place.rank} cannot join the other ranks at {address}: {error}") from None
-    refusal: ValueError | None = None
+    job, refusal = None, None
     if place.rank == 0:
         try:
-            from . import auto, preflight
-
-            config, reason = auto.resolve_schedule(config)
-            resumed = preflight.check(config, place.world_size)
-            lock = RunFolder.of(config).prepare(config, resumed, reason)
+            job = _accept(config, place.world_size)
+            lock = RunFolder.of(config).prepare(job.config, job.resumed_step, job.mode_reason)
             atexit.register(lock.release)
             lock.keep_from_children()
         except ValueError as error:
             refusal = error
-    resolved = broadcast_json(None if refusal else config.as_dict())
-    if resolved is None:
+    accepted = broadcast_json(None if refusal or job is None else job.as_dict())
+    if accepted is None:
         dist.destroy_process_group()
         if refusal:
             raise refusal
         _exit_after_rank_0()
-    config = config_from_dict(resolved)
     try:
-        worker.run(config)
+        worker.run(Job.from_dict(accepted))
     except Exception as error:
         folder = RunFolder.of(config)
         reason = folder.error_of(place.rank) or f"rank {place.rank} failed: {error}"

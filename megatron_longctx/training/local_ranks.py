@@ -217,6 +217,15 @@ def exit_with_parent() -> None:
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
+def parent_has_ended() -> bool:
+    """Return whether the process that started this one has ended. (Its pipe to a fork is open in later forks too.)"""
+    parent = multiprocessing.parent_process()
+    try:
+        return parent is not None and psutil.Process(parent.pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def stopped_ranks(pids: Sequence[int]) -> list[int]:
     """Return the positions in `pids` of processes that exist and are stopped (SIGSTOP), for which the others wait."""
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..config import Config, environment, names
 from ..core.comm import on_rank_0
 from ..mcore import checkpoint, groups, model, optimizer
-from ..mcore.corpus import identity
+from ..mcore.corpus import Identity, identity
 from ..mcore.data import Batch, TrainingData, micro_batches
 from ..mcore.sequence import ShardedSequence, build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
@@ -45,13 +45,18 @@ class StepResult:
 
 
 class Trainer:
-    """One rank's part of a run. Construction is collective, and resumes from the run's latest checkpoint."""
+    """One rank's part of a run. Construction is collective, and resumes from the run's latest checkpoint.
+
+    Args:
+        data: the identity of the run's data, if it is known already.
+    """
 
     def __init__(
         self,
         config: Config,
         folder: RunFolder,
         stop: StopRequest,
+        data: Identity | None = None,
         build_sequence: Callable[[Config, dist.ProcessGroup], ShardedSequence] = build_sequence,
     ) -> None:
         self.config = config
@@ -67,7 +72,7 @@ class Trainer:
         self.data = TrainingData(config, tokenizer, self.vocab_size)
         for line in self.data.describe():
             logger.info(line)
-        self.identity = on_rank_0(lambda: identity(config, tokenizer))
+        self.identity = data or on_rank_0(lambda: identity(config, tokenizer))
         self.sequence = build_sequence(config, self.groups.cp)
         self.sequence.attention.measure_times()
         self._build()

@@ -60,6 +60,11 @@ def local_world_size(config: Config) -> int:
 
 def check(config: Config, world_size: int) -> int | None:
     """Refuse a job that cannot run. Return the step that the run resumes from; None for a new run."""
+    return check_and_identify(config, world_size)[0]
+
+
+def check_and_identify(config: Config, world_size: int) -> tuple[int | None, Identity]:
+    """Like `check`. Return also the identity of the data."""
     device = device_type(config)
     data_parallel_size(config, world_size)
     _check_host(config, world_size)
@@ -82,7 +87,7 @@ def check(config: Config, world_size: int) -> int | None:
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
     if config.train.check_memory:
         _check_memory(config, world_size, vocab_size, device)
-    folder = RunFolder.of(config)
+    folder, data = RunFolder.of(config), identity(config, tokenizer)
     try:
         saved = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
     except OSError as error:
@@ -90,12 +95,12 @@ def check(config: Config, world_size: int) -> int | None:
     if saved is None:
         if config.train.init_from is not None:
             check_saved_weights("train.init_from", Path(config.train.init_from), config, ignore=RETRAINABLE)
-        return None
+        return None, data
     if saved.optimizer is None:
         expected = f"a run that was trained; {folder.path} has weights alone"
         raise refuse("run.name", config.run.name, expected, f"Set another run.name, and train.init_from={folder.path}.")
-    check_resumed(config, folder.path, saved, identity(config, tokenizer))
-    return saved.iteration
+    check_resumed(config, folder.path, saved, data)
+    return saved.iteration, data
 
 
 @names_as_keys()

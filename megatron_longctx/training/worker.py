@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-import multiprocessing
 import os
 import socket
 import sys
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..config import Config
 from ..config.gpus import uses_cuda
-from .compose import load_config
 from .heartbeat import Heartbeat, enable_flight_recorder
+from .job import Job
+from .local_ranks import parent_has_ended
 from .rendezvous import RankInfo, connect_store, host_store, join_group
 from .run_folder import RunFolder, RunLock, disk_full
 from .signals import StopRequest
@@ -22,23 +22,22 @@ from .signals import StopRequest
 logger = logging.getLogger("megatron_longctx")
 
 
-def run_spawned(local_rank: int, world_size: int, listener: socket.socket, run_folder: str, lock: RunLock) -> None:
+def run_local(local_rank: int, job: Job, listener: socket.socket, lock: RunLock) -> None:
     """Run a rank that the launcher started on this host.
 
     Args:
         listener: the socket of the store, which rank 0 hosts.
         lock: the run's lock, which this process holds until it ends.
     """
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
+    gc.freeze()  # a fork then copies fewer pages of the launcher
+    if parent_has_ended():
         return  # it died while this rank was starting; from now on its death arrives as SIGINT
     lock.keep_from_children()
-    place = RankInfo.local(local_rank, world_size)
+    place = RankInfo.local(local_rank, job.world_size)
     place.export(os.environ)
-    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-    folder = RunFolder(Path(run_folder))
+    os.environ["LOCAL_WORLD_SIZE"] = str(job.world_size)
+    config, folder = job.config, RunFolder.of(job.config)
     try:
-        config = load_config(folder.resolved)
         limit = config.parallelism.timeout_s
         if local_rank == 0:
             store = host_store(listener, limit)
@@ -51,20 +50,21 @@ def run_spawned(local_rank: int, world_size: int, listener: socket.socket, run_f
     except BaseException as error:
         folder.record_error(local_rank, error)
         raise
-    run(config)
+    run(job)
 
 
-def run(config: Config) -> None:
+def run(job: Job) -> None:
     """Train as this rank of a joined process group. Record a failure in the run folder and raise it."""
     rank = dist.get_rank()
-    folder = RunFolder.of(config)
+    folder = RunFolder.of(job.config)
     try:
         configure_logging(folder.log, rank)
         stop = StopRequest()
         heartbeat = Heartbeat(folder, rank)
         from .loop import Trainer  # here, so that a failing import of Megatron is recorded too
 
-        trainer = Trainer(config, folder, stop)  # a name, so that it exists until the process group is destroyed
+        # A name, so that it exists until the process group is destroyed.
+        trainer = Trainer(job.config, folder, stop, job.identity)
         trainer.train()
     except BaseException as error:
         full = disk_full(error, folder)

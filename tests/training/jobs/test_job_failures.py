@@ -16,6 +16,7 @@ from megatron_longctx.cli import cli
 from megatron_longctx.config import names
 from megatron_longctx.training import worker
 from megatron_longctx.training.compose import compose_config, load_config
+from megatron_longctx.training.job import Job as JobToRun
 from megatron_longctx.training.metrics.sinks import decode
 from megatron_longctx.training.run_folder import RunFolder, RunLock
 from tests.shared.jobs import (
@@ -277,7 +278,7 @@ def test_a_log_that_rank_0_cannot_open_is_the_recorded_cause(tmp_path: Path, mon
     folder.log.mkdir(parents=True)
     monkeypatch.setattr(worker.dist, "get_rank", lambda: 0)
     with pytest.raises(IsADirectoryError):
-        worker.run(config)
+        worker.run(JobToRun(config, 1, "cpu", None, None, {}))
     assert "rank 0 failed: IsADirectoryError: " in str(folder.first_error())
 
 

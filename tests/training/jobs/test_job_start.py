@@ -47,6 +47,7 @@ class Jobs:
     place: Path
     all: tuple[Job, Job, Job]
     stops: tuple[int, int]
+    forked: bool
 
     @property
     def run(self) -> Path:
@@ -59,16 +60,17 @@ def jobs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Jobs:
     (place / "data").symlink_to(corpus)
     words = [*CLI, "train", *TINY, "run.name=first", "logging.wandb=offline", "train.precision=bf16"]
     words.append(f"train.steps={STEPS}")
-    stopped, last = [], [0]
+    stopped, last, started_by_fork = [], [0], []
     for number in (signal.SIGTERM, signal.SIGINT):
         with started(place, [*words, "parallelism=cp2"], quick=number == signal.SIGINT) as job:
             job.wait_for(f"step {last[-1] + 2:>2}/{STEPS}")
+            started_by_fork.append(not any("spawn_main" in word for rank in job.ranks() for word in rank.cmdline()))
             job.process.send_signal(number)
             job.wait()
             stopped.append(job)
             last.append(latest_checkpoint(place / "runs/first"))
     end = finished(place, [*words, "parallelism.tensor_parallel_size=2"], quick=True)
-    return Jobs(place, (stopped[0], stopped[1], end), (last[1], last[2]))
+    return Jobs(place, (stopped[0], stopped[1], end), (last[1], last[2]), started_by_fork[0])
 
 
 def printed_steps(lines: list[str]) -> list[int]:
@@ -87,6 +89,10 @@ def test_term_and_int_stop_with_success_and_the_same_command_resumes(jobs: Jobs)
         assert (f"stopped at step {end} of {STEPS}: the same command goes on from here" in out) == (end < STEPS)
     assert steps_recorded(jobs.run) == list(range(1, STEPS + 1)), "each step once"
     assert latest_checkpoint(jobs.run) == STEPS
+
+
+def test_ranks_are_forks_of_a_launcher_that_has_imported_everything(jobs: Jobs) -> None:
+    assert jobs.forked
 
 
 def test_only_known_lines_are_printed(jobs: Jobs) -> None:
