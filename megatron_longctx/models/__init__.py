@@ -8,5 +8,5 @@ RoPE's fields and computes its frequencies. `chat` turns messages into text. Not
 from .families import FAMILIES, family_of_model, family_of_source
 from .family import Family, check_same_function
 from .fields import Fields
-from .rope import read_rope, write_rope
+from .rope_frequencies import read_rope, write_rope
 from .weights import Dims, Weight, in_file_order
