@@ -30,11 +30,11 @@ from ..core.plans import (
     sum_in_nodes,
 )
 from ..core.plans import mask as masks
+from ..planner.choose_mode import Problem, rank_modes, table
 from ..planner.cost import Costs
 from ..planner.describe import describe, describe_placement, summary
 from ..planner.draw import draw, draw_modes, draw_placement, draw_timeline
 from ..planner.memory import reports
-from ..planner.select import Problem, rank_modes, table
 from ..planner.simulate import Simulation, simulate
 from ..training.compose import compose_config
 
