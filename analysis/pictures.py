@@ -29,9 +29,9 @@ from megatron_longctx.core.plans.mask import causal
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.planner import memory
+from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.draw import draw_modes, draw_timeline
-from megatron_longctx.planner.memory.command import draw as draw_memory
-from megatron_longctx.planner.select import Problem, rank_modes
+from megatron_longctx.planner.memory.reports import draw as draw_memory
 from megatron_longctx.planner.simulate import Simulation, simulate
 from megatron_longctx.training.compose import compose_config
 

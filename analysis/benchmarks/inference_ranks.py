@@ -21,7 +21,7 @@ from megatron_longctx.core.errors import refuse
 from megatron_longctx.core.plans import Target
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChunk
-from megatron_longctx.inference.choice import Chooser, Decision, facts_of_rank_0
+from megatron_longctx.inference.choose_cache_mode import Chooser, Decision, facts_of_rank_0
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import NextToken, Session

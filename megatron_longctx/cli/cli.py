@@ -312,9 +312,9 @@ def _run(arguments: argparse.Namespace) -> int | None:
 
             return run(arguments)
         case "calibrate":
-            from ..training.calibrate import command
+            from ..training.calibrate import machine
 
-            command.run(arguments.settings, arguments.max_tokens, arguments.links)
+            machine.run(arguments.settings, arguments.max_tokens, arguments.links)
         case "check":
             from .check import check
 

@@ -30,11 +30,11 @@ from ..core.plans import (
     sum_in_nodes,
 )
 from ..core.plans import mask as masks
+from ..planner.choose_mode import Problem, rank_modes, table
 from ..planner.cost import Costs
 from ..planner.describe import describe, describe_placement, summary
 from ..planner.draw import draw, draw_modes, draw_placement, draw_timeline
-from ..planner.memory import command
-from ..planner.select import Problem, rank_modes, table
+from ..planner.memory import reports
 from ..planner.simulate import Simulation, simulate
 from ..training.compose import compose_config
 
@@ -95,7 +95,7 @@ def show(
     if cluster is not None:
         simulation = simulate(plan, cluster, target, timeline=timeline is not None)
         time = f"{simulation.seconds * 1e3:.3f} ms on {cluster.name}, simulated, of one layer's attention"
-    rows = [*summary(plan, target.workload), f"  time     {time}", *(f"  {line}" for line in command.brief(config))]
+    rows = [*summary(plan, target.workload), f"  time     {time}", *(f"  {line}" for line in reports.brief(config))]
     print(describe(plan, target, rows))
     if simulation is not None and cluster is not None:
         print("\n" + _simulated(simulation, cluster))
@@ -156,10 +156,10 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
     if picture is not None:
         drawn = picture if picture != Path() else None
         _check_picture("--memory", drawn)
-        fits = command.show(config, drawn, device_gib)
+        fits = reports.show(config, drawn, device_gib)
     if longest:
         _check_size("--max-length", "given", config)
-        command.show_max_length(config, device_gib)
+        reports.show_max_length(config, device_gib)
     return 0 if fits else 1
 
 

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from ..core.errors import refuse
 from ..core.plans.links import Rings
 from .files import bundled, read_yaml
-from .rings import choose
+from .rings import choose_rings
 
 GIB = 2**30
 _MAX = 10**6  # GiB, GiB/s, TFLOP/s, seconds, nodes: more than any cluster has
@@ -171,7 +171,7 @@ class Cluster:
 
     def rings(self) -> tuple[Rings, str]:
         """Return the rings over which all ranks pass on blocks in the least time together, and the reason, to log."""
-        decomposition, why = choose(self)
+        decomposition, why = choose_rings(self)
         return decomposition.rings, why
 
     def node_of(self, rank: int) -> int:

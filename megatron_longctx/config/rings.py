@@ -85,7 +85,7 @@ def decompositions(cluster: LinksWithRates) -> list[Decomposition]:
     return [Decomposition(name, rings, seconds_per_gib(cluster, rings)) for name, rings in sets.items()]
 
 
-def choose(cluster: LinksWithRates) -> tuple[Decomposition, str]:
+def choose_rings(cluster: LinksWithRates) -> tuple[Decomposition, str]:
     """Return the decomposition that passes blocks on in the least time over a cluster's links, and the reason.
 
     One ring is preferred unless others are faster by more than 1%, because every ring adds a message to each step.

@@ -21,7 +21,7 @@ from ..core.errors import refuse
 from .batch import Batch
 from .cache_manager import CacheFull, CacheManager, Fork, ScheduledChunk
 from .cached_attention import CachedModel, local_rows
-from .choice import Chooser
+from .choose_cache_mode import Chooser
 from .decode import Decoder
 from .pages import Shard
 from .sampling import Sampling

@@ -23,7 +23,7 @@ from ..core.errors import refuse
 from ..core.plans.mask import Window
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention, CacheShape
-from ..inference.choice import Chooser, facts_of_rank_0
+from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
 from ..lowbit.crossover import Crossover
 from ..lowbit.reduction import ReductionPolicy

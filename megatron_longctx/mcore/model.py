@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ..config import LATENT_KEYS, Config, ModelConfig
 from ..core.errors import refuse
-from ..models.rope import frequencies_of
+from ..models.rope_frequencies import frequencies_of
 from .experts import expert_settings
 from .head import ChunkedHeadGPT
 from .rope import ShardedRotaryEmbedding

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..core.errors import refuse
 from ..core.kernels.no_grad import first_order
 from ..core.plans.mask import Window
-from ..models.rope import Frequencies
+from ..models.rope_frequencies import Frequencies
 from .pack import UNBOUNDED, Pack
 from .rotate import rotate
 from .sequence import Rope, ShardedSequence

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from ..config import RecomputeConfig
 from ..core.errors import refuse
-from ..models.rope import Frequencies
+from ..models.rope_frequencies import Frequencies
 from .core_attention import ContextParallelCoreAttention
 from .experts import experts_spec, with_summed_losses
 from .norms import NORMS, with_post_norms

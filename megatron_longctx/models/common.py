@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import ModelConfig
 from .fields import RESTORE, Fields, refuse_field
-from .rope import read_rope, write_rope
+from .rope_frequencies import read_rope, write_rope
 from .weights import EXPERTS, EXPERTS_GATE_UP, GATE_UP, QKV, VOCAB, Form, Weight
 
 ATTENTION, MLP = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp."

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import refuse
 from ..core.plans.plan import Block, Plan
+from .choose_mode import Candidate
 from .cost import GIB
 from .describe import document_shards
-from .select import Candidate
 from .simulate import Simulation
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ..config import Config
 from ..config.cluster import load_cluster
 from ..config.gpus import max_gpu_ranks, ranks_per_gpu
 from ..core.errors import JobFailed, refuse
-from ..inference.choice import calibration_file
+from ..inference.choose_cache_mode import calibration_file
 from ..inference.engine import LongContextEngine
 from ..mcore import groups
 from ..mcore.inference import build_engine, check_cache, inference_config, tensor_size_of_experts, with_length

@@ -15,8 +15,8 @@ from ..core.plans import Target
 from ..core.plans.kernel_calls import fa4_takes
 from ..mcore.data import first_pack
 from ..planner.calibration import find_calibration, load_calibration
+from ..planner.choose_mode import Candidate, Problem, choose_mode, table
 from ..planner.cost import Costs
-from ..planner.select import Candidate, Problem, select, table
 from .preflight import device_type
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _ranking(
         sum_in_node=config.sum_in_node,
         max_bytes=None if par.max_attention_gib is None else int(par.max_attention_gib * 2**30),
     )
-    return select(problem, cluster, costs)
+    return choose_mode(problem, cluster, costs)
 
 
 def _with_mode(config: Config, best: Candidate) -> Config:

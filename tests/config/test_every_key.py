@@ -21,7 +21,7 @@ from megatron_longctx.config import Config, keys_of, validate
 from megatron_longctx.config.bounds import Choice, Key, Number, choice, number
 from megatron_longctx.core.errors import is_line
 from megatron_longctx.planner.memory import predict
-from megatron_longctx.planner.memory.command import planned_job
+from megatron_longctx.planner.memory.reports import planned_job
 from megatron_longctx.training.compose import load_config, override_config, save_config
 from tests.shared.training import with_values as replaced
 

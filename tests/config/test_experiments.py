@@ -10,9 +10,9 @@ import pytest
 from megatron_longctx.config import Config, configured_mode, mode_options
 from megatron_longctx.config.cluster import load_cluster
 from megatron_longctx.core.plans import MODES, build_plan
+from megatron_longctx.planner.choose_mode import Candidate
 from megatron_longctx.planner.memory import predict
-from megatron_longctx.planner.memory.command import planned_job
-from megatron_longctx.planner.select import Candidate
+from megatron_longctx.planner.memory.reports import planned_job
 from megatron_longctx.training.auto import resolve_for_cluster
 from megatron_longctx.training.compose import compose_config, recipes, use_recipes
 from megatron_longctx.training.sweep import sweep

@@ -14,7 +14,7 @@ from megatron_longctx.config.cluster import load_cluster
 from megatron_longctx.core.kernels import KernelRequest, auto_order, choose
 from megatron_longctx.core.plans import MODES, ModeOptions, Target, Workload, build_plan, find_mode, verify
 from megatron_longctx.core.plans.mask import Mask, full
-from megatron_longctx.planner.select import Problem, rank_modes
+from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error

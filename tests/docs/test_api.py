@@ -1,4 +1,4 @@
-"""docs/api.rst and docs/plain_pytorch.md: every example runs, and every public name has one."""
+"""docs/api.rst, docs/plain_pytorch.md and the README: every example runs, and every public name has one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ PAGE = (ROOT / "docs" / "api.rst").read_text(encoding="utf-8")
 EXAMPLES = [
     textwrap.dedent(code) for code in re.findall(r"^\.\. code-block:: python\n\n((?: {4}.*\n|\n)+)", PAGE, re.MULTILINE)
 ]
+README = next(
+    code for kind, code in FENCED.findall((ROOT / "README.md").read_text(encoding="utf-8")) if kind == "python"
+)
 SCRIPT = next(
     code
     for kind, code in FENCED.findall((ROOT / "docs" / "plain_pytorch.md").read_text(encoding="utf-8"))
@@ -27,8 +30,9 @@ SCRIPT = next(
 
 def _run_examples(rank: int) -> int:
     names: dict[str, object] = {"dist": dist}  # later examples use what earlier ones import
-    for code in EXAMPLES:
-        exec(compile(code, "docs/api.rst", "exec"), names)
+    for code in (*EXAMPLES, README):
+        exec(compile(code, "docs/api.rst or README.md", "exec"), names)
+    assert names["out"].shape == names["q"].shape  # type: ignore[attr-defined]
     return len(EXAMPLES)
 
 

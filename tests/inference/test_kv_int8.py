@@ -18,7 +18,7 @@ from megatron_longctx.core.plans.cache_modes import CACHE_MODES as MODES
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
-from megatron_longctx.inference.choice import find_facts, kv_per_q
+from megatron_longctx.inference.choose_cache_mode import find_facts, kv_per_q
 from megatron_longctx.inference.kv_int8 import Int8KV
 from megatron_longctx.inference.paged import Pages
 from megatron_longctx.inference.quantize_kv import pack_kv, packed_shape, unpack_kv

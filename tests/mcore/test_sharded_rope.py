@@ -9,7 +9,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from megatron_longctx.mcore.rope import Rotation, ShardedRotaryEmbedding
 from megatron_longctx.mcore.rotate import rotate_torch
-from megatron_longctx.models.rope import Frequencies
+from megatron_longctx.models.rope_frequencies import Frequencies
 from tests.shared.sequences import sequence_of
 
 

@@ -12,8 +12,8 @@ from megatron_longctx.config import Config, workload_of
 from megatron_longctx.config.cluster import Cluster, Mesh
 from megatron_longctx.mcore.data import first_pack
 from megatron_longctx.planner.calibration import Calibration, calibration_path, save_calibration
+from megatron_longctx.planner.choose_mode import Candidate, Problem, choose_mode
 from megatron_longctx.planner.cost import Costs
-from megatron_longctx.planner.select import Candidate, Problem, select
 from megatron_longctx.training import auto
 from megatron_longctx.training.auto import resolve_schedule
 from megatron_longctx.training.compose import compose_config
@@ -70,11 +70,11 @@ def test_packed_data_is_simulated_with_its_first_pack(tmp_path: Path, monkeypatc
     tiny_corpus(tmp_path / "corpus")
     problems: list[Problem] = []
 
-    def recorded_select(problem: Problem, *rest: Any) -> list[Candidate]:
+    def recorded_choice(problem: Problem, *rest: Any) -> list[Candidate]:
         problems.append(problem)
-        return select(problem, *rest)
+        return choose_mode(problem, *rest)
 
-    monkeypatch.setattr(auto, "select", recorded_select)
+    monkeypatch.setattr(auto, "choose_mode", recorded_choice)
     for packing in ("none", "best_fit"):
         words = (ON_CLUSTER, "data.seq_length=512", f"data.prefix={tmp_path}/corpus", f"data.packing={packing}")
         packed = config(*words)

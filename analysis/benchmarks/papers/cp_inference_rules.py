@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_longctx.config.cluster import Cluster
 from megatron_longctx.core.plans import Kind, Workload
-from megatron_longctx.inference.choice import kv_per_q
+from megatron_longctx.inference.choose_cache_mode import kv_per_q
 from megatron_longctx.planner.cost import Costs
 
 

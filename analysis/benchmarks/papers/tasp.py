@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from megatron_longctx.config.cluster import Cluster, load_cluster
-from megatron_longctx.config.rings import choose, decompositions
+from megatron_longctx.config.rings import choose_rings, decompositions
 from megatron_longctx.core.plans import (
     KernelSupport,
     Kind,
@@ -77,7 +77,7 @@ def make(arguments: argparse.Namespace) -> Results:
 def cases(name: str, mask: str, rings: int = -1) -> tuple[Case, ...]:
     """Simulate forward passes with the rings of a decomposition, by its index; -1 for the chosen one."""
     cluster = clusters()[name]
-    chosen = choose(cluster)[0] if rings < 0 else decompositions(cluster)[rings]
+    chosen = choose_rings(cluster)[0] if rings < 0 else decompositions(cluster)[rings]
     simulated = []
     for length in LENGTHS:
         for batch in BATCHES:
@@ -125,7 +125,7 @@ def figures_5_and_6() -> Table:
             bound = [each.whole for each in large if each.ratio < 1]
             mean, most = PAPERS.get((name, mask), (None, None))
             rows.append([
-                *(name, mask, choose(clusters()[name])[0].name),
+                *(name, mask, choose_rings(clusters()[name])[0].name),
                 *(cell(statistics.fmean(each.whole for each in large), "d"), paper(mean)),
                 *(cell(max(each.whole for each in large), "d"), paper(most)),
                 cell(max(each.messages for each in large), "d"),
@@ -142,7 +142,7 @@ def choices() -> Table:
     theirs = {("H100-2", "K_(8 x 2)"): 1.43, ("H100-2", "(8-K_8-8)_2"): 1.20}
     theirs |= {("H100-4", "K_(8 x 4)"): 1.27, ("H100-4", "(8-K_8-8)_4"): 1.20}
     for name, cluster in clusters().items():
-        chosen = choose(cluster)[0].name
+        chosen = choose_rings(cluster)[0].name
         for number, each in enumerate(decompositions(cluster)):
             if number:
                 speedups = [case.whole for case in cases(name, "causal", number) if case.batch >= _LARGE]
@@ -193,7 +193,7 @@ def planning() -> Table:
     for nodes in (1, 2, 4, 8):
         cluster = replace(load_cluster("dgx_h100_x4"), nodes=nodes)
         begin = time.process_time()
-        plan = build_plan(Tasp(choose(cluster)[0].rings), cluster.n, 4096 * cluster.n)
+        plan = build_plan(Tasp(choose_rings(cluster)[0].rings), cluster.n, 4096 * cluster.n)
         seconds = time.process_time() - begin
         rows.append([str(cluster.n), cell(sum(len(step.moves) for step in plan.steps), "p", 0), cell(seconds, "c", 2)])
     return Table("planning", "what a plan takes to make", ["ranks", "messages", "seconds of one core"], rows)
@@ -238,7 +238,7 @@ def sums_emulated() -> Table:
 def proved() -> Iterator[Proof]:
     """Yield the plans of the longest sequences of figures 5 and 6, and of backward passes with sums."""
     for name, cluster in clusters().items():
-        rings = Tasp(choose(cluster)[0].rings)
+        rings = Tasp(choose_rings(cluster)[0].rings)
         for mask, shown in (("full", full), ("causal", causal)):
             for mode in (_baseline(mask), rings):
                 plan = build_plan(mode, cluster.n, shown(LENGTHS[-1] * _K))

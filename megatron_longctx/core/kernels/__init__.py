@@ -15,6 +15,6 @@ To add a provider, add one file to `providers/` with a subclass of `AttentionKer
 """
 
 from . import providers
+from .choose_kernel import auto_order, available, choose
 from .interface import PROVIDERS, AttentionKernel, CallKind, KernelRequest, dense_call
 from .partials import Partial, merge_partials, sum_partials
-from .selection import auto_order, available, choose

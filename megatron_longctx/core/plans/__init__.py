@@ -3,7 +3,7 @@
 - `mask` defines what tokens see, `visibility` what ranks see of each other, and `plan` the type `Plan`.
 - `build_plan("zigzag", n, mask)` plans one pass of a mask over ranks. `backward_plan` derives its backward plan,
   `verify` proves either correct, and `describe` and `draw` show them.
-- `lower` turns a plan into programs, which ranks run. `simulate` predicts their time, and `select` ranks modes by it.
+- `lower` turns a plan into programs, which ranks run.
 - `modes/` has the modes and `cache_modes/` those over a KV cache. To add one, add its file there.
 """
 

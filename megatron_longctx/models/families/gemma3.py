@@ -10,7 +10,7 @@ from .. import common
 from ..common import FULL, MLP, SLIDING
 from ..family import Family
 from ..fields import RESTORE, Fields, refuse_field
-from ..rope import read_scaling
+from ..rope_frequencies import read_scaling
 from ..weights import Weight
 
 _BASES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}

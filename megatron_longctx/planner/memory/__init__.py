@@ -4,7 +4,7 @@
 finds the longest sequence that fits.
 """
 
-from .command import report, summary
 from .fit import SAFE_SHARE, check, max_length
 from .model import STATES_PIECE, Prediction, predict
+from .reports import report, summary
 from .shapes import Job

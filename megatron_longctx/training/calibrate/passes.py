@@ -22,8 +22,8 @@ from ...core.plans.modes import SearchContext
 from ...inference.batch import Batch
 from ...inference.cache_manager import CacheManager
 from ...inference.cached_attention import CacheShape
+from ...planner.choose_mode import Candidate, Problem, rank_modes
 from ...planner.cost import Costs, ModeSample
-from ...planner.select import Candidate, Problem, rank_modes
 from ...planner.simulate import simulate
 from .measure import Testbed, mean_seconds, median_over_ranks, step_seconds, training_step
 

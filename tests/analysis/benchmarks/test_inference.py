@@ -16,7 +16,7 @@ from analysis.benchmarks.inference_ranks import Decoded, FirstToken, Sweep, meas
 from megatron_longctx.config import workload_of
 from megatron_longctx.config.cluster import Cluster, Network
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.choice import calibration_file
+from megatron_longctx.inference.choose_cache_mode import calibration_file
 from megatron_longctx.mcore.inference import inference_config
 from megatron_longctx.planner.calibration import Calibration, save_calibration
 from megatron_longctx.planner.cost import Costs

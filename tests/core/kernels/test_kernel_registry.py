@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.core.kernels import PROVIDERS, KernelRequest, auto_order, available, choose, selection
+from megatron_longctx.core.kernels import PROVIDERS, KernelRequest, auto_order, available, choose, choose_kernel
 from megatron_longctx.core.kernels.interface import BlockInputs
 from megatron_longctx.core.kernels.providers import fa4
 from tests.core.kernels.blocks import Case
@@ -41,7 +41,7 @@ def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     package_problem, interface = fa4.package_problem, fa4._interface
-    selection._logged.clear()
+    choose_kernel._logged.clear()
     package_problem.cache_clear()
     yield
     package_problem.cache_clear()
@@ -54,7 +54,7 @@ def test_auto_tries_the_fastest_first() -> None:
 
 
 def test_auto_takes_cpu_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger=selection.__name__):
+    with caplog.at_level(logging.INFO, logger=choose_kernel.__name__):
         kernels = [choose("auto", request_for()) for _ in range(3)]
     assert {kernel.name for kernel in kernels} == {"cpu"}
     assert [record.message for record in caplog.records] == ["attention kernel: cpu"]
@@ -68,7 +68,7 @@ def test_auto_logs_the_providers_it_skips(
     assert choose("auto", on_gpu()).name == "cudnn"
     assert choose("auto", on_gpu(packed=True)).name == choose("auto", on_gpu(windows=True)).name == "flash"
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger=selection.__name__):
+    with caplog.at_level(logging.INFO, logger=choose_kernel.__name__):
         kernel = choose("auto", on_gpu(head_dim=192))
     assert kernel.name == "flash"
     (message,) = [record.message for record in caplog.records]

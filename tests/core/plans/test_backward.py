@@ -35,10 +35,10 @@ from megatron_longctx.core.plans import (
 from megatron_longctx.core.plans.backward import KEPT_TOKENS, LEAST_TOKENS
 from megatron_longctx.core.plans.mask import causal, documents, full
 from megatron_longctx.core.plans.modes.ulysses import Ulysses
+from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.cost import Costs
 from megatron_longctx.planner.describe import describe, moved_tokens
 from megatron_longctx.planner.footprint import Footprint, footprint
-from megatron_longctx.planner.select import Problem, rank_modes
 from megatron_longctx.planner.simulate import simulate
 from tests.shared.plans import with_moves
 

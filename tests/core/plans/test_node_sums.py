@@ -38,10 +38,10 @@ from megatron_longctx.core.plans.backward import LEAST_TOKENS
 from megatron_longctx.core.plans.mask import full
 from megatron_longctx.core.plans.plan import GRADIENTS
 from megatron_longctx.core.plans.program import Merge, Space
+from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.describe import describe
 from megatron_longctx.planner.footprint import footprint
 from megatron_longctx.planner.memory.shapes import Job
-from megatron_longctx.planner.select import Problem, rank_modes
 from megatron_longctx.planner.simulate import simulate
 from megatron_longctx.training.compose import compose_config
 from tests.core.plans.follow import follow, parts_of

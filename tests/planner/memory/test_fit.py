@@ -13,7 +13,7 @@ from megatron_longctx.config import MAX_TOKENS
 from megatron_longctx.mcore.corpus import write_documents
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.planner.memory import SAFE_SHARE, Job, check, max_length, predict, report, summary
-from megatron_longctx.planner.memory.command import planned_job
+from megatron_longctx.planner.memory.reports import planned_job
 from megatron_longctx.training import preflight
 from megatron_longctx.training.compose import compose_config
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_longctx.config.cluster import Cluster, Device, Mesh, Network, Resource, Switch, load_cluster, save_cluster
-from megatron_longctx.config.rings import choose, decompositions, multi_node_rings, seconds_per_gib
+from megatron_longctx.config.rings import choose_rings, decompositions, multi_node_rings, seconds_per_gib
 from megatron_longctx.core.plans.hamiltonian import hamiltonian_cycles
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "cluster"
@@ -213,19 +213,19 @@ def gain(cluster, rings):
 )
 def test_rings_for_each_cluster(name, count, times):
     cluster = load_cluster(name)
-    rings = choose(cluster)[0].rings
+    rings = choose_rings(cluster)[0].rings
     assert len(rings) == count
     assert gain(cluster, rings) == pytest.approx(times)
 
 
 def test_the_reason_for_a_choice_of_rings():
     cluster = load_cluster("dgx_h100_x4").resized(16)
-    chosen, why = choose(cluster)
+    chosen, why = choose_rings(cluster)
     sets = {each.name: each for each in decompositions(cluster)}
     assert chosen.name == "(8-K_8-8)_2" and len(sets["K_(8 x 2)"].rings) == 15
     assert why.startswith("(8-K_8-8)_2 on dgx_h100_x4; time to pass on 1 GiB from every rank: one ring (1) 23.")
     assert chosen.seconds < sets["K_(8 x 2)"].seconds < sets["one ring"].seconds
-    assert choose(load_cluster("tcp"))[0].name == "one ring"
+    assert choose_rings(load_cluster("tcp"))[0].name == "one ring"
 
 
 @pytest.mark.parametrize(
@@ -238,13 +238,13 @@ def test_the_reason_for_a_choice_of_rings():
     ],
 )
 def test_rings_for_small_clusters(cluster, rings, times):
-    assert choose(cluster)[0].rings == rings
+    assert choose_rings(cluster)[0].rings == rings
     assert gain(cluster, rings) == pytest.approx(times)
 
 
 def test_a_single_rank_has_a_ring_in_which_nothing_is_sent():
     alone = Cluster("one", 1, 1)
-    assert choose(alone)[0].rings == ((0,),) and seconds_per_gib(alone, ((0,),)) == 0
+    assert choose_rings(alone)[0].rings == ((0,),) and seconds_per_gib(alone, ((0,),)) == 0
 
 
 def test_rings_along_paths_beat_cycles_of_all_ranks_over_two_nodes():

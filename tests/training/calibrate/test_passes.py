@@ -9,8 +9,8 @@ from megatron_longctx.config.cluster import Cluster, Mesh
 from megatron_longctx.core.comm import choose_transport
 from megatron_longctx.core.plans import MODES, Target, Workload
 from megatron_longctx.core.plans.mask import causal
+from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.cost import Costs, ModeSample
-from megatron_longctx.planner.select import Problem, rank_modes
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.calibrate.measure import Effort, Testbed, num_warm_up_calls, sustained_seconds, warm_up
 from megatron_longctx.training.calibrate.passes import (

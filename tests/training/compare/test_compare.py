@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from megatron_longctx.cli import cli
 from megatron_longctx.config import Config, DataConfig, ParallelismConfig, names
-from megatron_longctx.training.compare import command as compare
+from megatron_longctx.training.compare import report as compare
 from megatron_longctx.training.compare.runs import load_run
 from megatron_longctx.training.metrics.sinks import JsonlSink
 

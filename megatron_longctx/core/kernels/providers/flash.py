@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...plans.kernel_calls import KernelCall
 from ...plans.mask import FAR
+from ..choose_kernel import wrong_gpu, wrong_head_dim, wrong_value_dim
 from ..interface import BlockInputs, KernelRequest
 from ..packed import PackedKernel, Segments, window_arguments
-from ..selection import wrong_gpu, wrong_head_dim, wrong_value_dim
 
 
 class FlashKernel(PackedKernel):

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_longctx.config import Config, ModelConfig, RopeScaling
 from megatron_longctx.models import Fields, read_rope, write_rope
-from megatron_longctx.models.rope import frequencies, frequencies_of
+from megatron_longctx.models.rope_frequencies import frequencies, frequencies_of
 from tests.shared.training import changed
 
 LENGTH = "original_max_position_embeddings"

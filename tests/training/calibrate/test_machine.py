@@ -12,7 +12,7 @@ from megatron_longctx.config.cluster import load_cluster
 from megatron_longctx.core.plans import MODES, Workload
 from megatron_longctx.planner.calibration import load_calibration
 from megatron_longctx.training.auto import resolve_schedule
-from megatron_longctx.training.calibrate.command import summary
+from megatron_longctx.training.calibrate.machine import summary
 from megatron_longctx.training.compose import compose_config
 
 SETTINGS = ["parallelism=cp2", "train.device=cpu", "attention.kernel=cpu", "data.seq_length=333"]

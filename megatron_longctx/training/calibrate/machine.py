@@ -1,4 +1,4 @@
-"""The `calibrate` verb: starts the ranks, measures, and stores the results."""
+"""Calibrates this machine for the `calibrate` verb: starts the ranks, measures, and stores the results."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from megatron_longctx.config import Config, workload_of
 from megatron_longctx.config.cluster import Cluster, Network, load_cluster
 from megatron_longctx.core.plans import Workload
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
-from megatron_longctx.inference import choice
+from megatron_longctx.inference import choose_cache_mode
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.choice import Chooser, LinkFacts, calibration_file, find_facts
+from megatron_longctx.inference.choose_cache_mode import Chooser, LinkFacts, calibration_file, find_facts
 from megatron_longctx.mcore.inference import inference_config
 from megatron_longctx.planner.calibration import Calibration, save_calibration
 from megatron_longctx.planner.cost import Costs
@@ -184,7 +184,7 @@ def test_the_calibration_is_that_of_the_transport(tmp_path: Path, monkeypatch: p
     assert calibration_file(over_peers, CPU, tmp_path) != calibration_file(config_of(), CPU, tmp_path)
     assert calibration_file(either, CPU, tmp_path) == calibration_file(config_of(), CPU, tmp_path)
     gpu = torch.device("cuda")
-    monkeypatch.setattr(choice, "environment", lambda: {"device": "NVIDIA H200"})
+    monkeypatch.setattr(choose_cache_mode, "environment", lambda: {"device": "NVIDIA H200"})
     calibration_file(config_of(), gpu, tmp_path).touch()
     assert calibration_file(either, gpu, tmp_path) == calibration_file(config_of(), gpu, tmp_path)  # the only one
     nothing = tmp_path / "nothing"

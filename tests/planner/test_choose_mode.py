@@ -13,9 +13,9 @@ from megatron_longctx.config.cluster import Cluster, Mesh, Network, load_cluster
 from megatron_longctx.core.plans import ALL_HEADS, MODES, KernelCall, Mask, Segment, Target, Workload
 from megatron_longctx.core.plans.mask import causal, documents, full
 from megatron_longctx.planner.calibration import Calibration, calibration_path, load_calibration, save_calibration
+from megatron_longctx.planner.choose_mode import Candidate, Problem, choose_mode, rank_modes, table
 from megatron_longctx.planner.cost import Costs, KernelSample, MessageSample, ModeSample
 from megatron_longctx.planner.draw import draw_modes, draw_timeline
-from megatron_longctx.planner.select import Candidate, Problem, rank_modes, select, table
 
 GQA = Workload(32, 8, 128)
 FAST = Costs(600.0, 500.0)
@@ -57,19 +57,19 @@ def test_modes_that_cannot_run_come_last_with_a_reason() -> None:
 
 def test_a_memory_bound_excludes_modes() -> None:
     cluster = load_cluster("h200_x8")
-    free = select(problem_of(8, 2**17, GQA), cluster)
+    free = choose_mode(problem_of(8, 2**17, GQA), cluster)
     bound = min(candidate.peak_bytes for candidate in free if not candidate.reason)
-    tight = select(problem_of(8, 2**17, GQA, max_bytes=bound), cluster)
+    tight = choose_mode(problem_of(8, 2**17, GQA, max_bytes=bound), cluster)
     assert all(candidate.peak_bytes <= bound for candidate in tight if not candidate.reason)
     assert any("GiB" in candidate.reason for candidate in tight)
     with pytest.raises(ValueError, match=r"schedule=auto: no mode can run 131072 tokens on 8 ranks"):
-        select(problem_of(8, 2**17, GQA, max_bytes=2**20), cluster)
+        choose_mode(problem_of(8, 2**17, GQA, max_bytes=2**20), cluster)
 
 
 def test_modes_of_one_rank_and_of_a_prime_number_of_ranks() -> None:
     for n in (1, 2, 5, 7):
         cluster = Cluster("mesh", 1, n, Mesh(100.0) if n > 1 else None)
-        ranking = select(problem_of(n, n * 512 + 1, Workload(n, n, 64)), cluster, FAST)
+        ranking = choose_mode(problem_of(n, n * 512 + 1, Workload(n, n, 64)), cluster, FAST)
         assert "zigzag" in names(ranking) and ranking[0].seconds > 0
 
 

@@ -101,7 +101,7 @@ def rank_modes(
     return sorted(found, key=lambda each: (bool(each.reason), each.seconds))
 
 
-def select(problem: Problem, cluster: Cluster, costs: Costs | None = None) -> list[Candidate]:
+def choose_mode(problem: Problem, cluster: Cluster, costs: Costs | None = None) -> list[Candidate]:
     """Return the result of `rank_modes`, whose first mode can run.
 
     Raises:
