@@ -224,7 +224,8 @@ def test_workers_hold_neither_sockets_nor_the_lock_of_their_rank() -> None:
 
 def _kill_rank(pipe: Connection) -> None:
     loader = Loader(Numbers(), SHARES, 2, CPU)
-    next(loader)
+    for _ in range(2):  # one batch of each worker: both have begun
+        next(loader)
     workers = [worker.pid for worker in multiprocessing.active_children()]
     os.kill(workers[1] or 0, signal.SIGSTOP)
     pipe.send(workers)
