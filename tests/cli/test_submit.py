@@ -48,7 +48,7 @@ def test_the_job_has_a_copy_of_code_and_configuration(place: Path, capsys: pytes
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(code) and environment.get("LONGCTX_COMMIT")
     program = "from megatron_longctx.config import files; print(files.__file__, files.bundled('recipes'))"
     ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == [f"{code}/megatron_longctx/files.py", f"{code}/recipes"]
+    assert ran.stdout.split() == [f"{code}/megatron_longctx/config/files.py", f"{code}/recipes"]
 
 
 def test_a_sweep_has_a_run_for_every_combination(place: Path) -> None:

@@ -29,9 +29,10 @@ from analysis.benchmarks.papers.steps import (
     ulysses_step,
 )
 from megatron_longctx.config.cluster import Cluster, Network
-from megatron_longctx.core.plans import Costs, Workload, backward_plan, build_plan
+from megatron_longctx.core.plans import Workload, backward_plan, build_plan
 from megatron_longctx.core.plans.verify import PlanError
 from megatron_longctx.lowbit.quantize import QuantFormat, dequantize, quantize
+from megatron_longctx.planner.cost import Costs
 
 
 @pytest.mark.parametrize("n", [3, 4, 5])

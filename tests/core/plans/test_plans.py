@@ -58,7 +58,6 @@ def options(draw: st.DrawFn, n: int) -> ModeOptions:
     return ModeOptions(
         draw(st.sampled_from([None, 2, 3, 8, 20])),
         draw(st.sampled_from([None, *(k for k in range(1, n + 1) if n % k == 0)])),
-        draw(st.sampled_from([1, 1, 2, 3])),
         draw(st.sampled_from(outer_modes())),
     )
 
