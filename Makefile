@@ -11,6 +11,9 @@ WORKERS ?= 3
 VENV := .venv$(if $(filter-out file,$(origin PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The demo needs the extra `train` alone; an environment with everything has it.
+DEMO := $(VENV)/.installed-train
+RUNS := $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO))
 CODE := megatron_longctx analysis tests docs
 SCRIPTS := launch/*.sh launch/*.sbatch launch/submit tests/slurm/run.sh tests/training/compare/browser.sh .ci/run
 
@@ -30,18 +33,21 @@ help: ## List the targets
 setup: $(STAMP) ## Make .venv with everything the tests and the demo need
 
 # Again whenever the dependencies change; the stamp comes last, so that an interrupted set-up starts over.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): EXTRA := dev
+$(DEMO): EXTRA := train
+$(STAMP) $(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
 		"Python %s found, 3.11 or later is needed: make setup PYTHON=python3.11" % sys.version.split()[0])'
 	@echo "== set-up: $(VENV) (once; several minutes where torch is downloaded) =="
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRA)]'
 	@touch $@
 
-demo: setup ## Train a small GPT with 4 context-parallel ranks and with 1, and compare them (CPU, minutes)
+demo: $(RUNS) ## Train a small GPT with 4 context-parallel ranks and with 1, and compare them (CPU, minutes)
 	$(BIN)/megatron-longctx demo
+	@echo "Next, see what each of the 4 ranks holds, sends and attends to: $(BIN)/megatron-longctx plan experiment=demo"
 
-compare: setup ## Train with every context-parallel mode and with one rank, and make runs/compare.html (CPU, minutes)
+compare: $(RUNS) ## Train with every context-parallel mode and with one rank, and make runs/compare.html (CPU, minutes)
 	$(BIN)/megatron-longctx train experiment=compare_modes parallelism=single run.name=compare_modes-one_rank
 	$(BIN)/megatron-longctx train -m experiment=compare_modes
 	$(BIN)/megatron-longctx compare runs/compare_modes-one_rank $(foreach mode,$(MODES),runs/compare_modes-$(mode)) \

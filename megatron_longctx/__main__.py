@@ -1,9 +1,24 @@
 """The command: `megatron-longctx`, or `python -m megatron_longctx`."""
 
 import signal
+import sys
+
+from .core.errors import without_extra
 
 
 def main() -> int:
+    """Run the command. Without an extra that it needs, it prints one line that says which, and returns 2."""
+    try:
+        return _main()
+    except ModuleNotFoundError as error:
+        line = without_extra(error)
+        if line is None:
+            raise
+        print(f"megatron-longctx: {line}", file=sys.stderr)
+        return 2
+
+
+def _main() -> int:
     """Run the command. While its modules are imported, Ctrl-C ends the process; Python would print a traceback."""
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if default:

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -16,9 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from ..core.errors import EXTRAS, absent, install
 
 _HEAD_DIM, _HEADS, _KV_HEADS = 128, 32, 8  # of llama3_8b: the report has the kernels that support these
 
@@ -41,6 +40,7 @@ def report() -> dict[str, list[Finding]]:
         "devices": _devices,
         "transports": _transports,
         "kernels": _kernels,
+        "extras": _extras,
         "packages": _packages,
         "training": _training,
     }
@@ -83,13 +83,18 @@ def _system() -> Iterator[Finding]:
 def _untested(name: str, installed: str) -> str:
     """Return a warning if this package does not allow the installed version, which pip does not always prevent."""
     try:
-        requirements = [Requirement(each) for each in requires("megatron-longctx") or ()]
+        tested = next(each for each in requires("megatron-longctx") or () if re.match(rf"{name}\b", each))
     except PackageNotFoundError:  # a checkout
         return ""
-    tested = next((each.specifier for each in requirements if each.name == name), SpecifierSet())
+    low, high = sorted(_release(bound) for bound in re.findall(r"[\d.]+", tested))
     # A development version of the next release counts as that release, which is not tested either.
-    fits = tested.contains(Version(installed).base_version, prereleases=True)
-    return "" if fits else f"; NOT TESTED: {name}{tested} is, others may fail anywhere"
+    return "" if low <= _release(installed) < high else f"; NOT TESTED: {tested} is, others may fail anywhere"
+
+
+def _release(text: str) -> tuple[int, int]:
+    """Return the first two numbers of a version: without the package `packaging`, which an extra brings."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _devices() -> Iterator[Finding]:
@@ -171,6 +176,15 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("asked for", None, f"{device}, bf16, {heads}")
     for name, reason in available(request):
         yield Finding(name, reason is None, reason or "usable")
+
+
+def _extras() -> Iterator[Finding]:
+    """Yield for every extra of this package whether what it brings is installed."""
+    for extra in EXTRAS:
+        missing = absent(extra)
+        yield Finding(
+            f"[{extra}]", not missing, f"without {', '.join(missing)}: {install(extra)}" if missing else "installed"
+        )
 
 
 def _packages() -> Iterator[Finding]:

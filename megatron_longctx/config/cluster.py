@@ -12,8 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from omegaconf import OmegaConf
-
 from ..core.errors import refuse
 from ..core.plans.links import Rings
 from .files import bundled, read_yaml
@@ -261,6 +259,8 @@ def load_cluster(source: str | Path) -> Cluster:
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Write `cluster` as YAML; `load_cluster` reads an equal cluster."""
+    from omegaconf import OmegaConf
+
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(as_data(cluster))))
 
 

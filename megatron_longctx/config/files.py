@@ -8,9 +8,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-
 _MAX_YAML_BYTES, _MAX_YAML_DEPTH = 2**18, 20  # the largest files of this project have 5 KB and 3 levels
 
 
@@ -79,6 +76,9 @@ def read_yaml(path: Path) -> Any:
         ValueError: it is large, deep, not UTF-8 or not YAML, or it contains expressions: anchors, whose aliases
             multiply, or `${…}`, which reads the environment.
     """
+    import yaml  # here, so that what reads no file needs torch and numpy alone
+    from omegaconf import OmegaConf
+
     content = read_bytes(path, _MAX_YAML_BYTES).decode()
     if "${" in content:
         raise ValueError("${…} where values are expected")

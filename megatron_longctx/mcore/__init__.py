@@ -11,6 +11,13 @@
 
 import warnings
 
+from ..core.errors import absent, install
+
+if _absent := absent("megatron"):
+    raise ModuleNotFoundError(
+        f"{__name__}: the package {_absent[0]} is not installed. Run {install('megatron')}.", name=_absent[0]
+    )
+
 # Megatron warns on import about optional packages (`megatron-longctx doctor` lists them once), and in use about names
 # that newer torch versions deprecate. Users can fix neither.
 for _category, _module in ((UserWarning, r"megatron\.core"), (FutureWarning, r"megatron\.core|torch\.distributed")):

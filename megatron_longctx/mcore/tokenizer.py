@@ -12,6 +12,8 @@ from typing import Any
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
+from ..core.errors import install
+
 BYTE_LEVEL_EOD = 256
 _BYTE_LEVEL_PAD = 257
 _TIKTOKEN_SPECIAL = 1000  # tokens that Megatron-Core puts before those of the file
@@ -60,7 +62,7 @@ def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerT
         if (package := _PACKAGES.get(library)) and importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"data.tokenizer={library}: expected the package {package}, which is not installed. "
-                f"Run pip install {package}, or use data.tokenizer=byte-level."
+                f"Run {install('models')}, or use data.tokenizer=byte-level."
             ) from None
         raise ValueError(f"data.tokenizer_path={path}: cannot be read by {library} ({error}). {remedy}") from error
     if tokenizer.eod is None:

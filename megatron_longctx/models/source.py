@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import files
+from ..core.errors import install
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
@@ -72,7 +73,7 @@ def require_package(name: str, what: str) -> None:
         ValueError: names the package.
     """
     if importlib.util.find_spec(name) is None:
-        raise ValueError(f"{what}: expected the package {name}. Run pip install 'megatron-longctx[models]'.")
+        raise ValueError(f"{what}: expected the package {name}. Run {install('models')}.")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, workload_of
 from ..config.gpus import max_gpu_ranks, ranks_per_gpu, uses_cuda
-from ..core.errors import refuse
+from ..core.errors import install, refuse
 from ..core.kernels import KernelRequest, auto_order, available
 from ..core.plans import build_plan
 from ..mcore import checkpoint
@@ -72,7 +72,7 @@ def check_and_identify(config: Config, world_size: int) -> tuple[int | None, Ide
     if device == "cpu" and config.attention.transport == "peer":
         raise refuse("attention.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
     if config.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        remedy = "Install it with pip install 'megatron-longctx[tensorboard]', or set it to false."
+        remedy = f"Run {install('tensorboard')}, or set it to false."
         raise refuse("logging.tensorboard", True, "the package tensorboard, which is not installed here", remedy)
     if uses_transformer_engine(config.model):
         require_transformer_engine()

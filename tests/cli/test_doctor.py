@@ -130,7 +130,7 @@ def test_the_command_prints_every_finding_and_succeeds(capsys: pytest.CaptureFix
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert captured.err == ""
-    for area in ("system", "devices", "transports", "kernels", "packages", "training"):
+    for area in ("system", "devices", "transports", "kernels", "extras", "packages", "training"):
         assert area in lines
     assert any(line.startswith("  gloo ") and " yes " in line for line in lines)
     assert sum(line.startswith("  ") for line in lines) == sum(map(len, report().values()))

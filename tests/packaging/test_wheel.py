@@ -10,10 +10,13 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
+from megatron_longctx.core.errors import EXTRAS
+from tests.core.attention.test_alone import run_alone
 from tests.shared.jobs import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,9 +96,43 @@ def test_the_metadata(wheel: Path, members: set[str]) -> None:
         entry, metadata = (archive.read(f"{info}/{name}").decode() for name in ("entry_points.txt", "METADATA"))
     assert "[console_scripts]\nmegatron-longctx = megatron_longctx.__main__:main" in entry
     plain = metadata.replace('"', "'")
-    assert "Requires-Dist: megatron-core==0.16.1; python_version < '3.12'" in plain
-    assert "Requires-Dist: megatron-core==0.19.2; python_version >= '3.12'" in plain and "Provides-Extra: gpu" in plain
+    assert "Requires-Dist: megatron-core==0.16.1; (python_version < '3.12') and extra == 'megatron'" in plain
+    assert "Requires-Dist: megatron-core==0.19.2; (python_version >= '3.12') and extra == 'megatron'" in plain
     assert "Requires-Dist: starlette>=1.0; extra == 'serve'" in plain
+    required = re.findall(r"^Requires-Dist: (.+)$", plain, re.MULTILINE)
+    base = {re.split(r"[<>= ;]", each)[0] for each in required if "extra ==" not in each}
+    assert base == {"torch", "numpy"}
+    assert re.findall(r"^Provides-Extra: (.+)$", plain, re.MULTILINE) == sorted(EXTRAS)
+
+
+def test_the_wheel_works_with_torch_and_numpy_alone(installed: Path) -> None:
+    """The attention can be imported, and the command and Megatron's layers say which extra they need."""
+    output = run_alone(f"""
+sys.path.insert(0, {str(installed)!r})
+from megatron_longctx import ContextParallelAttention, Layout, Mask
+from megatron_longctx.__main__ import main
+print(sys.modules["megatron_longctx"].__file__)
+ContextParallelAttention()
+sys.stderr = sys.stdout
+for words in ("plan experiment=demo", "train --help", "data --source stdlib --out x", "compare x", "serve", "doctor"):
+    sys.argv[1:] = words.split()
+    print(main())
+try:
+    import megatron_longctx.mcore.spec
+except ImportError as error:
+    print(error)
+""").splitlines()
+    remedy = "is not installed. Run pip install 'megatron-longctx[train]'."
+    assert output[0] == str(installed / "megatron_longctx/__init__.py")
+    packages = ("hydra", "hydra", "tqdm", "omegaconf", "psutil")
+    assert output[1:11] == [w for name in packages for w in (f"megatron-longctx: the package {name} {remedy}", "2")]
+    for extra in EXTRAS:
+        (line,) = (line for line in output if line.split()[:1] == [f"[{extra}]"])
+        assert line.split()[1] == "no" and line.endswith(f": pip install 'megatron-longctx[{extra}]'")
+    assert output[-2] == "0"
+    assert output[-1] == (
+        "megatron_longctx.mcore: the package megatron is not installed. Run pip install 'megatron-longctx[megatron]'."
+    )
 
 
 def test_launch_scripts_stay_executable(wheel: Path) -> None:
@@ -172,14 +209,28 @@ def test_copies_inside_the_package_of_a_checkout_are_never_read(
     assert files.bundled("recipes") == tmp_path / "recipes"
 
 
+def requirements() -> dict[str, set[str]]:
+    """The names of what every extra requires, besides other extras; the base's under the key ``."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = project["optional-dependencies"] | {"": project["dependencies"]}
+    names = {extra: {re.split(r"[<>=;\[ ]", word)[0] for word in words} for extra, words in required.items()}
+    return {extra: words - {"megatron-longctx"} for extra, words in names.items()}
+
+
 def test_every_requirement_is_pinned() -> None:
     """`make setup` installs the tested version of every dependency of the project and of its extras except gpu."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    required = {
-        re.split(r"[<>=;\[ ]", word)[0] for word in (*project["dependencies"], *extras["dev"], *extras["serve"])
-    }
+    required = set().union(*(words for extra, words in requirements().items() if extra != "gpu"))
     pins = [line.partition("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     pinned = [(name, version.partition(";")[2]) for name, _, version in pins if version and not name.startswith("#")]
     assert required <= {name for name, _ in pinned} and len(pinned) == len(set(pinned)), "one pin per Python"
-    assert {word.partition(">")[0] for word in extras["serve"]} <= {word.partition(">")[0] for word in extras["dev"]}
+
+
+def test_the_modules_of_an_extra_are_of_what_it_requires() -> None:
+    """What `doctor` and the messages about missing packages say of the extras is what pyproject.toml says."""
+    required, distributions = requirements(), packages_distributions()
+    assert set(EXTRAS) == set(required) - {""}
+    for extra, modules in EXTRAS.items():
+        for module in modules:
+            found = {re.sub(r"[-_.]+", "-", name).lower() for name in distributions.get(module, ())}
+            # Packages of extras that the tests do not need may be missing here.
+            assert not found or found & {re.sub(r"[-_.]+", "-", name) for name in required[extra]}, (extra, module)

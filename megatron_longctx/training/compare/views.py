@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import files, names
-from ...core.errors import refuse
+from ...core.errors import install, refuse
 from .runs import COLOURS, METRICS, Run, common_steps, largest_difference
 
 _TEMPLATE = Path(__file__).with_name("dashboard.html")
@@ -80,7 +80,7 @@ def wandb_view(kind: str, place: str, group: str | None = None) -> Any:
         reports: Any = import_module("wandb_workspaces.reports.v2")
         workspaces: Any = import_module("wandb_workspaces.workspaces")
     except ImportError as error:
-        missing = f"wandb-workspaces: expected to be installed ({error}). pip install 'megatron-longctx[wandb]'"
+        missing = f"wandb-workspaces: expected to be installed ({error}). Run {install('wandb')}."
         raise ValueError(missing) from None
     bars: list[Any] = [
         reports.BarPlot(title=f"{metric.key}, last step ({metric.better} is better)", metrics=[metric.key])
