@@ -1,4 +1,4 @@
-"""The host's work for a new packed batch before its first call: layout, plans, programs and their binding, on one core.
+"""The host's work for a new packed batch before its first call: layout, plans, send layouts and passes, on one core.
 
 Nothing is exchanged and no GPU is needed. Training does this work ahead, in the loader's thread.
 """
@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 
-from megatron_longctx.core.attention.bind import Runtime, bind
+from megatron_longctx.core.attention.execute import Pass, Runtime
 from megatron_longctx.core.attention.function import shapes_of
 from megatron_longctx.core.comm import BufferPool
 from megatron_longctx.core.comm.peer import SymmetricExchange
 from megatron_longctx.core.errors import refuse
 from megatron_longctx.core.kernels import PROVIDERS
-from megatron_longctx.core.plans import KernelSupport, Lowering, Target, backward_plan, build_plan
+from megatron_longctx.core.plans import KernelSupport, Recorder, Target, backward_plan, build_plan
 from megatron_longctx.core.plans.mask import documents
 
 from .cases import packs
 from .report import Report, check_least, table
 
-PHASES = ("layout and plan", "backward plan", "programs", "binding")
+PHASES = ("layout and plan", "backward plan", "send layouts", "passes")
 _WARM_UP = 2
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 
@@ -72,7 +72,7 @@ def milliseconds(schedule: str, n: int, lengths: tuple[int, ...], batches: int) 
     shapes, hosts = shapes_of(q, kv, kv), (tuple(range(n)),) * n
     target = Target(shapes.workload, KernelSupport(packed=True, rectangles=True, windows=True), hosts)
     peers: Any = SimpleNamespace(hosts=hosts, peers=range(n))
-    peers.channel = lambda program, num_bytes, _: SymmetricExchange(peers, program, num_bytes)
+    peers.channel = lambda recording, num_bytes, _: SymmetricExchange(peers, recording, num_bytes)
     runtime = Runtime(PROVIDERS["cpu"](deterministic=False), peers, BufferPool(torch.device("cpu")))
     draw = random.Random(0)
     for _ in range(batches):
@@ -81,11 +81,11 @@ def milliseconds(schedule: str, n: int, lengths: tuple[int, ...], batches: int) 
         times.append(time.thread_time())
         backward = backward_plan(plan)
         times.append(time.thread_time())
-        lowerings = [Lowering(plan, target), Lowering(backward, target)]
-        for lowering in lowerings:
-            lowering.program(n // 2), lowering.send_bytes()
+        recorders = [Recorder(plan, target), Recorder(backward, target)]
+        for recorder in recorders:
+            recorder.send_bytes()
         times.append(time.thread_time())
-        for lowering in lowerings:
-            bind(lowering, n // 2, shapes, runtime)
+        for recorder in recorders:
+            Pass(recorder, n // 2, shapes, runtime)
         times.append(time.thread_time())
         yield [1e3 * (after - before) for before, after in pairwise(times)]

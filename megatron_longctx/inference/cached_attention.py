@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config.cluster import GIB
-from ..core.attention.bind import Bound, Runtime, Shapes
-from ..core.attention.execute import Pass
-from ..core.attention.function import add_sink_, bind_pass, merge_sink, run_pass
-from ..core.attention.kv_format import KVFormat, StackedKV
+from ..core.attention.execute import Pass, Runtime
+from ..core.attention.function import add_sink_, merge_sink
+from ..core.attention.kv_format import KVFormat, Shapes, StackedKV
 from ..core.comm import BufferPool, PeerMemoryError, PeerTransport, all_gather_rows, choose_transport, gather_objects
 from ..core.errors import refuse
 from ..core.kernels import KernelRequest, choose
 from ..core.kernels.partials import compile_merges
-from ..core.plans import Kind, Lowering, Target, Workload
+from ..core.plans import Kind, Recorder, Target, Workload
 from .batch import Batch
 from .cache_manager import ScheduledChunk
 from .kv_int8 import Int8KV
@@ -112,9 +111,6 @@ class CachedAttention:
             memory.
     """
 
-    _executor = "program"
-    """See `bind_pass`."""
-
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -142,7 +138,7 @@ class CachedAttention:
         self._shapes = Shapes(shape.workload, shape.dtype, device, shape.kv, shape.kv)
         self.on_layer: Callable[[], None] = lambda: None
         self._merge: PeerMerge | None = None
-        self._bound: dict[int | None, Bound | Pass] = {}  # keyed by the window of layers
+        self._passes: dict[int | None, Pass] = {}  # keyed by the window of layers
         self._new_slots: slice | Tensor = slice(0, 0)
         self._num_new = 0
         self._pages: Mapping[int | None, Pages] | None = None  # of replicated tokens
@@ -201,14 +197,13 @@ class CachedAttention:
                 "batch", f"of {batch.n} ranks", f"one of {self.world}", "Append to this group's cache manager."
             )
         self._pages = None
-        self._bound = {
-            window: bind_pass(
-                Lowering(batch.with_window(window).plan(mode), self.target(joined, window)),
+        self._passes = {
+            window: Pass(
+                Recorder(batch.with_window(window).plan(mode), self.target(joined, window)),
                 self.rank,
                 self._shapes,
                 self._runtime_for(window),
                 packed=True,
-                executor=self._executor,
             )
             for window in self.shape.distinct_windows
         }
@@ -271,7 +266,7 @@ class CachedAttention:
         Raises:
             ValueError: shapes do not match the plan or the cache.
         """
-        assert self._bound or self._pages is not None, "begin() comes before the layers"
+        assert self._passes or self._pages is not None, "begin() comes before the layers"
         self.on_layer()
         rows, shape = self._num_new, self.shape
         for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
@@ -284,7 +279,7 @@ class CachedAttention:
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._pages is not None:
             return self._attend_replicated(layer, self._pages[shape.window(layer)], q, scale, sink)
-        run = run_pass(self._bound[shape.window(layer)], {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
+        run = self._passes[shape.window(layer)].run({Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
         out, lse = run.result(Kind.OUT)
         return out if sink is None else merge_sink(out, lse, sink, range(shape.num_heads))[0]
 

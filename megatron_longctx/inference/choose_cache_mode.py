@@ -157,7 +157,7 @@ class Chooser:
         """Choose the mode for `batch`. Batches of single tokens of about the same size are decided once.
 
         Args:
-            target: what the plan is lowered for; None for the workload of the facts, the plainest kernel and
+            target: what the plan is recorded for; None for the workload of the facts, the plainest kernel and
                 point-to-point messages.
         """
         is_decode = all(chunk.new == 1 for chunk in batch.chunks)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from ..config.cluster import Cluster
 from ..core.plans.backward import backward_plan, keep_received, keeps_received, node_size_to_sum, sum_in_nodes
 from ..core.plans.build import build_plan
-from ..core.plans.lower import Target
 from ..core.plans.mask import Mask
 from ..core.plans.modes import MODES, Mode, ModeOptions, SearchContext
+from ..core.plans.workload import Target
 from .cost import GIB, Costs
 from .simulate import Simulation, simulate
 

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..core.plans.lower import Lowering, Target
 from ..core.plans.mask import indices_within
 from ..core.plans.plan import Attend, Kind, Plan
-from ..core.plans.program import Program
+from ..core.plans.recorder import Recorder
+from ..core.plans.recording import Recording
+from ..core.plans.workload import Target
 from .cost import Workload
+from .footprint import row_bytes
 from .simulate import Simulation
 
 
@@ -46,7 +48,7 @@ def describe(plan: Plan, target: Target | None = None, beside: Sequence[str] = (
     """Return the plan as text.
 
     Args:
-        target: the target for which the plan is lowered; adds the bytes moved and held.
+        target: the target for which the plan is recorded; adds the bytes moved and held.
         beside: additional lines for the summary at the beginning.
     """
     direction = "backward" if plan.backward else "forward"
@@ -108,23 +110,23 @@ def _totals(plan: Plan, target: Target | None) -> list[str]:
         )
         lines.append(f"  {rank:>4} {pairs[rank]:>16,.0f} {pairs[rank] / mean:>7.1%}  {text or 'nothing'}")
     if target is not None:
-        lowering = Lowering(plan, target)
-        lines += _memory([lowering.program(rank) for rank in range(plan.n)], target.workload)
+        recorder = Recorder(plan, target)
+        lines += _memory([recorder.record(rank) for rank in range(plan.n)], target.workload)
     return lines
 
 
-def _memory(programs: list[Program], workload: Workload) -> list[str]:
+def _memory(recordings: list[Recording], workload: Workload) -> list[str]:
     """Return lines on the buffers and send memory of the rank with the most."""
     lines = []
     for kind in Kind:
-        tokens = max(sum(b.tokens / b.parts for b in p.buffers if b.kind is kind and not b.kept) for p in programs)
+        tokens = max(sum(each.tokens / each.parts for each in r.slots if each.kind is kind) for r in recordings)
         if tokens:
             size = _bytes(tokens * workload.token_bytes(kind))
             lines.append(f"  buffers for other ranks' {kind}: {tokens:.0f} tokens = {size} at most")
-    kept = max(sum(b.tokens * workload.token_bytes(b.kind, b.heads) for b in p.buffers if b.kept) for p in programs)
+    kept = max(sum(row_bytes(memory.rows(), workload) for memory in r.kept_memory) for r in recordings)
     if kept:
         lines.append(f"  kept from other ranks, for backward: {_bytes(kept)} at most, and the outputs of its queries")
-    sent = max(p.sends.num_bytes for p in programs)
+    sent = max(r.sends.num_bytes for r in recordings)
     return lines + ([f"  send memory: {_bytes(sent)} at most"] if sent else [])
 
 

@@ -1,13 +1,13 @@
-"""The memory that a program takes on its rank, counted from its operations."""
+"""The memory that a pass takes on its rank, counted from its operations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from ..core.plans.plan import Kind
-from ..core.plans.program import Compute, Program, Rows, Space, rows_read, rows_written
-from .cost import Workload
+from ..core.plans.plan import Heads, Kind
+from ..core.plans.recording import Compute, Memory, Place, Recording, Rows, rows_read, rows_written
+from ..core.plans.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -25,35 +25,29 @@ class Footprint:
         return self.inputs + self.buffers + self.kept + self.sent + self.results
 
 
-def footprint(program: Program, workload: Workload, workspace: bool = False) -> Footprint:
-    """Return the memory of a program over a workload's heads.
+def footprint(recording: Recording, workload: Workload, workspace: bool = False) -> Footprint:
+    """Return the memory of a pass over a workload's heads.
 
     Args:
         workspace: count the memory that kernels need for themselves. In backward, cuDNN and FlashAttention-2 add dq in
             fp32 and keep a sum for every query. With grouped heads they first make a dk and dv of every query head.
     """
-    buffers = (buffer for buffer in program.buffers if not buffer.kept)
-    read_by_peers = any(receive.spans for receives in program.receives for receive in receives)
+    read_by_peers = any(receive.spans for receives in recording.receives for receive in receives)
     return Footprint(
-        inputs=sum(workload.token_bytes(kind) for kind in program.reads_own) * program.num_tokens,
-        buffers=sum(workload.token_bytes(each.kind, each.heads) * each.tokens for each in buffers),
-        kept=sum(row_bytes(rows, workload) for entry in program.kept for rows in entry),
-        sent=program.sends.num_bytes * (2 if read_by_peers else 1),
-        results=_peak_of_results(program, workload, program.backward and workspace),
+        inputs=sum(workload.token_bytes(kind) for kind in recording.reads_own) * recording.num_tokens,
+        buffers=sum(workload.token_bytes(kind, Heads(0, parts)) * tokens for kind, parts, tokens in recording.slots),
+        kept=sum(row_bytes(rows, workload) for entry in recording.kept for rows in entry),
+        sent=recording.sends.num_bytes * (2 if read_by_peers else 1),
+        results=_peak_of_results(recording, workload, recording.backward and workspace),
     )
 
 
 def row_bytes(rows: Rows, workload: Workload) -> int:
-    """Return the bytes of rows in their memory. Accumulators are wider than other memory."""
+    """Return the bytes of rows in their memory. Sums are wider than other memory."""
     size = workload.token_bytes(rows.kind, rows.heads) * (rows.stop - rows.start)
-    if rows.space is Space.ACCUMULATOR:
+    if rows.memory.place is Place.SUM:
         size *= workload.accumulator_bytes // workload.element_bytes or 1
     return size
-
-
-def _output_bytes(op: Compute, workload: Workload, backward: bool) -> int:
-    outputs = ((Kind.DQ, op.queries), (Kind.DKV, op.keys)) if backward else ((Kind.OUT, op.queries),)
-    return sum(workload.token_bytes(kind, rows.heads) * rows.tokens for kind, rows in outputs)
 
 
 def _workspace_bytes(op: Compute, workload: Workload) -> int:
@@ -64,31 +58,29 @@ def _workspace_bytes(op: Compute, workload: Workload) -> int:
     return op.queries.tokens * per_query + op.keys.tokens * per_key
 
 
-def _peak_of_results(program: Program, workload: Workload, workspace: bool) -> int:
-    """Return the peak of kernel outputs, accumulators, results and workspaces.
+def _peak_of_results(recording: Recording, workload: Workload, workspace: bool) -> int:
+    """Return the peak of kernel outputs, sums, results and workspaces.
 
     They are allocated when they are first used, and freed after their last use; final results and kept ones are not.
     """
-    ops = program.ops
-    sizes = {(rows.space, rows.number): row_bytes(rows, workload) for rows in (*program.accumulators, *program.results)}
-    first: dict[tuple[Space, int], int] = {}
-    last: dict[tuple[Space, int], int] = {}
+    ops = recording.ops
+    first: dict[Memory, int] = {}
+    last: dict[Memory, int] = {}
     change = [0] * (len(ops) + 2)
     for number, op in enumerate(ops):
         for rows in chain(rows_read(op), rows_written(op)):
-            key = rows.space, rows.number
-            first.setdefault(key, number)
-            last[key] = number
-        if isinstance(op, Compute):
-            key = Space.CALL, op.number
-            sizes[key], first[key] = _output_bytes(op, workload, program.backward), number
-            needed = _workspace_bytes(op, workload) if workspace else 0
+            if rows.memory.place in (Place.CALL, Place.SUM, Place.RESULT):
+                first.setdefault(rows.memory, number)
+                last[rows.memory] = number
+        if workspace and isinstance(op, Compute):
+            needed = _workspace_bytes(op, workload)
             change[number] += needed
             change[number + 1] -= needed
-    kept = {(rows.space, rows.number) for entry in program.kept for rows in entry}
-    own = {(rows.space, rows.number) for rows in program.own.values()}
-    for key, start in first.items():
-        if key in sizes and key not in kept:
-            change[start] += sizes[key]
-            change[len(ops) if key in own else last.get(key, start) + 1] -= sizes[key]
+    kept = {rows.memory for entry in recording.kept for rows in entry}
+    own = {rows.memory for rows in recording.own.values()}
+    for memory, start in first.items():
+        if memory not in kept:
+            size = row_bytes(memory.rows(), workload)
+            change[start] += size
+            change[len(ops) if memory in own else last[memory] + 1] -= size
     return max(accumulate(change), default=0)

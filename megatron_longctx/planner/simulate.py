@@ -1,8 +1,8 @@
-"""The simulated time of a plan on a described cluster: its programs are priced operation by operation, not run.
+"""The simulated time of a plan on a described cluster: its recordings are priced operation by operation, not run.
 
-Every rank has two lanes. The compute lane issues the program's operations: kernel calls, copies, merges and waits. The
-transfer lane starts each step's messages after the previous ones and after the mark that the program names. A message
-starts when both of its ranks are ready, and messages of one step that share a link, a port or a NIC share its rate.
+Every rank has two lanes. The compute lane issues the recorded operations: kernel calls, copies, merges and waits. The
+transfer lane starts each step's messages after the previous ones and after the operation that the recording names. A
+message starts when both of its ranks are ready. Messages of one step that share a link, a port or a NIC share its rate.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import NamedTuple
 from ..config.cluster import Cluster, Resource
 from ..core.errors import refuse
 from ..core.plans.collector import collector_paused
-from ..core.plans.lower import Lowering, Target
 from ..core.plans.plan import Plan
-from ..core.plans.program import Acquire, Compute, Copy, Mark, Merge, Op, Program, Release, Send, Wait
+from ..core.plans.recorder import Recorder
+from ..core.plans.recording import Acquire, Compute, Copy, Merge, Op, Recording, Release, Send, Wait
+from ..core.plans.workload import Target
 from .cost import GIB, Costs, Workload
 from .footprint import footprint, row_bytes
 from .messages import Messages
@@ -79,8 +80,8 @@ def simulate(
 
     Args:
         cluster: the ranks' cluster, with `plan.n` ranks or more; rank r of the plan is its rank r.
-        target: what the plan is lowered for. A workload alone means point-to-point messages, and a kernel that supports
-            full rectangles and causal squares, one per call.
+        target: what the plan is recorded for. A workload alone means point-to-point messages, and a kernel that
+            supports full rectangles and causal squares, one per call.
         costs: None for those that `cluster.device` describes.
         timeline: record what every rank does when.
 
@@ -94,14 +95,18 @@ def simulate(
         return _Simulator(plan, cluster, target, costs or Costs.of_device(cluster.device), timeline).run()
 
 
+class _Mark(NamedTuple):
+    """The time at which later messages may start."""
+
+
 class _Event(NamedTuple):
     """The next action of a rank: work of `seconds`, or one of the operations that involve messages.
 
-    Those are Wait, Mark, Acquire, which makes the rank ready for messages now, and Send, which makes it ready as of
+    Those are Wait, _Mark, Acquire, which makes the rank ready for messages now, and Send, which makes it ready as of
     `marks` marks ago (0: from the beginning).
     """
 
-    op: type[Op] | None
+    op: type[Op | _Mark] | None
     seconds: float = 0.0
     label: str = ""
     home: int = -1
@@ -122,9 +127,9 @@ class _Simulator:
         self.operations = self.peak_bytes = 0
         self._events: list[list[list[_Event]]] = []
         self._marks: list[list[float]] = [[] for _ in range(n)]
-        lowering = Lowering(plan, target)
+        recorder = Recorder(plan, target)
         for rank in _with_progress(plan):
-            self._events.append(self._price(lowering.program(rank)))
+            self._events.append(self._price(recorder.record(rank)))
 
     def run(self) -> Simulation:
         n = self.plan.n
@@ -153,20 +158,20 @@ class _Simulator:
             spans=tuple(self.spans or ()),
         )
 
-    def _price(self, program: Program) -> list[list[_Event]]:
-        """Price a program's operations, up to the start of each step's messages and behind the last of them.
+    def _price(self, recording: Recording) -> list[list[_Event]]:
+        """Price the operations, up to the start of each step's messages and behind the last of them.
 
         Without a timeline, consecutive work is summed up.
         """
         sum_up = self.spans is None and not self.costs.blocking
-        events: list[list[_Event]] = [[] for _ in range(len(program.receives) + 1)]
+        events: list[list[_Event]] = [[] for _ in range(len(recording.receives) + 1)]
         operations = 0
         t, seconds, marks, after = 0, 0.0, dict[int, int](), -1
-        for op in program.ops:
+        for number, op in _in_device_order(recording):
             if isinstance(op, Release):
                 continue
-            event = self._event(op, program)
-            operations += not isinstance(op, Copy | Wait | Mark)
+            event = _Event(_Mark) if isinstance(op, _Mark) else self._event(op, recording)
+            operations += not isinstance(op, Copy | Wait | _Mark)
             if sum_up and event.op is None:
                 seconds += event.seconds
                 continue
@@ -175,14 +180,14 @@ class _Simulator:
                 seconds = 0.0
             if isinstance(op, Wait):
                 t = max(t, op.step + 1)
-            elif isinstance(op, Mark):
-                marks[op.number] = len(marks)
+            elif isinstance(op, _Mark):
+                marks[number] = len(marks)
             elif isinstance(op, Send | Acquire):
                 t = max(t, op.step)
-            if isinstance(op, Send) and op.after > after:
-                event = event._replace(marks=len(marks) - marks[op.after])
-                if program.sends.messages[op.step] or program.receives[op.step]:
-                    after = op.after  # later messages start after these, and so after their mark
+            if isinstance(op, Send) and recording.after[op.step] > after:
+                event = event._replace(marks=len(marks) - marks[recording.after[op.step]])
+                if recording.sends.messages[op.step] or recording.receives[op.step]:
+                    after = recording.after[op.step]  # later messages start after these, and so after their mark
             events[t].append(event)
             if isinstance(op, Send | Acquire):
                 t += 1
@@ -191,10 +196,10 @@ class _Simulator:
         if seconds:
             events[t].append(_Event(None, seconds))
         self.operations = max(self.operations, operations)
-        self.peak_bytes = max(self.peak_bytes, footprint(program, self.workload).total)
+        self.peak_bytes = max(self.peak_bytes, footprint(recording, self.workload).total)
         return events
 
-    def _event(self, op: Op, program: Program) -> _Event:
+    def _event(self, op: Op, recording: Recording) -> _Event:
         if isinstance(op, Copy):
             num_bytes = 2 * sum(row_bytes(into, self.workload) for into, _ in op.pairs)
             return _Event(None, num_bytes / (self.costs.merge_gibps * GIB), "pack")
@@ -206,7 +211,7 @@ class _Simulator:
         key = op.call, op.queries.heads.parts
         seconds = self._call_seconds.get(key)
         if seconds is None:
-            seconds = self.costs.call_seconds(op.call, op.queries.heads, self.workload, program.backward)
+            seconds = self.costs.call_seconds(op.call, op.queries.heads, self.workload, recording.backward)
             self._call_seconds[key] = seconds
         first, last = min(op.homes), max(op.homes)
         return _Event(None, seconds, str(first) if first == last else f"{first}…{last}", first)
@@ -223,7 +228,7 @@ class _Simulator:
                     self.spans.append(Span(rank, "compute", now, now + seconds, label, t, home))
                 now += seconds
                 busy += seconds
-            elif op is Mark:
+            elif op is _Mark:
                 marks.append(now)
             elif op is Wait:
                 if arrived > now:
@@ -235,6 +240,21 @@ class _Simulator:
                 ready = max(ready, marks[-marks_ago])
         self.compute[rank], self.busy[rank] = now, busy
         return ready
+
+
+def _in_device_order(recording: Recording) -> Iterator[tuple[int, Op | _Mark]]:
+    """Yield the operations with their numbers, and the marks behind what messages wait for.
+
+    The host may start the first messages behind a kernel call. The device starts them as early.
+    """
+    marks, ops = set(recording.after.values()), list(enumerate(recording.ops))
+    first = next((at for at, op in ops if isinstance(op, Send)), 0)
+    if first and isinstance(recording.ops[first - 1], Compute) and first - 1 not in marks:
+        ops[first - 1 : first + 1] = ops[first], ops[first - 1]
+    for number, op in ops:
+        yield number, op
+        if number in marks:
+            yield number, _Mark()
 
 
 def _with_progress(plan: Plan) -> Iterator[int]:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.config.cluster import load_cluster
-from megatron_longctx.core.plans import KernelSupport, Kind, Lowering, Plan, Target, Workload, buffers, verify
+from megatron_longctx.core.plans import KernelSupport, Kind, Plan, Recorder, Target, Workload, verify
+from megatron_longctx.core.plans import recorder as recording_of
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
-from megatron_longctx.core.plans.program import Compute, Copy
+from megatron_longctx.core.plans.recording import Compute, Copy
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManager
 from megatron_longctx.planner.describe import describe, moved_tokens
@@ -92,7 +93,7 @@ def test_shared_keys_are_sent_once(n: int) -> None:
 @pytest.mark.parametrize("mode", CACHE_MODES)
 def test_joined_calls_do_not_depend_on_where_tokens_are_stored(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same history in a fresh cache and in the gaps of a used one: the same calls, of the same sizes in order."""
-    monkeypatch.setattr(buffers, "LONG_RUN", 32)
+    monkeypatch.setattr(recording_of, "LONG_RUN", 32)
 
     def calls(joined: bool, gaps: bool) -> list[object]:
         manager = CacheManager(2, 12, 64)
@@ -100,8 +101,8 @@ def test_joined_calls_do_not_depend_on_where_tokens_are_stored(mode: str, monkey
         for _ in range(3):
             manager.append({session: 128 for session in (sessions if gaps else sessions[:1])})
         chunks = manager.append({sessions[0]: 3})
-        lowering = Lowering(Batch(2, manager.slots_per_rank, chunks).plan(mode), Target(HEADS, PACKED, None, joined))
-        ops = [op for rank in range(2) for op in lowering.program(rank).ops]
+        recorder = Recorder(Batch(2, manager.slots_per_rank, chunks).plan(mode), Target(HEADS, PACKED, None, joined))
+        ops = [op for rank in range(2) for op in recorder.record(rank).ops]
         return [op.call for op in ops if isinstance(op, Compute)]
 
     assert calls(True, True) == calls(True, False) == calls(False, False) != calls(False, True)
@@ -160,11 +161,11 @@ def test_few_new_tokens_take_few_operations_and_hardly_more_work(mode: str) -> N
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_long_runs_are_read_in_place(joined: bool) -> None:
-    long = buffers.LONG_RUN
+    long = recording_of.LONG_RUN
     batch = batch_with_past(1, [(long, 5, long), (3, 1, 1)], (1, 1), page=long, pages=9)
     assert len(batch.chunks[0].cached_slots[0]) > 1
-    program = Lowering(batch.plan("pass_q"), Target(HEADS, PACKED, None, joined)).program(0)
-    copies = [rows for op in program.ops if isinstance(op, Copy) for rows, _ in op.pairs if rows.kind is Kind.KV]
+    recording = Recorder(batch.plan("pass_q"), Target(HEADS, PACKED, None, joined)).record(0)
+    copies = [rows for op in recording.ops if isinstance(op, Copy) for rows, _ in op.pairs if rows.kind is Kind.KV]
     assert (max((rows.tokens for rows in copies), default=0) >= long) == joined
 
 

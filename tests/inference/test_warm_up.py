@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.core.attention.bind import Runtime, Shapes, bind
-from megatron_longctx.core.attention.run import Run
+from megatron_longctx.core.attention.execute import Pass, Runtime
+from megatron_longctx.core.attention.kv_format import Shapes
 from megatron_longctx.core.comm import BufferPool
 from megatron_longctx.core.kernels import AttentionKernel, partials
 from megatron_longctx.core.kernels.interface import BlockInputs
 from megatron_longctx.core.kernels.partials import compile_merges
-from megatron_longctx.core.plans import KernelSupport, Kind, Lowering, Target
-from megatron_longctx.core.plans.accumulators import MAX_PARTIALS
+from megatron_longctx.core.plans import KernelSupport, Kind, Recorder, Target
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
+from megatron_longctx.core.plans.sums import MAX_PARTIALS
 from megatron_longctx.inference import paged
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
@@ -73,13 +73,13 @@ def prompts(cases: int) -> None:
         chunks = manager.append({session: source.choice((1, 2, source.randint(3, 300))) for session in sessions})
         batch = Batch(n, manager.slots_per_rank, chunks)
         cache = torch.empty(manager.slots_per_rank, 2, 1, KV_HEADS, D, dtype=BF16)
-        lowering = Lowering(batch.plan(list(CACHE_MODES)[case % 3]), Target(shape.workload, NoAttention.takes))
+        recorder = Recorder(batch.plan(list(CACHE_MODES)[case % 3]), Target(shape.workload, NoAttention.takes))
         ranks = ThreadedRanks(n)
 
-        def attend(rank: int, batch=batch, cache=cache, lowering=lowering, ranks=ranks) -> None:  # type: ignore[no-untyped-def]
-            bound = bind(lowering, rank, shapes, Runtime(NoAttention(), ranks.transport(rank), BufferPool(CPU)))
+        def attend(rank: int, batch=batch, cache=cache, recorder=recorder, ranks=ranks) -> None:  # type: ignore[no-untyped-def]
+            runtime = Runtime(NoAttention(), ranks.transport(rank), BufferPool(CPU))
             q = torch.empty(batch.num_rows(rank), 1, HEADS, D, dtype=BF16)
-            Run(bound, {Kind.Q: (q,), Kind.KV: (cache,)}, 1.0)()
+            Pass(recorder, rank, shapes, runtime, packed=True).run({Kind.Q: (q,), Kind.KV: (cache,)}, 1.0)
 
         ranks.run(attend)
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_longctx.config import RecomputeConfig
-from megatron_longctx.core.attention.run import Run
+from megatron_longctx.core.attention.execute import Pass
 from megatron_longctx.core.comm import P2PTransport
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
@@ -115,7 +115,7 @@ def _see(root: Path, mode: str, settings: dict[str, Any]) -> Seen:
     for layer in gpt.decoder.layers:
         layer.register_forward_pre_hook(see, with_kwargs=True)
     with (
-        _counted(Run, "__call__", counts, lambda run: "backward" if run._program.backward else "forward"),
+        _counted(Pass, "run", counts, lambda each: "backward" if each.recording.backward else "forward"),
         _counted(P2PTransport, "start", counts, lambda _: "messages"),
         _counted(RowParallelLinear, "_forward_impl", counts, lambda _: "products"),
     ):

@@ -24,10 +24,10 @@ from megatron_longctx.core.plans import (
     backward_plan,
     build_plan,
     kernel_calls,
-    lower,
+    record,
 )
 from megatron_longctx.core.plans.mask import causal, documents, full
-from megatron_longctx.core.plans.program import Compute, Merge
+from megatron_longctx.core.plans.recording import Compute, Merge
 from megatron_longctx.core.plans.visibility import Visibility
 from megatron_longctx.planner.cost import GIB, Costs, KernelSample, MessageSample
 from megatron_longctx.planner.footprint import footprint
@@ -129,14 +129,14 @@ def test_timelines_add_up(schedule: str, backward: bool) -> None:
     quiet = simulate(plan, cluster, WORK)
     assert quiet.seconds == pytest.approx(found.seconds, rel=1e-12) and not quiet.spans
     target = Target(WORK)
-    assert found.peak_bytes == max(footprint(lower(plan, rank, target), WORK).total for rank in range(n))
+    assert found.peak_bytes == max(footprint(record(plan, rank, target), WORK).total for rank in range(n))
     assert found.operations == max(host_operations(plan, rank, target) for rank in range(n))
 
 
 def host_operations(plan: Plan, rank: int, target: Target) -> int:
     """Count a rank's kernel calls, merges, and steps with messages."""
     messages = sum(any(rank in move[1:] for move in step.moves) for step in plan.steps)
-    return messages + sum(isinstance(op, Compute | Merge) for op in lower(plan, rank, target).ops)
+    return messages + sum(isinstance(op, Compute | Merge) for op in record(plan, rank, target).ops)
 
 
 def test_operations_of_a_ring() -> None:

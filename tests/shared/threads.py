@@ -1,4 +1,4 @@
-"""All ranks of a group as threads of one process: programs run with real tensors, without processes or sockets."""
+"""All ranks of a group as threads of one process: plans run with real tensors, without processes or sockets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.core.attention.bind import Runtime
+from megatron_longctx.core.attention.execute import Runtime
 from megatron_longctx.core.attention.function import AttentionFunction, Passes, shapes_of
 from megatron_longctx.core.attention.kv_format import KVFormat
 from megatron_longctx.core.comm import BufferPool, Exchange
 from megatron_longctx.core.kernels import AttentionKernel
-from megatron_longctx.core.plans import Plan, Target
+from megatron_longctx.core.plans import Plan, Recording, Target
 from megatron_longctx.core.plans.plan import NUM_FIELDS
-from megatron_longctx.core.plans.program import Program
 from megatron_longctx.testing.distributed import PATIENCE_S
 from megatron_longctx.testing.references import shard, unshard
 
@@ -47,13 +46,12 @@ def attend(
     hosts: Sequence[Sequence[int]] | None = None,
     kv: KVFormat | None = None,
     overlap: bool = True,
-    executor: str = "program",
 ) -> dict[str, Tensor]:
     """out, dq, dk, dv (and dsink) of a plan, of the whole sequence; without gradients where no input wants any.
 
     Args:
         kernel: makes every rank's. hosts: as of `ThreadedRanks`. kv: how keys and values travel; None for as they are.
-        overlap: see `Runtime`. executor: see `bind_pass`.
+        overlap: see `Runtime`.
     """
     ranks = ThreadedRanks(plan.n, hosts)
 
@@ -64,7 +62,7 @@ def attend(
         runtime = Runtime(kernel(), transport, BufferPool(q.device), overlap=overlap)
         shapes = shapes_of(q, k, v, kv)
         target = Target(shapes.workload, runtime.kernel.takes, ranks.hosts if plan.n > 1 else None)
-        passes = Passes(plan, target, rank, shapes, runtime, executor)
+        passes = Passes(plan, target, rank, shapes, runtime)
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
         out = AttentionFunction.apply(*leaves, sink, passes, scale)  # type: ignore[no-untyped-call]
         found = {"out": out.detach()}
@@ -138,19 +136,19 @@ class ThreadTransport:
     def abort(self, error: BaseException) -> None:
         pass
 
-    def channel(self, program: Program, num_bytes: int, memory: Any) -> ThreadChannel:
-        assert program.sends.num_bytes <= num_bytes
-        return ThreadChannel(self, program)
+    def channel(self, recording: Recording, num_bytes: int, memory: Any) -> ThreadChannel:
+        assert recording.sends.num_bytes <= num_bytes
+        return ThreadChannel(self, recording)
 
 
 class ThreadChannel:
-    """The messages of a program. Memory that nothing was written to holds no number."""
+    """The messages of a pass. Memory that nothing was written to holds no number."""
 
     generation = 0
 
-    def __init__(self, transport: ThreadTransport, program: Program) -> None:
-        self._transport, self._program = transport, program
-        self._memory = torch.empty(program.sends.num_bytes, dtype=torch.uint8)
+    def __init__(self, transport: ThreadTransport, recording: Recording) -> None:
+        self._transport, self._recording = transport, recording
+        self._memory = torch.empty(recording.sends.num_bytes, dtype=torch.uint8)
         self._number = self._step = 0
         self._lent: list[Tensor] = []
 
@@ -165,7 +163,7 @@ class ThreadChannel:
 
     def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]) -> Exchange:
         left = iter(passed)
-        me, sends = self._transport.rank, self._program.sends
+        me, sends = self._transport.rank, self._recording.sends
         going: dict[int, list[_Sent]] = {}
         for message in sends.messages[step]:
             region = sends.regions[message.region] if message.region >= 0 else None
@@ -184,7 +182,7 @@ class ThreadChannel:
         return Exchange(tensors=tuple(receives))
 
     def wait(self, exchange: Exchange) -> None:
-        me, receives = self._transport.rank, self._program.receives[self._step]
+        me, receives = self._transport.rank, self._recording.receives[self._step]
         coming = {
             peer: iter(self._transport.ranks.collect((self._number, self._step, peer, me)))
             for peer in dict.fromkeys(each.peer for each in receives)

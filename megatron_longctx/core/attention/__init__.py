@@ -1,8 +1,8 @@
 """The executor: runs any plan, forward and backward, on any kernel and transport.
 
 `ContextParallelAttention` is attention over a sequence sharded over ranks, and `AttentionResult` is the result of a
-call. `bind` assigns tensors to a program, `run` executes it, and `function` is the autograd function. `kv_format` has
-the formats in which keys and values are stored and sent.
+call. `execute` replays recordings over `registers`, which have the tensors, and `function` is the autograd function.
+`kv_format` has the shapes of rows, and the formats in which keys and values are stored and sent.
 """
 
 from .context_parallel import ContextParallelAttention

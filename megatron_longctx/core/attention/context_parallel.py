@@ -34,15 +34,15 @@ from ..plans import (
     sum_in_nodes,
 )
 from ..plans import mask as masks
-from .bind import Runtime, Shapes
+from .execute import Runtime
 from .function import AttentionFunction, AttentionResult, Passes, compile_kinds, forward_pass, shapes_of
-from .kv_format import MakeFormat
+from .kv_format import MakeFormat, Shapes
 from .sharding import gather, group_of, shard, token_numbers
 
 logger = logging.getLogger(__name__)
 
 _MAX_BOUND = 64
-"""The number of kinds of calls that stay bound, least recently used first out. Each packed batch is a new kind."""
+"""The number of kinds of calls that stay prepared, least recently used first out. Each packed batch is a new kind."""
 
 _Kind = tuple[Shapes, bool]
 """A kind of call, whatever its mask: its shapes, and whether it keeps received blocks."""
@@ -54,7 +54,7 @@ class ContextParallelAttention:
     One object serves every layer: they share its buffers and its stream.
 
     `torch.compile` does not look into a call: the graph ends before it and another one begins after it. So all ranks
-    exchange messages in the order of the program, whatever a compiler reorders. `fullgraph=True` is not possible.
+    exchange messages in the order of the pass, whatever a compiler reorders. `fullgraph=True` is not possible.
 
     Args:
         group: the context-parallel process group, a device mesh of one dimension, or None for one rank.
@@ -78,9 +78,6 @@ class ContextParallelAttention:
         ValueError: an unknown schedule, keep_received or sum_in_node, or options or a layout that the schedule refuses.
             The first call, which knows shapes, refuses a kernel that does not support them.
     """
-
-    _executor = "program"
-    """`program`, `plan` or `calls first` (see `execute.Pass`), to compare them."""
 
     def __init__(
         self,
@@ -146,14 +143,14 @@ class ContextParallelAttention:
         return build_plan(self.mode, self.world, mask, unit=self._unit, layout=self._layout)
 
     def prepare(self, mask: Mask) -> None:
-        """Plan and lower a mask ahead of its use, for all kinds of calls so far (heads, batch, dtype).
+        """Plan and record a mask ahead of its use, for all kinds of calls so far (heads, batch, dtype).
 
         May be called from any thread; nothing is exchanged.
         """
         self.plan(mask)
         for kind in tuple(self._kinds):
             passes = self._bind(mask, kind)
-            _ = passes.forward, passes.backward  # bound on first use
+            _ = passes.forward, passes.backward  # made on first use
 
     def announce(self, masks: Sequence[Mask], varied: bool) -> None:
         """Announce the masks of later calls, so that the first call compiles all their kernels.
@@ -307,7 +304,7 @@ class ContextParallelAttention:
         plan = sum_in_nodes(self.plan(mask), self._devices[shapes.device].summed)
         hosts = None if runtime.transport is None else runtime.transport.hosts
         target = Target(shapes.workload, runtime.kernel.takes, hosts)
-        passes = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, runtime, self._executor)
+        passes = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, runtime)
         with self._lock:
             self._kinds.add(kind)
             passes = self._bound.setdefault(key, passes)  # another thread may have been faster

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from ..comm import Channel, SymmetricExchange, timed
-from ..kernels import Partial, merge_partials, sum_partials
+from ..comm import BufferPool, Channel, StreamClock, Transport, timed
+from ..kernels import AttentionKernel, Partial, merge_partials, sum_partials
 from ..kernels.batched_copy import BatchedCopy, Pair
-from ..plans import Kind, Lowering
+from ..plans import Kind, Recorder
 from ..plans.plan import NUM_FIELDS
-from ..plans.record import record
 from ..plans.recording import (
     Acquire,
     Compute,
@@ -22,7 +22,6 @@ from ..plans.recording import (
     Merge,
     Op,
     Place,
-    Recording,
     Release,
     Rows,
     Send,
@@ -30,11 +29,29 @@ from ..plans.recording import (
     rows_read,
     rows_written,
 )
-from .bind import Fields, Runtime, Shapes
-from .kv_format import TensorSpec
+from .kv_format import Fields, Shapes, TensorSpec
 from .registers import EXCHANGE, SCALE, TEMPLATE, Get, Registers, Values
 
+if TYPE_CHECKING:
+    from ..comm import SymmetricExchange
+
 Step = Callable[[Values], object]
+
+
+@dataclass
+class Runtime:
+    """The kernel, transport and memory on which passes run.
+
+    transport: None for a group of one rank. waits, passes: clocks for waiting on messages and for whole passes.
+    overlap: False waits for each step's messages as soon as they have started, for ablations.
+    """
+
+    kernel: AttentionKernel
+    transport: Transport | None
+    pool: BufferPool
+    waits: StreamClock | None = None
+    passes: StreamClock | None = None
+    overlap: bool = True
 
 
 class Pass:
@@ -42,37 +59,41 @@ class Pass:
 
     Args:
         packed: whether this rank's own keys and values are given as one tensor in their format.
-        calls_first: see `record`.
     """
 
     def __init__(
         self,
-        lowering: Lowering,
+        recorder: Recorder,
         rank: int,
         shapes: Shapes,
         runtime: Runtime,
         packed: bool = False,
-        calls_first: bool = False,
     ) -> None:
-        self.program: Recording = record(lowering, rank, calls_first)
+        self.recording = recorder.record(rank)
         self._shapes, self._runtime, self._copies = shapes, runtime, BatchedCopy()
         channel: Channel | None = None
         if runtime.transport is not None:
             channel = runtime.transport.channel(
-                self.program,  # type: ignore[arg-type]
-                lowering.send_bytes(),
+                self.recording,
+                recorder.send_bytes(),
                 lambda num_bytes: runtime.pool.get("sent", (num_bytes,), torch.uint8),
             )
-        self._channel = cast(SymmetricExchange, channel)  # used for messages alone
-        self._registers = Registers(self.program, shapes, runtime.pool, channel, packed)
+        self._channel = cast("SymmetricExchange", channel)  # used for messages alone
+        self._registers = Registers(self.recording, shapes, runtime.pool, channel, packed)
         self._steps = self._prepare()
-        self._results = {kind: self._registers.fields(rows) for kind, rows in self.program.own.items()}
-        self._kept = [[self._registers.raw(rows) for rows in entry] for entry in self.program.kept]
+        self._results = {kind: self._registers.fields(rows) for kind, rows in self.recording.own.items()}
+        self._kept = [[self._registers.raw(rows) for rows in entry] for entry in self.recording.kept]
         self._own = self._registers.known(Kind)
         self._stored = [(m.number, n) for m, n in self._registers.known(Memory) if m.place is Place.KEPT]
 
     def run(self, own: dict[Kind, Fields], scale: float, kept: Sequence[Fields] = ()) -> Replay:
-        """Run the pass; see `Run` for the arguments.
+        """Run the pass.
+
+        Args:
+            own: this rank's own tensors. Forward: Q `(q,)` and KV `(k, v)` or packed `(kv,)`. Backward: Q_GRAD `(q,
+                out, grad of out, lse)`, GRAD `(grad of out,)`, and KV. Tensors that the pass does not read need no
+                memory.
+            kept: the entries that the forward pass kept.
 
         Raises:
             PeerMemoryError: an earlier pass over peer memory was aborted.
@@ -96,19 +117,14 @@ class Pass:
 
     def _prepare(self) -> list[Step]:
         """Return the operations as functions, with allocations before the first use of memory, and with marks."""
-        program, steps, ready = self.program, list[Step](), set[Memory]()
-        marks = set(program.after.values())
+        recording, ready = self.recording, set[Memory]()
+        marks = set(recording.after.values())
         # Messages fill kept memory: they start after the first mark, and so after all earlier uses of the same bytes.
-        into = [each.into for receives in program.receives for each in receives if each.into is not None]
-        written = [cast(Rows, rows).memory for rows in into]
-        written += [rows.memory for op in program.ops for rows in rows_written(op)]
-        for memory in dict.fromkeys(written):
-            if memory.place is Place.HELD and memory.number < 0:
-                steps.append(self._allocate(memory))
+        steps = [self._allocate(memory) for memory in recording.kept_memory]
         if -1 in marks:
             steps.append(self._mark(-1))
         ended = self._last_uses()
-        for i, op in enumerate(program.ops):
+        for i, op in enumerate(recording.ops):
             for memory in {rows.memory for rows in rows_written(op)} - ready:
                 if memory.place in (Place.SUM, Place.RESULT):
                     ready.add(memory)
@@ -123,10 +139,10 @@ class Pass:
     def _last_uses(self) -> dict[int, list[int]]:
         """Return, keyed by operation, the registers of calls' outputs and sums that nothing needs after it."""
         last: dict[Memory, int] = {}
-        for i, op in enumerate(self.program.ops):
+        for i, op in enumerate(self.recording.ops):
             last |= dict.fromkeys((rows.memory for rows in (*rows_read(op), *rows_written(op))), i)
-        remain = {rows.memory for rows in self.program.own.values()}
-        remain |= {rows.memory for entry in self.program.kept for rows in entry}
+        remain = {rows.memory for rows in self.recording.own.values()}
+        remain |= {rows.memory for entry in self.recording.kept for rows in entry}
         ended: dict[int, list[int]] = {}
         for memory, i in last.items():
             if memory.place in (Place.CALL, Place.SUM) and memory not in remain:
@@ -138,7 +154,7 @@ class Pass:
             case Copy():
                 return self._copy(op, i)
             case Compute():
-                return self._backward(op) if self.program.backward else self._forward(op)
+                return self._backward(op) if self.recording.backward else self._forward(op)
             case Merge():
                 return self._merge(op)
             case Send():
@@ -248,8 +264,8 @@ class Pass:
 
     def _send(self, op: Send) -> Step:
         channel, step, overlap, wait = self._channel, op.step, self._runtime.overlap, self._wait
-        passed, receives = self._registers.tensors(self.program.passed[step]), self._targets(step)
-        mark = self._registers.number(("mark", self.program.after[step]))
+        passed, receives = self._registers.tensors(self.recording.passed[step]), self._targets(step)
+        mark = self._registers.number(("mark", self.recording.after[step]))
 
         def send(values: Values) -> None:
             values[EXCHANGE] = channel.start(step, passed(values), receives(values), values[mark])
@@ -267,7 +283,7 @@ class Pass:
 
     def _targets(self, step: int) -> Get:
         """Return what gets the targets of a step's messages, or their shapes if they are read in the peers' memory."""
-        receives = self.program.receives[step]
+        receives = self.recording.receives[step]
         if all(each.into is not None for each in receives):
             return self._registers.tensors([cast(Rows, each.into) for each in receives])
         specs = [

@@ -6,7 +6,7 @@ key, merged once at the end, so plans do not contain it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice, product, starmap
@@ -17,12 +17,10 @@ from torch import Tensor
 
 from ..kernels import CallKind
 from ..kernels.no_grad import first_order
-from ..plans import Kind, Lowering, Plan, Target, Workload, backward_plan
+from ..plans import Kind, Plan, Recorder, Target, Workload, backward_plan, record
 from ..plans.mask import FAR
-from .bind import Bound, Fields, Runtime, Shapes, bind
-from .execute import Pass, Replay
-from .kv_format import KVFormat, plain_kv
-from .run import Run
+from .execute import Pass, Runtime
+from .kv_format import Fields, KVFormat, Shapes, plain_kv
 
 
 class AttentionResult(NamedTuple):
@@ -34,50 +32,31 @@ class AttentionResult(NamedTuple):
 
 @dataclass
 class Passes:
-    """The forward and backward pass of one kind of call, each bound on first use."""
+    """The forward and backward pass of one kind of call, each made on first use."""
 
     plan: Plan
     target: Target
     rank: int
     shapes: Shapes
     runtime: Runtime
-    executor: str = "program"
 
     @cached_property
-    def forward(self) -> Bound | Pass:
-        return self._bind(self.plan)
+    def forward(self) -> Pass:
+        return self._pass(self.plan)
 
     @cached_property
-    def backward(self) -> Bound | Pass:
-        return self._bind(backward_plan(self.plan))
+    def backward(self) -> Pass:
+        return self._pass(backward_plan(self.plan))
 
-    def _bind(self, plan: Plan) -> Bound | Pass:
-        lowering, packed = Lowering(plan, self.target), self.shapes.kv != self.shapes.kv_grad
-        return bind_pass(lowering, self.rank, self.shapes, self.runtime, packed, self.executor)
+    def _pass(self, plan: Plan) -> Pass:
+        packed = self.shapes.kv != self.shapes.kv_grad
+        return Pass(Recorder(plan, self.target), self.rank, self.shapes, self.runtime, packed)
 
     @cached_property
     def kept_heads(self) -> list[range | None]:
         """For each kept entry the heads of its queries; None for keys."""
-        entries = self.forward.program.kept
+        entries = self.forward.recording.kept
         return [self.shapes.heads(Kind.OUT, each[1].heads) if len(each) == 2 else None for each in entries]
-
-
-def bind_pass(
-    lowering: Lowering, rank: int, shapes: Shapes, runtime: Runtime, packed: bool, executor: str
-) -> Bound | Pass:
-    """Return a pass for an executor: `program` for the present one, `plan` or `calls first` (see `Pass`)."""
-    if executor == "program":
-        return bind(lowering, rank, shapes, runtime)
-    return Pass(lowering, rank, shapes, runtime, packed, executor == "calls first")
-
-
-def run_pass(of: Bound | Pass, own: dict[Kind, Fields], scale: float, kept: Sequence[Fields] = ()) -> Run | Replay:
-    """Run a pass with either executor; see `Run`."""
-    if isinstance(of, Pass):
-        return of.run(own, scale, kept)
-    run = Run(of, own, scale, kept)
-    run()
-    return run
 
 
 def shapes_of(q: Tensor, k: Tensor, v: Tensor, kv: KVFormat | None = None) -> Shapes:
@@ -98,14 +77,14 @@ def shapes_of(q: Tensor, k: Tensor, v: Tensor, kv: KVFormat | None = None) -> Sh
 def forward_pass(
     passes: Passes, q: Tensor, k: Tensor, v: Tensor, scale: float, sink: Tensor | None
 ) -> tuple[Tensor, Tensor, list[Fields]]:
-    """Return out, lse, and the entries that the program keeps for backward."""
+    """Return out, lse, and the entries that the pass keeps for backward."""
     own: Fields = (k, v)
     if passes.shapes.kv != passes.shapes.kv_grad:  # converted once, so that every rank attends to the same numbers
         packed = passes.shapes.kv.spec(k.shape[0], k.shape[1], k.shape[2], k.device).empty()
         for into, source in passes.shapes.kv.pairs(packed, k, v):
             into.copy_(source)
         own = (packed,)
-    run = run_pass(passes.forward, {Kind.Q: (q,), Kind.KV: own}, scale)
+    run = passes.forward.run({Kind.Q: (q,), Kind.KV: own}, scale)
     (out, lse), kept = run.result(Kind.OUT), run.kept
     if sink is None:
         return out, lse, kept
@@ -120,7 +99,7 @@ class AttentionFunction(torch.autograd.Function):
     """The forward and backward passes of a rank.
 
     It saves those of q, k, v, out and lse that backward reads. Backward fetches other ranks' blocks again unless the
-    program keeps them.
+    pass keeps them.
     """
 
     @staticmethod
@@ -140,7 +119,7 @@ class AttentionFunction(torch.autograd.Function):
         ctx.passes, ctx.scale = passes, scale
         ctx.specs = tuple((x.shape, x.dtype) for x in (q, k, v, out, lse))
         if any(ctx.needs_input_grad):
-            reads = passes.backward.program.reads_own
+            reads = passes.backward.recording.reads_own
             v = _without_others(v, q, k) if Kind.KV in reads else v
             queries = Kind.Q_GRAD in reads or sink is not None
             own = (*((q, out, lse) if queries else ()), *((k, v) if Kind.KV in reads else ()))
@@ -163,7 +142,7 @@ class AttentionFunction(torch.autograd.Function):
         tensors = iter(saved)
         kept = [tuple(islice(tensors, size)) for size in kept_sizes]
         own = {Kind.Q_GRAD: (q, out, grad_out, lse), Kind.GRAD: (grad_out,), Kind.KV: (k, v)}
-        run = run_pass(ctx.passes.backward, own, ctx.scale, kept)
+        run = ctx.passes.backward.run(own, ctx.scale, kept)
         grad_sink = None if sink is None else sink_gradient(sink, out, lse, grad_out)
         return *run.result(Kind.DQ), *run.result(Kind.DKV), grad_sink, None, None, None
 
@@ -237,7 +216,7 @@ def call_kinds(passes: Passes, varied: bool) -> set[_KernelKind]:
     windows, rights = passes.plan.mask.has_windows, {True, not whole}
     others = list(starmap(CallKind, product((False, True), {False, windows}, rights))) if varied else []
     for plan in (passes.plan, backward_plan(passes.plan)):
-        for op in Lowering(plan, passes.target).program(passes.rank).calls:
+        for op in record(plan, passes.rank, passes.target).calls:
             heads = [len(workload.head_range(rows.kind, rows.heads)) for rows in (op.queries, op.keys)]
             own = CallKind.of(op.call, (op.queries.tokens, op.keys.tokens))
             kinds |= {_KernelKind(plan.backward, kind, (heads[0], heads[1])) for kind in (own, *others)}

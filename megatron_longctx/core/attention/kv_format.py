@@ -1,4 +1,4 @@
-"""The formats in which keys and values are stored, sent and given to a kernel.
+"""The shapes and dtypes of rows, and the formats in which keys and values are stored, sent and given to a kernel.
 
 The rows of a format are one tensor, token first and heads before the last dimension, so that both can be cut.
 """
@@ -9,12 +9,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.batched_copy import Pair
+from ..kernels.interface import sum_dtype
+from ..plans import Heads, Kind, Workload
+from ..plans.plan import FIELDS
 
 
 class TensorSpec(NamedTuple):
@@ -98,3 +102,56 @@ class JoinedKV(KVFormat):
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return rows[..., : self.head_dim], rows[..., self.head_dim :]
+
+
+Fields = tuple[Tensor, ...]
+"""The tensors of one kind of rows, all token first."""
+
+
+class Shapes(NamedTuple):
+    """The shapes and dtypes of all rows in passes over one workload.
+
+    kv: the format in which keys and values are stored and sent. kv_grad: the format of their gradients.
+    """
+
+    workload: Workload
+    dtype: torch.dtype
+    device: torch.device
+    kv: KVFormat
+    kv_grad: KVFormat
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of sums and of log-sum-exps."""
+        return sum_dtype(self.dtype)
+
+    def heads(self, kind: Kind, part: Heads) -> range:
+        """Return the heads of a part among all heads of a kind."""
+        return self.workload.head_range(kind, part)
+
+    def specs(self, kind: Kind, tokens: int, heads: Heads) -> tuple[TensorSpec, ...]:
+        """Return the fields of `tokens` rows for a part of the heads, as they are sent."""
+        return _specs(self, kind, tokens, heads)
+
+    def result_specs(self, kind: Kind, tokens: int, heads: Heads, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        """Return the fields of results as they are computed: (out, lse), (dq) or (dk, dv)."""
+        if kind is Kind.DKV:
+            work, count = self.workload, len(self.heads(kind, heads))
+            shapes = [(tokens, work.batch, count, size) for size in (work.head_dim, work.value_dim)]
+            return tuple(TensorSpec(shape, dtype, self.device) for shape in shapes)
+        value, *lse = self.specs(kind, tokens, heads)
+        return value._replace(dtype=dtype), *lse
+
+
+@lru_cache(maxsize=1024)
+def _specs(shapes: Shapes, kind: Kind, tokens: int, heads: Heads) -> tuple[TensorSpec, ...]:
+    work, device = shapes.workload, shapes.device
+    rows = tokens, work.batch, len(shapes.heads(kind, heads))
+    if kind in (Kind.KV, Kind.DKV):
+        return ((shapes.kv if kind is Kind.KV else shapes.kv_grad).spec(*rows, device),)
+    fields = {
+        "q": TensorSpec((*rows, work.head_dim), shapes.dtype, device),
+        "out": TensorSpec((*rows, work.value_dim), shapes.dtype, device),
+        "lse": TensorSpec(rows, shapes.sum_dtype, device),
+    }
+    return tuple(fields[name] for name in FIELDS[kind])

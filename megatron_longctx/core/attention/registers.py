@@ -17,8 +17,7 @@ from torch import Tensor
 from ..comm import BufferPool, Channel
 from ..plans import Heads, Kind
 from ..plans.recording import Memory, Place, Recording, Rows
-from .bind import Fields, Shapes
-from .kv_format import TensorSpec
+from .kv_format import Fields, Shapes, TensorSpec
 
 Values = list[Any]
 """The content of all registers."""
@@ -43,13 +42,8 @@ class Registers:
     def __init__(
         self, recording: Recording, shapes: Shapes, pool: BufferPool, channel: Channel | None, packed: bool
     ) -> None:
-        self._recording, self._shapes, self._pool, self._channel, self._packed = (
-            recording,
-            shapes,
-            pool,
-            channel,
-            packed,
-        )
+        self._recording, self._shapes, self._packed = recording, shapes, packed
+        self._pool, self._channel = pool, channel
         self._numbers: dict[Any, int] = {name: i for i, name in enumerate(("template", "scale", "exchange"))}
         self._fill: list[tuple[int, Callable[[_Shared], Any]]] = []  # registers of shared memory
         self.of_peers: dict[Memory, list[tuple[int, Callable[[Fields], Fields]]]] = {}
@@ -103,7 +97,7 @@ class Registers:
 
     def tensors(self, rows: Sequence[Rows]) -> Get:
         """Return what gets the tensors of messages."""
-        if any(_is_fresh(each.memory) for each in rows):
+        if any(each.memory.is_kept for each in rows):
             gets = [self.raw(each) for each in rows]
             return lambda values: [x for get in gets for x in get(values)]
         number = self.number(("messages", *rows))
@@ -114,7 +108,7 @@ class Registers:
     def _get(self, rows: Rows, split: bool) -> Get:
         memory, cut = rows.memory, self._cut(rows)
         form = self._shapes.kv if memory.kind is Kind.KV else self._shapes.kv_grad
-        if memory.place in (Place.HELD, Place.SENT, Place.PEER) and not _is_fresh(memory):
+        if memory.place in (Place.HELD, Place.SENT, Place.PEER) and not memory.is_kept:
             decode = split and not form.splits_into_views  # the content changes, so it is decoded anew
             views = split and not decode
             new = (rows, views) not in self._numbers
@@ -167,11 +161,6 @@ class Registers:
             storage[at : at + _num_bytes(spec)].view(spec.dtype).view(spec.shape)
             for at, spec in zip(offsets, specs, strict=True)
         )
-
-
-def _is_fresh(memory: Memory) -> bool:
-    """Whether every run allocates it anew, since backward needs the content."""
-    return memory.place is Place.HELD and memory.number < 0
 
 
 def _num_bytes(spec: TensorSpec) -> int:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import refuse
 from ..plans.plan import NUM_FIELDS
-from ..plans.program import Program
+from ..plans.recording import Memory as HeldMemory
+from ..plans.recording import Recording
 from .collectives import PeerMemoryError
 from .p2p import Channel, DirectChannel, Exchange, Memory, P2PTransport, Transport
 from .peer import PeerTransport, SymmetricExchange
@@ -80,11 +81,11 @@ class HybridTransport(Transport):
         super().__init__(peer.group, peer.device)
         self.peer, self.p2p, self.hosts = peer, P2PTransport(peer.group, peer.device), peer.hosts
 
-    def channel(self, program: Program, num_bytes: int, memory: Memory) -> HybridChannel:
-        peers, peer = self.peer.peers, self.peer.channel(program, num_bytes, memory)
+    def channel(self, recording: Recording, num_bytes: int, memory: Memory) -> HybridChannel:
+        peers, peer = self.peer.peers, self.peer.channel(recording, num_bytes, memory)
         # A rank that is alone on its host has no memory that peers read.
-        send_memory = (lambda: memory(program.sends.num_bytes)) if len(peers) == 1 else peer.memory
-        return HybridChannel(peer, DirectChannel(self.p2p, program, send_memory, peers), program, peers)
+        send_memory = (lambda: memory(recording.sends.num_bytes)) if len(peers) == 1 else peer.memory
+        return HybridChannel(peer, DirectChannel(self.p2p, recording, send_memory, peers), recording, peers)
 
     def abort(self, error: BaseException) -> None:
         self.peer.abort(error)
@@ -97,22 +98,23 @@ class CrossWaits(NamedTuple):
     p2p: bool
 
 
-def cross_waits(program: Program, peers: Container[int]) -> tuple[CrossWaits, ...]:
+def cross_waits(recording: Recording, peers: Container[int]) -> tuple[CrossWaits, ...]:
     """Return which messages of each step wait for those of the other kind.
 
-    Messages of one kind run in order. But a buffer that a message of one kind has filled or been sent from may next be
+    Messages of one kind run in order. But memory that a message of one kind has filled or been sent from may next be
     sent or filled by the other kind.
     """
-    last: dict[int, set[bool]] = {}  # buffer: the kinds (is peer) that used it in the last step that used it
+    last: dict[int | HeldMemory, set[bool]] = {}  # the kinds (is peer) that used a slot in the last step that used it
     result = []
-    for t, receives in enumerate(program.receives):
-        kinds: dict[int, set[bool]] = {}
-        passed = [message for message in program.sends.messages[t] if message.passed]
-        used = [(rows, message.peer) for message, rows in zip(passed, program.passed[t], strict=True)]
+    for t, receives in enumerate(recording.receives):
+        kinds: dict[int | HeldMemory, set[bool]] = {}
+        passed = [message for message in recording.sends.messages[t] if message.passed]
+        used = [(rows, message.peer) for message, rows in zip(passed, recording.passed[t], strict=True)]
         used += [(each.into, each.peer) for each in receives if each.into is not None]
         for rows, rank in used:
-            kinds.setdefault(rows.number, set()).add(rank in peers)
-        uses = [(now, last.get(buffer, set())) for buffer, now in kinds.items()]
+            memory = rows.memory if rows.memory.is_kept else rows.memory.number  # no other uses what is kept
+            kinds.setdefault(memory, set()).add(rank in peers)
+        uses = [(now, last.get(memory, set())) for memory, now in kinds.items()]
         peer = any(True in now and False in before for now, before in uses)
         p2p = any(False in now and True in before for now, before in uses)
         result.append(CrossWaits(peer, p2p))
@@ -123,15 +125,15 @@ def cross_waits(program: Program, peers: Container[int]) -> tuple[CrossWaits, ..
 class HybridChannel:
     """Carries messages with `peers`, the ranks of this host, over one channel, and all others over another."""
 
-    def __init__(self, peer: SymmetricExchange, p2p: Channel, program: Program, peers: Container[int]) -> None:
-        self._peer, self._p2p, self._waits = peer, p2p, cross_waits(program, peers)
+    def __init__(self, peer: SymmetricExchange, p2p: Channel, recording: Recording, peers: Container[int]) -> None:
+        self._peer, self._p2p, self._waits = peer, p2p, cross_waits(recording, peers)
         self._passed = [
             [m.peer in peers for m in messages if m.passed for _ in range(NUM_FIELDS[m.block.kind])]
-            for messages in program.sends.messages
+            for messages in recording.sends.messages
         ]
         self._received = [
             [each.peer in peers for each in receives for _ in range(NUM_FIELDS[each.block.kind])]
-            for receives in program.receives
+            for receives in recording.receives
         ]
         self._arrived: list[Any] = [None, None]  # the latest events of peer and of point-to-point messages
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..plans.plan import NUM_FIELDS
-from ..plans.program import Message as SentMessage
-from ..plans.program import Program
+from ..plans.recording import Recording
+from ..plans.send_layout import Message as SentMessage
 
 Memory = Callable[[int], Tensor]
 """Returns send memory of the given number of bytes that does not move during a pass."""
@@ -39,7 +39,7 @@ class Exchange:
 
 
 class Channel(Protocol):
-    """The messages of one program. Channels over peer memory alone also `acquire` and `release`; see
+    """The messages of one recording. Channels over peer memory alone also `acquire` and `release`; see
     `SymmetricExchange`."""
 
     @property
@@ -57,7 +57,7 @@ class Channel(Protocol):
 
         Args:
             passed: blocks of other ranks to send on. Like `receives`, they are contiguous tensors, field by field in
-                the order of the program's messages.
+                the order of the recording's messages.
             after: events that the messages wait for.
         """
 
@@ -85,8 +85,8 @@ class Transport:
         """Return an event after all work issued so far to the caller's stream; None on CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
-    def channel(self, program: Program, num_bytes: int, memory: Memory) -> Channel:
-        """Return the channel of a program.
+    def channel(self, recording: Recording, num_bytes: int, memory: Memory) -> Channel:
+        """Return the channel of a recording.
 
         Args:
             num_bytes: the send memory of the rank that sends most.
@@ -118,8 +118,8 @@ class P2PTransport(Transport):
                 # of a plan, some ranks may have nothing to send, and the others would wait for them forever.
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def channel(self, program: Program, num_bytes: int, memory: Memory) -> DirectChannel:
-        return DirectChannel(self, program, lambda: memory(program.sends.num_bytes))
+    def channel(self, recording: Recording, num_bytes: int, memory: Memory) -> DirectChannel:
+        return DirectChannel(self, recording, lambda: memory(recording.sends.num_bytes))
 
     def start(
         self, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[torch.cuda.Event | None] = ()
@@ -192,14 +192,14 @@ class DirectChannel:
     generation = 0
 
     def __init__(
-        self, transport: P2PTransport, program: Program, memory: Callable[[], Tensor], without: Container[int] = ()
+        self, transport: P2PTransport, recording: Recording, memory: Callable[[], Tensor], without: Container[int] = ()
     ) -> None:
         self.memory = memory
-        self._transport, self._layout = transport, program.sends
-        self._messages = [[m for m in messages if m.peer not in without] for messages in program.sends.messages]
+        self._transport, self._layout = transport, recording.sends
+        self._messages = [[m for m in messages if m.peer not in without] for messages in recording.sends.messages]
         self._sources = [
             [each.peer for each in receives if each.peer not in without for _ in range(NUM_FIELDS[each.block.kind])]
-            for receives in program.receives
+            for receives in recording.receives
         ]
 
     def begin(self) -> int:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plans.program import Program
+from ..plans.recording import Recording
 from .collectives import PeerMemoryError, all_or_none, gather_objects, timeout_of
 from .device import synchronize
 from .p2p import Exchange, Transport
@@ -85,8 +85,8 @@ class PeerTransport(Transport):
         initial = _INITIAL_BYTES_GROWING if growth > 1 else _INITIAL_BYTES
         self._reallocate(initial, initial, _INITIAL_STEPS)
 
-    def channel(self, program: Program, num_bytes: int, memory: Any = None) -> SymmetricExchange:
-        return SymmetricExchange(self, program, num_bytes)
+    def channel(self, recording: Recording, num_bytes: int, memory: Any = None) -> SymmetricExchange:
+        return SymmetricExchange(self, recording, num_bytes)
 
     def ensure_capacity(self, num_bytes: int, steps: int) -> None:
         """Ensure that there is memory for passes in which ranks send up to `num_bytes` in `steps` steps.
@@ -206,7 +206,7 @@ class _Step(NamedTuple):
 
 
 class SymmetricExchange:
-    """The channel of a program over peer memory.
+    """The channel of a recording over peer memory.
 
     Call `begin`, fill the send memory, then for each step call `start` and `wait`, or `acquire` and `release`.
 
@@ -214,13 +214,13 @@ class SymmetricExchange:
         num_bytes: the send memory of the rank that sends most.
     """
 
-    def __init__(self, transport: PeerTransport, program: Program, num_bytes: int) -> None:
-        self._transport, self._layout, self._num_bytes = transport, program.sends, num_bytes
+    def __init__(self, transport: PeerTransport, recording: Recording, num_bytes: int) -> None:
+        self._transport, self._layout, self._num_bytes = transport, recording.sends, num_bytes
         # Another channel carries the messages with ranks that are not peers.
-        self._sends = [[m for m in messages if m.peer in transport.peers] for messages in program.sends.messages]
+        self._sends = [[m for m in messages if m.peer in transport.peers] for messages in recording.sends.messages]
         self._incoming = [
             [(each.peer, span) for each in receives if each.peer in transport.peers for span in each.spans]
-            for receives in program.receives
+            for receives in recording.receives
         ]
         self._prepared_generation = -1
         self._parity = 0

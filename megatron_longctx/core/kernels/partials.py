@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ..plans.accumulators import MAX_PARTIALS
+from ..plans.sums import MAX_PARTIALS
 from .fused import load_fused
 from .no_grad import no_grad
 

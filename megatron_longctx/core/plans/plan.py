@@ -114,7 +114,7 @@ class Attend(NamedTuple):
     """One attention call: gathered rows of queries, gathered rows of keys, and the slices that see each other.
 
     slices: in row numbers, each pair once; adjacent full slices are joined. All blocks of a call have the same heads.
-        `lower` decides into how many kernel calls it is divided, by what the kernel provider supports.
+        `record` decides into how many kernel calls it is divided, by what the kernel provider supports.
     """
 
     queries: tuple[Block, ...]
@@ -243,6 +243,17 @@ class Plan:
                 key = rank, block.kind, block.home
                 kept[key] = (*kept.get(key, ()), block)
         return kept
+
+    def gathered_with_own(self, rank: int) -> dict[tuple[Kind, frozenset[Block]], tuple[Block, ...]]:
+        """Return the inputs of calls that join part of a rank's heads with other blocks, keyed by the others."""
+        found: dict[tuple[Kind, frozenset[Block]], tuple[Block, ...]] = {}
+        for step in self.steps:
+            for attend in step.attends[rank]:
+                for blocks in self.inputs(attend, rank) if attend.heads.parts > 1 else ():
+                    away = frozenset(block for block in blocks if block.home != rank)
+                    if 0 < len(away) < len(blocks):
+                        found.setdefault((blocks[0].kind, away), blocks)
+        return found
 
     def keeps(self, rank: int, blocks: tuple[Block, ...]) -> bool:
         """Whether `rank` keeps the blocks of a call from forward, its own among other ranks'."""

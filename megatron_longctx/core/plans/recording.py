@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .kernel_calls import KernelCall
-from .plan import ALL_HEADS, Heads, Kind
-from .program import Receive, SendLayout
+from .plan import ALL_HEADS, Block, Heads, Kind
+from .send_layout import SendLayout
 
 
 class Place(StrEnum):
@@ -36,6 +36,11 @@ class Memory:
     heads: Heads = ALL_HEADS
     number: int = -1
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is held for backward."""
+        return self.place is Place.HELD and self.number < 0
+
     def rows(self, start: int = 0, stop: int = -1, heads: Heads | None = None) -> Rows:
         return Rows(self, start, self.tokens if stop < 0 else stop, self.heads if heads is None else heads)
 
@@ -51,10 +56,6 @@ class Rows(NamedTuple):
     @property
     def kind(self) -> Kind:
         return self.memory.kind
-
-    @property
-    def number(self) -> int:
-        return self.memory.number
 
     @property
     def tokens(self) -> int:
@@ -151,6 +152,18 @@ def rows_written(op: Op) -> Iterator[Rows]:
         yield from (memory.rows() for memory in op.outputs)
 
 
+class Receive(NamedTuple):
+    """A block from `peer`, received into rows or, if `into` is None, read in the peer's memory.
+
+    spans: (offset, bytes) in the peer's send memory, one pair per field; empty if this rank cannot read that memory.
+    """
+
+    block: Block
+    peer: int
+    into: Rows | None
+    spans: tuple[tuple[int, int], ...]
+
+
 class Slot(NamedTuple):
     """Memory of one kind, with one of `parts` equal parts of the heads, that holds one thing after the other."""
 
@@ -184,6 +197,13 @@ class Recording:
         """The kinds of this rank's own tensors that the pass reads."""
         read = [rows for op in self.ops for rows in rows_read(op)] + [rows for entry in self.kept for rows in entry]
         return frozenset(rows.kind for rows in read if rows.memory.place is Place.OWN)
+
+    @cached_property
+    def kept_memory(self) -> tuple[Memory, ...]:
+        """Held memory that every run allocates anew, since backward needs the content."""
+        received = [each.into for receives in self.receives for each in receives if each.into is not None]
+        written = [*received, *(rows for op in self.ops for rows in rows_written(op))]
+        return tuple(dict.fromkeys(rows.memory for rows in written if rows.memory.is_kept))
 
     @cached_property
     def calls(self) -> tuple[Compute, ...]:

@@ -6,12 +6,66 @@ Every rank computes the layouts of its peers, so no offsets are exchanged. Memor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 from .mask import merge_spans
 from .plan import GRADIENTS, RESULTS, Block, Heads, Kind, Move, Plan
-from .program import Message, Region, Rows, SendLayout, Space
+
+
+class Region(NamedTuple):
+    """Rows of send memory. Its offsets and its row sizes are in bytes, one per field (`plan.FIELDS`)."""
+
+    kind: Kind
+    heads: Heads
+    tokens: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def spans(self, start: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        """Return (offset, bytes) of `tokens` rows from row `start` on, one pair per field."""
+        return tuple((at + start * size, tokens * size) for at, size in zip(self.offsets, self.sizes, strict=True))
+
+
+class Message(NamedTuple):
+    """A block for `peer`, sent from row `start` of a region of send memory on.
+
+    passed: the block comes from another rank. It is copied into its region when it is sent; without a region (-1) it is
+    sent directly from its buffer.
+    """
+
+    block: Block
+    peer: int
+    region: int
+    start: int
+    passed: bool
+
+
+class Packed(NamedTuple):
+    """Own rows that are copied into a region of send memory, to its rows from `start` on."""
+
+    block: Block
+    region: int
+    start: int
+
+
+@dataclass(frozen=True)
+class SendLayout:
+    """The layout of a rank's send memory, and the messages that are sent from it.
+
+    packing: indexed by step, the own rows to copy into regions which that step is the first to send.
+    awaits: keyed by step, the earlier steps whose messages must have been read before it starts, since it reuses their
+    memory.
+    """
+
+    regions: tuple[Region, ...]
+    messages: tuple[tuple[Message, ...], ...]  # indexed by step
+    num_bytes: int
+    packing: tuple[tuple[Packed, ...], ...]
+    results: dict[tuple[Block, int], int]  # regions, keyed by result and the step that sends it
+    awaits: dict[int, tuple[int, ...]]
+
 
 ALIGNMENT = 256
 
@@ -168,9 +222,8 @@ def send_layout(
             return Message(block, to, regions.get((block, t, to), -1), 0, True)
         if block.kind in RESULTS:
             return Message(block, to, regions[block, t, -1], 0, False)
-        runs_of = packed[block.kind, block.heads]
-        into, own = next((into, own) for into, own in runs_of if own.start <= block.start < own.stop)
-        return Message(block, to, into.number, into.start + block.start - own.start, False)
+        own, region, start = next(each for each in packed[block.kind, block.heads] if each.block.contains(block))
+        return Message(block, to, region, start + block.start - own.start, False)
 
     awaits: dict[int, tuple[int, ...]] = {}
     for step, awaiting in sorted(awaited.items()):
@@ -185,16 +238,13 @@ def send_layout(
     )
 
 
-_Copies = list[tuple[Rows, Rows]]
-
-
 def _pack_own_rows(
     sends: Sequence[Sequence[Move]], rank: int, memory: _Regions
-) -> tuple[list[_Copies], dict[tuple[Kind, Heads], _Copies]]:
+) -> tuple[list[list[Packed]], dict[tuple[Kind, Heads], list[Packed]]]:
     """Add a region for each kind and part of the heads of the own rows that a rank sends.
 
     Returns:
-        The copies that fill the regions, indexed by the first step that sends from them, and keyed by kind and heads.
+        The rows that are copied into them, indexed by the first step that sends from them, and keyed by kind and heads.
     """
     spans: dict[tuple[Kind, Heads], list[tuple[int, int]]] = {}
     first: dict[tuple[Kind, Heads], int] = {}
@@ -203,16 +253,15 @@ def _pack_own_rows(
             if block.home == rank and block.kind not in RESULTS:
                 spans.setdefault((block.kind, block.heads), []).append((block.start, block.stop))
                 first.setdefault((block.kind, block.heads), t)
-    by_step: list[_Copies] = [[] for _ in sends]
-    packed: dict[tuple[Kind, Heads], _Copies] = {}
+    by_step: list[list[Packed]] = [[] for _ in sends]
+    packed: dict[tuple[Kind, Heads], list[Packed]] = {}
     for kind, heads in sorted(spans, key=lambda key: (key[0], key[1].parts, key[1].part)):
-        copies, end = packed.setdefault((kind, heads), []), 0
+        runs, end = packed.setdefault((kind, heads), []), 0
         for start, stop in merge_spans(spans[kind, heads]):
-            into = Rows(Space.SENT, len(memory.regions), kind, end, end + stop - start, heads, heads)
-            copies.append((into, Rows(Space.OWN, 0, kind, start, stop, heads)))
-            end = into.stop
+            runs.append(Packed(Block(kind, rank, start, stop, heads=heads), len(memory.regions), end))
+            end += stop - start
         memory.add(kind, heads, end)
-        by_step[first[kind, heads]] += copies
+        by_step[first[kind, heads]] += runs
     return by_step, packed
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import refuse
+from .kernel_calls import PLAINEST, KernelSupport
 from .plan import ALL_HEADS, FIELDS, Block, Heads, Kind
 
 
@@ -101,3 +102,20 @@ class Workload:
         count = len(self.head_range(Kind.Q, heads)) * self.batch
         channels = 3 * self.head_dim + 2 * self.value_dim if backward else self.head_dim + self.value_dim
         return 2.0 * pairs * count * channels
+
+
+@dataclass(frozen=True)
+class Target:
+    """The workload, kernel and transport that a plan is recorded for."""
+
+    workload: Workload
+    takes: KernelSupport = PLAINEST
+    hosts: tuple[tuple[int, ...], ...] | None = None
+    """For each rank, the ranks that read its memory, itself included. None: all messages are sent point to point."""
+    joined: bool = False
+    """Whether the keys of a call are always gathered unless contiguous, so that results do not depend, bit for bit, on
+    the place of keys in a cache."""
+
+    def peers(self, rank: int) -> frozenset[int]:
+        """Return the ranks that read the memory of `rank`."""
+        return frozenset() if self.hosts is None else frozenset(self.hosts[rank])

@@ -9,9 +9,9 @@ from ...config import Config, mode_options, names_as_keys, planned_mask, summed_
 from ...core.errors import refuse
 from ...core.plans import (
     Kind,
-    Lowering,
     Plan,
-    Program,
+    Recorder,
+    Recording,
     Target,
     backward_plan,
     build_plan,
@@ -69,29 +69,29 @@ class Job:
 
     @cached_property
     def target(self) -> Target:
-        """The target of lowering. On GPUs, ranks read each other's memory unless `attention.transport=p2p`."""
+        """The target of recordings. On GPUs, ranks read each other's memory unless `attention.transport=p2p`."""
         n = self.config.parallelism.context_parallel_size
         over_peers = self.fused and n > 1 and self.config.attention.transport != "p2p"
         hosts = (tuple(range(n)),) * n if over_peers else None
         return Target(workload_of(self.config), fa4_takes(self.config.attention.deterministic), hosts)
 
     @cached_property
-    def programs(self) -> tuple[list[Program], list[Program]]:
-        """The forward and backward programs of all ranks, or of six typical ranks if there are more than 16."""
+    def recordings(self) -> tuple[list[Recording], list[Recording]]:
+        """The forward and backward recordings of all ranks, or of six typical ranks if there are more than 16."""
         n = self.plan.n
         ranks = range(n) if n <= 16 else sorted({0, 1, n // 2 - 1, n // 2, n - 2, n - 1})
-        forward, backward = Lowering(self.plan, self.target), Lowering(self.backward, self.target)
-        return [forward.program(rank) for rank in ranks], [backward.program(rank) for rank in ranks]
+        forward, backward = Recorder(self.plan, self.target), Recorder(self.backward, self.target)
+        return [forward.record(rank) for rank in ranks], [backward.record(rank) for rank in ranks]
 
     @cached_property
     def footprints(self) -> tuple[Footprint, Footprint]:
         """The forward and backward footprint; every field is the largest of all ranks."""
 
-        def largest(programs: list[Program]) -> Footprint:
-            of_ranks = [footprint(program, self.target.workload, self.fused) for program in programs]
+        def largest(recordings: list[Recording]) -> Footprint:
+            of_ranks = [footprint(recording, self.target.workload, self.fused) for recording in recordings]
             return Footprint(**{f.name: max(getattr(each, f.name) for each in of_ranks) for f in fields(Footprint)})
 
-        return largest(self.programs[0]), largest(self.programs[1])
+        return largest(self.recordings[0]), largest(self.recordings[1])
 
     @property
     def keeps_received(self) -> bool:
@@ -237,7 +237,7 @@ def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
     # Keys and values are views of the projection without RoPE. So are queries if each has its own key/value head.
     saved = q + kv + (q if grouped and not rope else 0)
     qkv, kept = q + kv, job.footprints[0].kept
-    reads = job.programs[1][0].reads_own
+    reads = job.recordings[1][0].reads_own
     if kept and reads.isdisjoint((Kind.Q_GRAD, Kind.KV)):  # kept blocks, with their lse, replace the rank's own q, k, v
         saved = qkv = 0
         if model.sinks == "none":
@@ -305,18 +305,11 @@ class AttentionBytes:
 
 
 def attention_bytes(job: Job) -> AttentionBytes:
-    """Return the memory of attention, read from the programs of the configured mode."""
+    """Return the memory of attention, read from the recordings of the configured mode."""
     forward, backward = job.footprints
-    workload = job.target.workload
-    buffers: dict[tuple[Kind, int, int], int] = {}  # keyed by what the passes of a rank share
-    for program in (program for way in job.programs for program in way):
-        for each, name in zip(program.buffers, program.buffer_names, strict=True):
-            key = each.kind, each.parts, name
-            if not each.kept:
-                buffers[key] = max(buffers.get(key, 0), each.tokens * workload.token_bytes(each.kind, each.heads))
     over_peers, sent = job.target.hosts is not None, max(forward.sent, backward.sent)
     return AttentionBytes(
-        buffers=sum(buffers.values()) + (0 if over_peers else sent),
+        buffers=max(forward.buffers, backward.buffers) + (0 if over_peers else sent),
         published=sent if over_peers else 0,
         backward=backward.inputs + forward.kept + backward.results,
     )

@@ -16,7 +16,7 @@ from ...core.comm import HybridTransport, Transport
 from ...core.kernels import Partial, dense_call, merge_partials
 from ...core.kernels.interface import sum_dtype
 from ...core.layout import contiguous
-from ...core.plans import Attend, Block, Heads, Kind, Lowering, Move, Plan, Step, Target, Workload
+from ...core.plans import Attend, Block, Heads, Kind, Move, Plan, Recorder, Step, Target, Workload
 from ...core.plans.mask import full
 from ...planner.cost import GIB, Costs, KernelSample, MessageSample
 from ...planner.measure_links import measure_links, to_cluster
@@ -38,7 +38,7 @@ def measured_cluster(group: dist.ProcessGroup, device: torch.device) -> Cluster:
 class MessageBenchmark:
     """Sends `size` bytes from every rank to each of the ranks `shifts` further on, and receives as many.
 
-    The messages use the channel of a program that does nothing else.
+    The messages use the channel of a pass that does nothing else.
     """
 
     def __init__(self, testbed: Testbed, size: int, shifts: Sequence[int]) -> None:
@@ -51,10 +51,11 @@ class MessageBenchmark:
         steps = (Step(tuple(moves), idle), Step((), idle))
         plan = Plan("messages", full(layout.length), layout, layout, steps)
         # A token has one head, and a message is the key and value of one token.
-        lowering = Lowering(plan, Target(Workload(1, 1, 1, kv_row_bytes=size), hosts=self._transport.hosts))
-        program, sent = lowering.program(rank), torch.zeros(lowering.send_bytes(), dtype=torch.uint8).to(testbed.device)
-        self._channel = self._transport.channel(program, sent.numel(), lambda num_bytes: sent[:num_bytes])
-        self._into = [torch.empty(size, dtype=torch.uint8, device=testbed.device) for _ in program.receives[0]]
+        recorder = Recorder(plan, Target(Workload(1, 1, 1, kv_row_bytes=size), hosts=self._transport.hosts))
+        recording, num_bytes = recorder.record(rank), recorder.send_bytes()
+        sent = torch.zeros(num_bytes, dtype=torch.uint8).to(testbed.device)
+        self._channel = self._transport.channel(recording, sent.numel(), lambda num_bytes: sent[:num_bytes])
+        self._into = [torch.empty(size, dtype=torch.uint8, device=testbed.device) for _ in recording.receives[0]]
 
     def run(self, beside: Callable[[], object] | None = None) -> None:
         """Exchange the messages once, as a step of a plan does: start them, call `beside`, wait for them."""

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from ...config.cluster import Cluster
 from ...core.attention import ContextParallelAttention
-from ...core.attention.bind import Runtime, Shapes, bind
-from ...core.attention.run import Run
+from ...core.attention.execute import Pass, Runtime
+from ...core.attention.kv_format import Shapes
 from ...core.comm import BufferPool, gather_objects
-from ...core.plans import MODES, Kind, Lowering, Mode, Target
+from ...core.plans import MODES, Kind, Mode, Recorder, Target
 from ...core.plans.cache_modes import CACHE_MODES
 from ...core.plans.mask import causal
 from ...core.plans.modes import SearchContext
@@ -58,24 +58,24 @@ def host_operation_seconds(testbed: Testbed, cluster: Cluster, costs: Costs) -> 
     def measure() -> list[float]:
         seconds = []
         for mode in CACHE_MODES:
-            lowering = Lowering(batch.plan(mode), target)
-            operations = simulate(lowering.plan, cluster, target, costs).operations
-            seconds.append(_pass_seconds(testbed, batch, lowering, shape, runtime) / operations)
+            recorder = Recorder(batch.plan(mode), target)
+            operations = simulate(recorder.plan, cluster, target, costs).operations
+            seconds.append(_pass_seconds(testbed, batch, recorder, shape, runtime) / operations)
         return [statistics.median(seconds)]
 
     return median_over_ranks(testbed.group, measure)[0]
 
 
 @torch.inference_mode()
-def _pass_seconds(testbed: Testbed, batch: Batch, lowering: Lowering, shape: CacheShape, runtime: Runtime) -> float:
+def _pass_seconds(testbed: Testbed, batch: Batch, recorder: Recorder, shape: CacheShape, runtime: Runtime) -> float:
     rank = torch.distributed.get_rank(testbed.group)
     shapes = Shapes(shape.workload, shape.dtype, testbed.device, shape.kv, shape.kv)
-    bound = bind(lowering, rank, shapes, runtime)
+    each = Pass(recorder, rank, shapes, runtime, packed=True)
     q = testbed.random(batch.num_rows(rank), shape.num_heads)
     cache = shape.kv.spec(batch.slots, 1, shape.num_kv_heads, testbed.device).empty().normal_()
 
     def run() -> None:
-        Run(bound, {Kind.Q: (q,), Kind.KV: (cache,)}, shape.head_dim**-0.5)()
+        each.run({Kind.Q: (q,), Kind.KV: (cache,)}, shape.head_dim**-0.5)
 
     mean_seconds(run, testbed.device, 3)
     return statistics.median(mean_seconds(run, testbed.device, _PASSES) for _ in range(3))

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_longctx.config.gpus import max_gpu_ranks
 from megatron_longctx.core import comm
 from megatron_longctx.core.attention import ContextParallelAttention
-from megatron_longctx.core.attention.bind import Runtime
+from megatron_longctx.core.attention.execute import Runtime
 from megatron_longctx.core.attention.function import AttentionFunction, Passes, shapes_of
 from megatron_longctx.core.comm import BufferPool, HybridTransport, P2PTransport, PeerTransport, choose_transport
 from megatron_longctx.core.comm.symmetric import RANKS_PER_HOST, find_hosts

@@ -80,7 +80,7 @@ def test_prepared_masks_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -
         attention(q, k, v, mask=documents([length, 25 - length]))
     other.join()
     made: list[object] = []
-    monkeypatch.setattr(function, "bind", lambda *_: made.append(_))
+    monkeypatch.setattr(function, "Pass", lambda *_: made.append(_))
     pack = sequence.pack([20, 5])
     for heads in (1, 2):
         for window in sequence.windows:

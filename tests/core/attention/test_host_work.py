@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_longctx.core.attention import run as running
-from megatron_longctx.core.attention.bind import Bound, Runtime, bind
+from megatron_longctx.core.attention import execute
+from megatron_longctx.core.attention.execute import Pass, Replay, Runtime
 from megatron_longctx.core.attention.function import shapes_of
-from megatron_longctx.core.attention.run import Run
 from megatron_longctx.core.comm import BufferPool, Exchange
 from megatron_longctx.core.kernels import AttentionKernel
 from megatron_longctx.core.kernels.batched_copy import BatchedCopy
@@ -23,10 +22,10 @@ from megatron_longctx.core.plans import (
     MODES,
     KernelSupport,
     Kind,
-    Lowering,
     ModeOptions,
     Plan,
-    Program,
+    Recorder,
+    Recording,
     Target,
     backward_plan,
     build_plan,
@@ -75,8 +74,8 @@ class Silent:
         self.events.append("mark")
         return self.marks
 
-    def channel(self, program: Program, num_bytes: int, memory: Callable[[int], Tensor]) -> Any:
-        assert num_bytes >= program.sends.num_bytes
+    def channel(self, recording: Recording, num_bytes: int, memory: Callable[[int], Tensor]) -> Any:
+        assert num_bytes >= recording.sends.num_bytes
         self.channels += 1
         return SilentChannel(self, memory(num_bytes))
 
@@ -148,18 +147,15 @@ class Layer:
         shapes = shapes_of(self.q, self.k, self.k)
         target = Target(shapes.workload, NoAttention.takes, self.transport.hosts)
         both = [plan] if plan.keys != plan.queries else [plan, backward_plan(plan)]
-        self.bound: list[Bound] = [bind(Lowering(each, target), rank, shapes, self.runtime) for each in both]
+        self.passes = [Pass(Recorder(each, target), rank, shapes, self.runtime) for each in both]
 
-    def forward(self) -> Run:
-        run = Run(self.bound[0], {Kind.Q: (self.q,), Kind.KV: (self.k, self.k)}, 1.0)
-        run()
-        return run
+    def forward(self) -> Replay:
+        return self.passes[0].run({Kind.Q: (self.q,), Kind.KV: (self.k, self.k)}, 1.0)
 
-    def backward(self, run: Run) -> None:
+    def backward(self, run: Replay) -> None:
         out, lse = run.result(Kind.OUT)
         own = {Kind.Q_GRAD: (self.q, out, self.q, lse), Kind.GRAD: (self.q,), Kind.KV: (self.k, self.k)}
-        back = Run(self.bound[1], own, 1.0, run.kept)
-        back()
+        back = self.passes[1].run(own, 1.0, run.kept)
         back.result(Kind.DQ), back.result(Kind.DKV)
 
     def both(self) -> None:
@@ -170,7 +166,7 @@ def counted(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Counted
     """Count the operations of `work` after two warm-up runs. A merge or batched copy is one launch, as on GPUs."""
     counts: Counter[str] = Counter()
     for name in ("merge_partials", "sum_partials"):
-        monkeypatch.setattr(running, name, lambda *_, name=name: counts.update([name]))
+        monkeypatch.setattr(execute, name, lambda *_, name=name: counts.update([name]))
     copied: list[int] = []
     monkeypatch.setattr(BatchedCopy, "copy", lambda _, key, pairs: copied.append(len(pairs)))
     with torch.no_grad():
@@ -188,16 +184,16 @@ def counted(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Counted
 DOCUMENTS = documents([100, 28, 60, 68], window=(50, None))
 LAYERS: dict[tuple[str, int, bool, Any], tuple[int, int, int]] = {
     # (schedule, ranks, keeps, mask): merges, launches and views of a layer's forward and backward
-    ("ulysses", 4, False, None): (0, 9, 115),
-    ("ulysses", 4, True, None): (0, 9, 95),
-    ("ulysses", 8, True, None): (0, 9, 185),
-    ("zigzag", 4, False, None): (6, 11, 45),
-    ("zigzag", 8, False, None): (18, 27, 135),
-    ("all_gather", 4, False, None): (4, 7, 40),
-    ("ring", 4, False, None): (4, 7, 20),
-    ("usp", 4, False, None): (9, 17, 150),
-    ("zigzag", 4, False, DOCUMENTS): (4, 9, 50),
-    ("ulysses", 4, True, DOCUMENTS): (0, 9, 95),
+    ("ulysses", 4, False, None): (0, 9, 80),
+    ("ulysses", 4, True, None): (0, 9, 70),
+    ("ulysses", 8, True, None): (0, 9, 135),
+    ("zigzag", 4, False, None): (6, 11, 20),
+    ("zigzag", 8, False, None): (18, 27, 70),
+    ("all_gather", 4, False, None): (4, 7, 16),
+    ("ring", 4, False, None): (4, 7, 5),
+    ("usp", 4, False, None): (9, 17, 95),
+    ("zigzag", 4, False, DOCUMENTS): (4, 9, 30),
+    ("ulysses", 4, True, DOCUMENTS): (0, 9, 70),
 }
 
 
@@ -216,10 +212,10 @@ def test_a_layer_is_few_operations(case: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 PREFILLS = {
-    ("pass_kv", 4): (1, 2, 20),
-    ("pass_q", 4): (1, 5, 20),
-    ("pass_q", 8): (3, 11, 40),
-    ("one_hop", 8): (3, 11, 40),
+    ("pass_kv", 4): (1, 2, 13),
+    ("pass_q", 4): (1, 5, 17),
+    ("pass_q", 8): (3, 11, 34),
+    ("one_hop", 8): (3, 11, 34),
 }
 """Merges, launches and views of one layer with 256 new tokens after 1,024 cached ones."""
 
@@ -287,15 +283,15 @@ def test_batched_copies_are_independent(schedule: str, peers: bool, monkeypatch:
     assert several
 
 
-def test_the_next_messages_start_before_the_kernel_call() -> None:
+def test_the_first_messages_start_behind_the_first_kernel_call_and_later_ones_before() -> None:
     layer = Layer(plan_of("ring", 4, False, full(64)), 1)
     run = layer.forward()
     events = [event for event in layer.transport.events if event != "mark"]
-    assert events == ["start", "kernel", *["wait", "start", "kernel"] * 2, "wait", "kernel"]
+    assert events == ["kernel", "start", *["wait", "start", "kernel"] * 2, "wait", "kernel"]
     layer.transport.events.clear()
     layer.backward(run)
     events = [event for event in layer.transport.events if event != "mark"]
-    assert events == ["start", "kernel", *["wait", "start", "kernel"] * 3, "wait", "start", "wait"]
+    assert events == ["kernel", "start", *["wait", "start", "kernel"] * 3, "wait", "start", "wait"]
 
 
 @pytest.mark.parametrize("peers", [False, True])
@@ -320,10 +316,10 @@ def test_every_exchange_is_awaited_once() -> None:
         layer.both()
         events = Counter(layer.transport.events)
         assert events["start"] == events["wait"] > 0 == events["acquire"]
-        assert events["kernel"] == sum(len(bound.program.calls) for bound in layer.bound)
+        assert events["kernel"] == sum(len(each.recording.calls) for each in layer.passes)
 
 
-def test_rows_of_buffers_are_the_same_tensors_until_the_buffers_grow() -> None:
+def test_rows_that_runs_share_are_the_same_tensors_until_memory_grows() -> None:
     layer = Layer(plan_of("zigzag", 4, False, None, tokens=16), 1)
     received = layer.transport.received
 
@@ -332,10 +328,11 @@ def test_rows_of_buffers_are_the_same_tensors_until_the_buffers_grow() -> None:
         layer.both()
         return list(received)
 
-    passes(layer)  # allocates the buffers of backward
+    passes(layer)  # allocates the memory of backward
     first, again = passes(layer), passes(layer)
     assert any(first) and all(x is y for a, b in zip(first, again, strict=True) for x, y in zip(a, b, strict=True))
     longer = Layer(plan_of("zigzag", 4, False, None, tokens=64), 1, runtime=layer.runtime)
+    passes(longer)
     larger = {x.untyped_storage().data_ptr() for each in passes(longer) for x in each}
     after = {x.untyped_storage().data_ptr() for each in passes(layer) for x in each}
     assert after == larger, "memory that the pool has replaced"

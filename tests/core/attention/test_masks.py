@@ -27,12 +27,12 @@ from megatron_longctx.core.plans import (
     KernelSupport,
     ModeOptions,
     Plan,
-    accumulators,
     backward,
-    buffers,
     build_plan,
     find_mode,
     keep_received,
+    recorder,
+    sums,
     verify,
 )
 from megatron_longctx.core.plans.mask import FAR, documents
@@ -185,7 +185,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
 def nearby(few: int | None) -> Iterator[None]:
     """Apply from `few` rows on what otherwise applies from thousands of rows on, to test it on small problems."""
     with ExitStack() as stack:
-        for module, limit in ((buffers, "LONG_RUN"), (accumulators, "_GAP"), (backward, "LEAST_TOKENS")) if few else ():
+        for module, limit in ((recorder, "LONG_RUN"), (sums, "_GAP"), (backward, "LEAST_TOKENS")) if few else ():
             stack.enter_context(mock.patch.object(module, limit, few))
         yield
 

@@ -1,4 +1,4 @@
-"""The accumulation of partial results: the merges of a program, executed on tensors."""
+"""The sums of partial results: their merges, executed on tensors."""
 
 from __future__ import annotations
 
@@ -10,49 +10,44 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_longctx.core.attention.execute import Pass, Runtime
 from megatron_longctx.core.attention.function import shapes_of
-from megatron_longctx.core.attention.run import Run
+from megatron_longctx.core.comm import BufferPool
 from megatron_longctx.core.plans import ALL_HEADS, Heads, Kind
-from megatron_longctx.core.plans.accumulators import MAX_PARTIALS, Accumulator
-from megatron_longctx.core.plans.program import Copy, Merge, Op, Part, Rows, Space
+from megatron_longctx.core.plans.recording import Copy, Memory, Merge, Op, Part, Place, Recording
+from megatron_longctx.core.plans.sums import MAX_PARTIALS, Sum
 
 S, B, H, D = 6, 2, 4, 8
 
 
 class Sums:
-    """An accumulator of `S` tokens, and what is added to it: results of kernel calls, of some rows and heads."""
+    """A sum of `S` tokens, and what is added to it: results of kernel calls, of some rows and heads."""
 
     def __init__(self, kind: Kind, dtype: torch.dtype = torch.float32) -> None:
         like = torch.zeros(S, B, H, D, dtype=dtype)
         self.shapes, self.kind = shapes_of(like, like, like), kind
-        into = Rows(Space.RESULT, 0, kind, 0, S)
         self.ops: list[Op] = []
-        self.accumulator = Accumulator(into, 0, self.shapes.workload, self.ops)
+        self.sum = Sum(kind, S, ALL_HEADS, None, self.shapes.workload, self.ops)
         self.parts: list[tuple[int, range, tuple[Tensor, ...]]] = []
-        program = SimpleNamespace(
-            accumulators=(into._replace(space=Space.ACCUMULATOR),), results=(into,), backward=True
-        )
-        bound: Any = SimpleNamespace(program=program, shapes=self.shapes, copies=self, channel=None, runtime=None)
-        self.run = Run(bound, {}, 1.0)
+        self.calls: dict[Memory, tuple[Tensor, ...]] = {}
 
     def add(self, start: int, fields: tuple[Tensor, ...], heads: Heads = ALL_HEADS) -> None:
-        number = len(self.parts)
         self.parts.append((start, self.shapes.heads(self.kind, heads), fields))
-        before = () if self.kind is Kind.OUT else (fields[0],) if self.kind is Kind.DKV else ()
-        self.run._calls.append((*before, *fields))
-        rows = Rows(Space.CALL, number, self.kind, 0, len(fields[0]), heads, heads)
-        self.accumulator.add(Part(rows, start))
-
-    def copy(self, _: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy like `BatchedCopy.copy`."""
-        for into, source in pairs:
-            into.copy_(source)
+        memory = Memory(Place.CALL, self.kind, len(fields[0]), heads)
+        self.calls[memory] = fields
+        self.sum.add(Part(memory.rows(), start))
 
     def finish(self) -> tuple[Tensor, ...]:
-        rows = self.accumulator.finish()
-        for number, op in enumerate(self.ops):
-            (self.run._copy if isinstance(op, Copy) else self.run._merge)(op, number)
-        return self.run._fields(rows)
+        own = {self.kind: self.sum.finish()}
+        recording = Recording(0, S, self.kind is not Kind.OUT, tuple(self.ops), {}, (), None, (), (), (), own)  # type: ignore[arg-type]
+        recorder: Any = SimpleNamespace(record=lambda _: recording)
+        replay = Pass(recorder, 0, self.shapes, Runtime(None, None, BufferPool(torch.device("cpu"))))  # type: ignore[arg-type]
+        values = replay._registers.begin()
+        for memory, number in replay._registers.known(Memory):
+            values[number] = self.calls.get(memory)
+        for step in replay._steps:
+            step(values)
+        return tuple(replay._results[self.kind](values))
 
     def expected(self) -> tuple[Tensor, ...]:
         """Compute the total by its definition in fp64."""

@@ -18,18 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_longctx.core.attention import run
-from megatron_longctx.core.attention.bind import Runtime
-from megatron_longctx.core.attention.run import Run
 from megatron_longctx.core.comm import HybridTransport, PeerTransport, peer
 from megatron_longctx.core.plans import (
     RESULTS,
     Block,
     Heads,
     KernelSupport,
-    Lowering,
     ModeOptions,
     Plan,
+    Recorder,
     Target,
     Workload,
     backward_plan,
@@ -38,7 +35,19 @@ from megatron_longctx.core.plans import (
 )
 from megatron_longctx.core.plans.mask import documents, full
 from megatron_longctx.core.plans.plan import NUM_FIELDS
-from megatron_longctx.core.plans.program import Acquire, Compute, Copy, Merge, Program, Receive, Rows, Send, Space, Wait
+from megatron_longctx.core.plans.recording import (
+    Acquire,
+    Copy,
+    Memory,
+    Place,
+    Recording,
+    Release,
+    Rows,
+    Send,
+    Wait,
+    rows_read,
+    rows_written,
+)
 from tests.core.attention.streams import Bytes, Far, Flags, Stream, on, run_all
 from tests.shared.plans import one_sided_plan, tangled_plan
 
@@ -61,129 +70,129 @@ def content(block: Block, number: int) -> list[list[bytes]]:
     ]
 
 
-class Memory:
-    """Rows in memory, and their content once all issued operations have run; None for a message in flight."""
+class Pass:
+    """A pass that sends messages as the executor does, and whose kernels and merges only check their inputs.
 
-    def __init__(self, tokens: int, size: int) -> None:
-        self.size, self.real = size, memoryview(bytearray(tokens * size))
-        self.held: list[bytes | None] = [bytes(size)] * tokens
+    Attributes:
+        held: the content of held rows once all issued operations have run, keyed by kept memory or slot and by row;
+            None for a message in flight.
+    """
 
+    def __init__(self, rank: Rank, recording: Recording, channel: Any, number: int) -> None:
+        self.recording, self.rank, self.channel, self.number = recording, rank, channel, number
+        self.acquired: tuple[int, list[Any]] = -1, []
+        self.kept_bytes: dict[Memory, list[Any]] = {}
+        self.held: dict[tuple[Memory | int, int, int], bytes | None] = {}
+        self.away = {region: block for (block, _), region in recording.sends.results.items()}
+        self.offsets, end = [], 0
+        for kind, parts, tokens in recording.slots:
+            self.offsets.append([])
+            for size in WORK.field_bytes(kind, Heads(0, parts)):
+                self.offsets[-1].append(end)
+                end += size * tokens
+        assert end <= len(rank.held)
 
-class Pass(Run):
-    """A pass whose kernels and merges only check their inputs."""
+    def run(self) -> None:
+        now, marks, exchange = self.recording, dict[int, Any](), None
+        self.channel.begin()
+        for i, op in enumerate((None, *now.ops), -1):
+            if isinstance(op, Send):
+                self.arrive(op.step, False)
+                passed = [x for rows in now.passed[op.step] if self.expected(rows) for x in self.fields(rows)]
+                after = (marks[now.after[op.step]],)
+                exchange = self.channel.start(op.step, passed, self.targets(op.step), after)
+                if not self.rank.overlap:
+                    self.channel.wait(exchange)
+                    exchange = None
+            elif isinstance(op, Wait):
+                if exchange is not None:
+                    self.channel.wait(exchange)
+                self.arrive(op.step, True)
+            elif isinstance(op, Acquire):
+                self.acquired = op.step, self.channel.acquire(op.step, self.targets(op.step))
+                self.rank.acquired += 1
+            elif isinstance(op, Release):
+                self.channel.release(op.step)
+            elif op is not None:
+                for rows in rows_read(op):
+                    self.read(rows)
+                for into, source in op.pairs if isinstance(op, Copy) else [(rows, None) for rows in rows_written(op)]:
+                    self.write(into, source)
+            if i in now.after.values():
+                marks[i] = Bytes.here.record_event()
 
-    def __init__(self, rank: Rank, program: Program, channel: Any, number: int) -> None:
-        runtime = Runtime(None, rank.links, None, overlap=rank.overlap)  # type: ignore[arg-type]
-        bound = SimpleNamespace(
-            program=program, channel=channel, runtime=runtime, shapes=None, begin=channel.begin, new_buffers=lambda: (),
-            received=lambda step, _: [x for each in program.receives[step] for x in self.places(each)],
-        )  # fmt: skip
-        super().__init__(bound, {}, 1.0)  # type: ignore[arg-type]
-        self.rank, self.channel, self.number = rank, channel, number
-        self.acquired_step = -1
-        self.kept_memory: dict[Any, Memory] = {}
-        self.away = {region: block for (block, _), region in program.sends.results.items()}
+    def targets(self, step: int) -> list[Any]:
+        return [
+            x
+            for each in self.recording.receives[step]
+            for x in ([None] * NUM_FIELDS[each.block.kind] if each.into is None else self.fields(each.into))
+        ]
 
-    def places(self, receive: Receive) -> list[Any]:
-        return [None] * NUM_FIELDS[receive.block.kind] if receive.into is None else self._fields(receive.into)
-
-    def memory(self, rows: Rows) -> list[Memory]:
-        """Return the rows' buffer, shared by all passes, or of this pass if it is kept."""
-        buffer, name = self._program.buffers[rows.number], self._program.buffer_names[rows.number]
-        assert rows.heads == rows.held == buffer.heads._replace(part=rows.heads.part)
-        known = self.kept_memory if buffer.kept else self.rank.buffers
-        found = []
-        for i, size in enumerate(WORK.field_bytes(rows.kind, buffer.heads)):
-            key = buffer.kind, buffer.parts, name, i
-            if key not in known or len(known[key].held) < buffer.tokens:
-                known[key] = Memory(buffer.tokens, size)
-            found.append(known[key])
-        return found
-
-    def _fields(self, rows: Rows) -> Any:
-        if rows.space is Space.PEER:
-            return super()._fields(rows)
-        if rows.space is Space.SENT:
-            spans = self._program.sends.regions[rows.number].spans(rows.start, rows.tokens)
+    def fields(self, rows: Rows) -> list[Any]:
+        memory = rows.memory
+        if memory.place is Place.PEER:
+            step, found = self.acquired
+            first = sum(NUM_FIELDS[each.block.kind] for each in self.recording.receives[step][: memory.number])
+            return found[first : first + NUM_FIELDS[rows.kind]]
+        if memory.place is Place.SENT:
+            spans = self.recording.sends.regions[memory.number].spans(rows.start, rows.tokens)
             return [self.channel.memory()[at : at + size] for at, size in spans]
-        return [Bytes(each.real[rows.start * each.size : rows.stop * each.size]) for each in self.memory(rows)]
+        assert rows.heads == memory.heads
+        sizes = WORK.field_bytes(rows.kind, memory.heads)
+        if memory.is_kept and memory not in self.kept_bytes:
+            self.kept_bytes[memory] = [memoryview(bytearray(memory.tokens * size)) for size in sizes]
+        whole = self.kept_bytes.get(memory) or [self.rank.held[at:] for at in self.offsets[memory.number]]
+        return [Bytes(x[rows.start * n : rows.stop * n]) for x, n in zip(whole, sizes, strict=True)]
 
     def expected(self, rows: Rows) -> list[list[bytes]]:
         """Return the content of rows once all issued operations have run."""
-        if rows.space is Space.OWN:
+        if rows.memory.place is Place.OWN:
             return content(Block(rows.kind, self.rank.number, rows.start, rows.stop, -1, rows.heads), self.number)
-        if rows.space is Space.PEER:
-            return content(self._program.receives[self.acquired_step][rows.number].block, self.number)
-        found = [each.held[rows.start : rows.stop] for each in self.memory(rows)]
+        if rows.memory.place is Place.PEER:
+            return content(self.recording.receives[self.acquired[0]][rows.memory.number].block, self.number)
+        found = [[self.held[key] for key in keys] for keys in self.keys(rows)]
         assert None not in found[0], f"{rows} are read while a message to them is in flight"
         return found  # type: ignore[return-value]
 
+    def keys(self, rows: Rows) -> list[list[tuple[Memory | int, int, int]]]:
+        memory = rows.memory if rows.memory.is_kept else rows.memory.number
+        return [[(memory, i, row) for row in range(rows.start, rows.stop)] for i in range(NUM_FIELDS[rows.kind])]
+
     def arrive(self, step: int, there: bool) -> None:
-        for block, _, into, _ in self._program.receives[step]:
+        for block, _, into, _ in self.recording.receives[step]:
             if into is not None:
                 what: Any = content(block, self.number) if there else [[None] * block.tokens] * NUM_FIELDS[block.kind]
                 self.hold(into, what)
                 self.read(into) if there else None
 
     def hold(self, rows: Rows, what: Sequence[Sequence[bytes]]) -> None:
-        for memory, values in zip(self.memory(rows), what, strict=True):
-            memory.held[rows.start : rows.stop] = values
+        for keys, values in zip(self.keys(rows), what, strict=True):
+            self.held.update(zip(keys, values, strict=True))
 
     def read(self, rows: Rows) -> None:
-        if rows.space in (Space.BUFFER, Space.PEER):
-            for field, values in zip(self._fields(rows), self.expected(rows), strict=True):
+        if rows.memory.place in (Place.HELD, Place.PEER):
+            for field, values in zip(self.fields(rows), self.expected(rows), strict=True):
                 field.check(b"".join(values), f"rank {self.rank.number}, pass {self.number}: {rows}")
 
     def write(self, into: Rows, source: Rows | None) -> None:
-        if into.space is Space.BUFFER:
+        if into.memory.place is Place.HELD:
             assert source is not None
             what = self.expected(source)
             self.hold(into, what)
-            for i, field in enumerate(self._fields(into)):
-                if source.space is Space.OWN:
+            for i, field in enumerate(self.fields(into)):
+                if source.memory.place is Place.OWN:
                     field.write(b"".join(what[i]))
                 else:
-                    field.copy_(self._fields(source)[i])
-        elif into.space is Space.SENT:
+                    field.copy_(self.fields(source)[i])
+        elif into.memory.place is Place.SENT:
             if into.kind in RESULTS:
-                whole = self.away[into.number]
+                whole = self.away[into.memory.number]
                 block = whole._replace(start=whole.start + into.start, stop=whole.start + into.stop)
             else:
                 assert source is not None
                 block = Block(source.kind, self.rank.number, source.start, source.stop, -1, into.heads)
-            for field, values in zip(self._fields(into), content(block, self.number), strict=True):
+            for field, values in zip(self.fields(into), content(block, self.number), strict=True):
                 field.write(b"".join(values))
-
-    # Operations: messages are sent, the others only check their inputs and write results.
-
-    def copied(self, op: Copy, _: int) -> None:
-        for _, source in op.pairs:
-            self.read(source)
-        for into, source in op.pairs:
-            self.write(into, source)
-
-    def computed(self, op: Compute, _: int) -> None:
-        self.read(op.queries)
-        self.read(op.keys)
-
-    def merged(self, op: Merge, _: int) -> None:
-        for part in op.parts:
-            self.read(part.rows)
-        self.write(op.into, None)
-
-    def sent(self, op: Send, number: int) -> None:
-        self.arrive(op.step, False)
-        for rows in self._program.passed[op.step]:
-            self.expected(rows)
-        self._send(op, number)
-
-    def waited(self, op: Wait, number: int) -> None:
-        self._wait(op, number)
-        self.arrive(op.step, True)
-
-    def acquire(self, op: Acquire, number: int) -> None:
-        self._acquire(op, number)
-        self.acquired_step, self.rank.acquired = op.step, self.rank.acquired + 1
 
 
 class Device:
@@ -215,12 +224,12 @@ class Device:
 
 
 class Rank:
-    """One rank's streams, transports and buffers."""
+    """One rank's streams, transports and held memory."""
 
     def __init__(self, device: Device, number: int, peers: tuple[int, ...], streams: list[Stream]) -> None:
         self.device, self.number, self.streams, self.overlap = device, number, streams, True
         self.caller, self.acquired = streams[0], 0
-        self.buffers: dict[Any, Memory] = {}
+        self.held = memoryview(bytearray(2**20))  # which all passes share
         self.sent = bytearray(2**22)  # a rank without peers has no peer memory
         transport = self.peers = PeerTransport.__new__(PeerTransport)
         transport.rank, transport.world, transport.peers = number, device.n, peers
@@ -249,10 +258,10 @@ class Rank:
         if len(peers) == 1:
             transport._flags, transport._memories = None, [None, None]
 
-    def channel(self, lowering: Lowering) -> tuple[Program, Any]:
-        program = lowering.program(self.number)
-        return program, self.links.channel(
-            program, lowering.send_bytes(), lambda size: Bytes(memoryview(self.sent)[:size])
+    def channel(self, recorder: Recorder) -> tuple[Recording, Any]:
+        recording = recorder.record(self.number)
+        return recording, self.links.channel(
+            recording, recorder.send_bytes(), lambda size: Bytes(memoryview(self.sent)[:size])
         )
 
 
@@ -296,8 +305,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "FlagOperations", Flags)
     monkeypatch.setattr(peer, "_view_like", lambda views, i, tensor: views[i])
     monkeypatch.setattr(peer, "gather_objects", lambda _, value: [value])
-    ops = {Copy: Pass.copied, Compute: Pass.computed, Merge: Pass.merged, Send: Pass.sent, Wait: Pass.waited}
-    monkeypatch.setattr(run, "_HANDLERS", {**run._HANDLERS, **ops, Acquire: Pass.acquire})
 
 
 @pytest.mark.parametrize("kind", ["one", "halves", "scattered", "apart"])
@@ -306,7 +313,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_hangs_and_every_message_arrives(name: str, kind: str) -> None:
     plan = PLANS[name]
     hosts = hosts_of(plan.n, kind)
-    passes = [Lowering(each, Target(WORK, TAKES, tuple(hosts))) for each in (plan, backward_plan(plan))]
+    passes = [Recorder(each, Target(WORK, TAKES, tuple(hosts))) for each in (plan, backward_plan(plan))]
     reused = any(each.send_layout(rank).awaits for each in passes for rank in range(plan.n))
     assert reused or kind != "one" or name not in ("zigzag", "ring", "tasp")
     for seed in range(4 if kind == "one" else 2):
@@ -319,7 +326,7 @@ def test_nothing_hangs_and_every_message_arrives(name: str, kind: str) -> None:
         for number, way in enumerate((0, 1, 1, 0, 0, 1)):
             for rank, both in zip(device.ranks, channels, strict=True):
                 Bytes.here = rank.caller
-                Pass(rank, *both[way], number)()
+                Pass(rank, *both[way], number).run()
         device.finish()
         assert kind != "one" or name.startswith("all_gather") or any(rank.acquired for rank in device.ranks)
         assert len(device.taken) == 1 + (passes[1].send_bytes() > passes[0].send_bytes())

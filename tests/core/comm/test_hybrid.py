@@ -16,16 +16,18 @@ from megatron_longctx.core.plans import (
     MODES,
     Block,
     Kind,
-    Lowering,
     ModeOptions,
-    Program,
+    Recorder,
+    Recording,
     Target,
     Workload,
     backward_plan,
     build_plan,
+    keep_received,
 )
 from megatron_longctx.core.plans.mask import full
-from megatron_longctx.core.plans.program import Message, Receive
+from megatron_longctx.core.plans.recording import Memory, Receive
+from megatron_longctx.core.plans.send_layout import Message
 from megatron_longctx.testing.distributed import run_distributed
 
 HOSTS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)))
@@ -62,31 +64,33 @@ def host(hosts: Hosts, rank: int) -> tuple[int, ...]:
     return next(ranks for ranks in hosts if rank in ranks)
 
 
-def programs(schedule: str, hosts: Hosts, backward: bool = False, mask: Any = 67) -> list[Program]:
+def recordings(schedule: str, hosts: Hosts, way: str = "forward", mask: Any = 67) -> list[Recording]:
     plan = build_plan(schedule, 4, mask, ModeOptions(inner_size=2))
     target = Target(Workload(8, 8, 8), hosts=tuple(host(hosts, rank) for rank in range(4)))
-    lowering = Lowering(backward_plan(plan) if backward else plan, target)
-    return [lowering.program(rank) for rank in range(4)]
+    plan = {"forward": plan, "backward": backward_plan(plan), "kept": keep_received(plan)}[way]
+    recorder = Recorder(plan, target)
+    return [recorder.record(rank) for rank in range(4)]
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("schedule", MODES)
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_uses_of_a_buffer_by_both_kinds_of_messages_are_ordered(schedule: str, backward: bool, hosts: Hosts) -> None:
+@pytest.mark.parametrize("way", ["forward", "backward", "kept"])
+def test_uses_of_memory_by_both_kinds_of_messages_are_ordered(schedule: str, way: str, hosts: Hosts) -> None:
     """Each kind runs in order; a cross wait orders a step of one kind after all earlier steps of the other."""
-    for rank, program in enumerate(programs(schedule, hosts, backward)):
+    for rank, recording in enumerate(recordings(schedule, hosts, way)):
         peers = host(hosts, rank)
-        waits = cross_waits(program, peers)
-        uses: dict[int, list[tuple[int, bool]]] = {}
-        for t, receives in enumerate(program.receives):
-            passed = [message.peer for message in program.sends.messages[t] if message.passed]
-            used = [(rows, peer) for rows, peer in zip(program.passed[t], passed, strict=True)]
+        waits = cross_waits(recording, peers)
+        uses: dict[int | Memory, list[tuple[int, bool]]] = {}
+        for t, receives in enumerate(recording.receives):
+            passed = [message.peer for message in recording.sends.messages[t] if message.passed]
+            used = [(rows, peer) for rows, peer in zip(recording.passed[t], passed, strict=True)]
             used += [(each.into, each.peer) for each in receives if each.into is not None]
             for rows, peer in used:
-                uses.setdefault(rows.number, []).append((t, peer in peers))
-        for of_buffer in uses.values():
-            for i, (later, is_peer) in enumerate(of_buffer):
-                for earlier, other in of_buffer[:i]:
+                memory = rows.memory if rows.memory.is_kept else rows.memory.number
+                uses.setdefault(memory, []).append((t, peer in peers))
+        for of_memory in uses.values():
+            for i, (later, is_peer) in enumerate(of_memory):
+                for earlier, other in of_memory[:i]:
                     if earlier < later and other != is_peer:
                         between = waits[earlier + 1 : later + 1]
                         assert any(each.peer if is_peer else each.p2p for each in between), (rank, earlier, later)
@@ -94,14 +98,14 @@ def test_uses_of_a_buffer_by_both_kinds_of_messages_are_ordered(schedule: str, b
 
 def test_only_blocks_that_are_passed_on_over_another_link_wait() -> None:
     # In a ring over two hosts, rank 1 receives from its peer what it sends to the other host; rank 2 does the reverse.
-    ring = programs("ring", HOSTS[0], mask=full(64))
+    ring = recordings("ring", HOSTS[0], mask=full(64))
     one, two = (cross_waits(ring[rank], host(HOSTS[0], rank)) for rank in (1, 2))
     assert [each.p2p for each in one][1:3] == [True, True] and not any(each.peer for each in one[:2])
     assert [each.peer for each in two][1:3] == [True, True] and not any(each.p2p for each in two[:2])
     # Blocks go directly from their owner to the ranks that need them, so nothing is passed on.
     for schedule, rank in (("all_gather", 1), ("ulysses", 2)):
-        program = programs(schedule, HOSTS[0])[rank]
-        assert not any(map(any, cross_waits(program, host(HOSTS[0], rank))))
+        recording = recordings(schedule, HOSTS[0])[rank]
+        assert not any(map(any, cross_waits(recording, host(HOSTS[0], rank))))
 
 
 class LoggingChannel:
@@ -130,14 +134,14 @@ def test_messages_are_split_by_link_and_wait_for_the_latest_of_the_other_kind(mo
     def passed(*peers: int) -> tuple[Message, ...]:
         return (Message(Block(Kind.KV, 0, 0, 4), 1, 0, 0, False), *(Message(kv, peer, -1, 0, True) for peer in peers))
 
-    program: Any = SimpleNamespace(
+    recording: Any = SimpleNamespace(
         sends=SimpleNamespace(messages=(passed(2, 1, 3), passed(1), passed(1))),
         receives=((Receive(out, 1, None, ()), Receive(kv, 3, None, ())), (), (Receive(kv, 2, None, ()),)),
     )
     waits = [SimpleNamespace(peer=peer, p2p=p2p) for peer, p2p in ((False, False), (True, True), (True, False))]
     monkeypatch.setattr(hybrid, "cross_waits", lambda *_: waits)
     log: list[Any] = []
-    channel = HybridChannel(LoggingChannel("peer", log), LoggingChannel("p2p", log), program, (0, 1))  # type: ignore[arg-type]
+    channel = HybridChannel(LoggingChannel("peer", log), LoggingChannel("p2p", log), recording, (0, 1))  # type: ignore[arg-type]
     channel.begin()
     x: Any = ["to 2", "to 1", "to 3", "out of 1", "lse of 1", "of 3"]
     channel.wait(channel.start(0, x[:3], x[3:], ["begin"]))
@@ -160,7 +164,7 @@ def test_messages_are_split_by_link_and_wait_for_the_latest_of_the_other_kind(mo
 
 @pytest.mark.parametrize("peers", [(0,), (0, 1)], ids=["alone", "with a peer"])
 def test_a_rank_alone_on_its_host_sends_from_allocated_memory(peers: tuple[int, ...]) -> None:
-    (program, *_) = programs("ring", (peers, *((rank,) for rank in range(len(peers), 4))))
+    (recording, *_) = recordings("ring", (peers, *((rank,) for rank in range(len(peers), 4))))
     shared, allocated = torch.empty(1), torch.empty(2)
     channel: Any = SimpleNamespace(memory=lambda: shared, generation=0)
     transport = HybridTransport.__new__(HybridTransport)
@@ -172,5 +176,5 @@ def test_a_rank_alone_on_its_host_sends_from_allocated_memory(peers: tuple[int, 
         sizes.append(num_bytes)
         return allocated
 
-    memory = transport.channel(program, 2**20, allocate).memory()
-    assert (memory is allocated, sizes) == ((True, [program.sends.num_bytes]) if len(peers) == 1 else (False, []))
+    memory = transport.channel(recording, 2**20, allocate).memory()
+    assert (memory is allocated, sizes) == ((True, [recording.sends.num_bytes]) if len(peers) == 1 else (False, []))

@@ -1,7 +1,7 @@
-"""A symbolic execution of all ranks' programs, which finds memory that is reused too early.
+"""A symbolic execution of all ranks' recordings, which finds memory that is reused too early.
 
 Rows of inputs hold their names, and rows of results count how often each query-key pair contributed to them. Messages
-are as early and as late as programs allow. They may start once the earlier ones are done and their mark is reached.
+are as early and as late as recordings allow. They may start once the earlier ones are done and `after` is reached.
 Their content is read then, and again when their reader (or a sending rank) waits for them, and both must agree. Rows
 that a message is received into hold nothing from its start on. Ranks run ahead of each other as far as they can.
 """
@@ -14,22 +14,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_longctx.core.plans import RESULTS, Block, Heads, Kind, Lowering, Plan, Program, Target
+from megatron_longctx.core.plans import RESULTS, Block, Heads, Kind, Plan, Recorder, Recording, Target
 from megatron_longctx.core.plans.plan import ALL_HEADS
-from megatron_longctx.core.plans.program import (
+from megatron_longctx.core.plans.recording import (
     Acquire,
     Compute,
     Copy,
-    Mark,
+    Memory,
     Merge,
-    Message,
+    Place,
     Receive,
     Release,
     Rows,
     Send,
-    Space,
     Wait,
 )
+from megatron_longctx.core.plans.send_layout import Message
 from tests.core.plans.masks import pairs_of
 
 Values = NDArray[np.int_]
@@ -49,16 +49,16 @@ def interpret(
 class _Group:
     def __init__(self, plan: Plan, target: Target, kept: Sequence[Kept] | None) -> None:
         self.plan, self.work = plan, target.workload
-        lowering = Lowering(plan, target)
+        recorder = Recorder(plan, target)
         self.numbers = {kind: [list(plan.layout_of(kind).tokens(rank)) for rank in range(plan.n)] for kind in Kind}
         self.seen = pairs_of(plan.mask.slices, plan.queries.length, plan.keys.length)
         self.slots = 1 + max(len(of_rank) for of_kind in self.numbers.values() for of_rank in of_kind)
         self.ranks = [
-            _Rank(self, lowering.program(rank), kept[rank] if kept is not None else []) for rank in range(plan.n)
+            _Rank(self, recorder.record(rank), kept[rank] if kept is not None else []) for rank in range(plan.n)
         ]
 
     def run(self, order: random.Random) -> list[Kept]:
-        running = {rank.program.rank: rank.run() for rank in self.ranks}
+        running = {rank.recording.rank: rank.run() for rank in self.ranks}
         while running:
             before = [(rank.at, rank.waits) for rank in self.ranks]
             for number in order.sample(sorted(running), len(running)):
@@ -93,14 +93,14 @@ class _Group:
 
 
 class _Rank:
-    def __init__(self, group: _Group, program: Program, kept: Kept) -> None:
-        self.group, self.program, self.work = group, program, group.work
+    def __init__(self, group: _Group, recording: Recording, kept: Kept) -> None:
+        self.group, self.recording, self.work = group, recording, group.work
         self.kept = kept
         self.at = self.waits = 0
         self.started: set[int] = set()
         self.done: set[int] = set()
-        self.memory: dict[tuple[Space, int, Kind], Values] = {}
-        self.sent = np.full(program.sends.num_bytes, -1)  # for each byte, the index in `written` of its last write
+        self.memory: dict[Memory | tuple[Place, int, Kind], Values] = {}
+        self.sent = np.full(recording.sends.num_bytes, -1)  # for each byte, the index in `written` of its last write
         self.written: list[tuple[int, int, Values]] = []  # (region, row, values)
         self.early: dict[int, list[Values]] = {}  # the messages of each step when they could be read first
         self.late: dict[int, list[Values]] = {}  # the same messages when their sender has waited for them
@@ -108,7 +108,7 @@ class _Rank:
 
     def run(self) -> Iterator[None]:
         starts = self._starts()
-        for at, op in enumerate(self.program.ops):
+        for at, op in enumerate(self.recording.ops):
             self.at = at
             self._may_start(starts.get(at, ()))
             if isinstance(op, Copy):
@@ -121,7 +121,7 @@ class _Rank:
             elif isinstance(op, Compute):
                 self._compute(op)
             elif isinstance(op, Send):
-                self.early[op.step] += [self.read(rows).copy() for rows in self.program.passed[op.step]]
+                self.early[op.step] += [self.read(rows).copy() for rows in self.recording.passed[op.step]]
             elif isinstance(op, Wait):
                 yield from self._exchange(op.step)
             elif isinstance(op, Acquire):
@@ -132,49 +132,48 @@ class _Rank:
                 self.done.add(op.step)
 
     def messages(self, step: int, passed: bool = False) -> list[Message]:
-        return [message for message in self.program.sends.messages[step] if message.passed is passed]
+        return [message for message in self.recording.sends.messages[step] if message.passed is passed]
 
     # Messages.
 
     def _starts(self) -> dict[int, list[int]]:
         """Return the steps whose messages may start just before an operation, keyed by its index."""
         found: dict[int, list[int]] = {}
-        marks = {op.number: at for at, op in enumerate(self.program.ops) if isinstance(op, Mark)}
         free = 0
-        for at, op in enumerate(self.program.ops):
+        for at, op in enumerate(self.recording.ops):
             if isinstance(op, Wait | Acquire):
                 free = at + 1
             elif isinstance(op, Send):
-                found.setdefault(max(free, marks.get(op.after, -1) + 1), []).append(op.step)
+                found.setdefault(max(free, self.recording.after[op.step] + 1), []).append(op.step)
         return found
 
     def _may_start(self, steps: Sequence[int]) -> None:
         for step in steps:
             self.early[step] = [self._in_region(message) for message in self.messages(step)]
-            for receive in self.program.receives[step]:
+            for receive in self.recording.receives[step]:
                 assert receive.into is not None
                 self.write(receive.into, np.full_like(self.read(receive.into), NOTHING))
 
     def _start(self, step: int) -> Iterator[None]:
-        for earlier in self.program.sends.awaits.get(step, ()):
-            readers = {message.peer for message in self.program.sends.messages[earlier]}
+        for earlier in self.recording.sends.awaits.get(step, ()):
+            readers = {message.peer for message in self.recording.sends.messages[earlier]}
             while any(earlier not in self.group.ranks[reader].done for reader in readers):
                 yield
-        for message, rows in zip(self.messages(step, True), self.program.passed[step], strict=True):
+        for message, rows in zip(self.messages(step, True), self.recording.passed[step], strict=True):
             if message.region >= 0:
-                tokens, of = rows.tokens, message.block
-                self.write(Rows(Space.SENT, message.region, of.kind, 0, tokens, of.heads, of.heads), self.read(rows))
+                of = message.block
+                self.write(Memory(Place.SENT, of.kind, rows.tokens, of.heads, message.region).rows(), self.read(rows))
         self.late[step] = [self._in_region(message) for message in self.messages(step)]
-        self.late[step] += [self.read(rows).copy() for rows in self.program.passed[step]]
+        self.late[step] += [self.read(rows).copy() for rows in self.recording.passed[step]]
         self.started.add(step)
         self.waits += 1
-        senders = {receive.peer for receive in self.program.receives[step]}
+        senders = {receive.peer for receive in self.recording.receives[step]}
         while any(step not in self.group.ranks[sender].started for sender in senders):
             yield
 
     def _exchange(self, step: int) -> Iterator[None]:
         yield from self._start(step)
-        for receive in self.program.receives[step]:
+        for receive in self.recording.receives[step]:
             assert receive.into is not None
             self.write(receive.into, self.message(step, receive))
         self.done.add(step)
@@ -184,7 +183,7 @@ class _Rank:
         """Return a received message, which must not have changed since it could be read first."""
         peer = self.group.ranks[receive.peer]
         plain, passed = peer.messages(step), peer.messages(step, True)
-        wanted = self.program.rank, receive.block
+        wanted = self.recording.rank, receive.block
         (number,) = [i for i, each in enumerate((*plain, *passed)) if (each.peer, each.block) == wanted]
         found = peer.late[step][number]
         if receive.spans:
@@ -196,7 +195,7 @@ class _Rank:
         return found
 
     def _in_region(self, message: Message) -> Values:
-        spans = self.program.sends.regions[message.region].spans(message.start, message.block.tokens)
+        spans = self.recording.sends.regions[message.region].spans(message.start, message.block.tokens)
         return self.at_spans(spans, message.block.tokens)
 
     def at_spans(self, spans: Sequence[tuple[int, int]], tokens: int) -> Values:
@@ -211,23 +210,19 @@ class _Rank:
 
     # Rows.
 
-    def _array(self, rows: Rows) -> Values:
-        key = rows.space, rows.number, rows.kind
+    def _array(self, memory: Memory) -> Values:
+        kind, number, recording = memory.kind, memory.number, self.recording
+        shared = memory.place in (Place.OWN, Place.KEPT) or (memory.place is Place.HELD and not memory.is_kept)
+        key = (memory.place, number, kind) if shared else memory
         if key not in self.memory:
-            program = self.program
-            if rows.space is Space.OWN:
-                whole = Block(rows.kind, program.rank, 0, len(self.group.numbers[rows.kind][program.rank]))
-                assert rows.kind not in RESULTS and rows.kind in program.reads_own
-                self.memory[key] = self.group.names(whole)
-            elif rows.space is Space.KEPT:
-                self.memory[key] = self.kept[rows.number]
+            if memory.place is Place.OWN:
+                assert kind not in RESULTS and kind in recording.reads_own
+                self.memory[key] = self.group.names(Block(kind, recording.rank, 0, memory.tokens))
+            elif memory.place is Place.KEPT:
+                self.memory[key] = self.kept[number]
             else:
-                of = {
-                    Space.BUFFER: program.buffers,
-                    Space.ACCUMULATOR: program.accumulators,
-                    Space.RESULT: program.results,
-                }
-                self.memory[key] = self.empty(rows.kind, of[rows.space][rows.number].tokens, rows.held)
+                tokens = recording.slots[number].tokens if shared else memory.tokens
+                self.memory[key] = self.empty(kind, tokens, memory.heads)
         return self.memory[key]
 
     def empty(self, kind: Kind, tokens: int, heads: Heads) -> Values:
@@ -241,30 +236,30 @@ class _Rank:
         return slice(inside.start - outside.start, inside.stop - outside.start)
 
     def read(self, rows: Rows) -> Values:
-        if rows.space is Space.PEER:
-            return self.message(self.acquired, self.program.receives[self.acquired][rows.number])[
+        if rows.memory.place is Place.PEER:
+            return self.message(self.acquired, self.recording.receives[self.acquired][rows.memory.number])[
                 rows.start : rows.stop
             ]
-        array = self._array(rows)
+        array = self._array(rows.memory)
         assert 0 <= rows.start <= rows.stop <= len(array), rows
-        return array[rows.start : rows.stop, self._heads(rows, rows.held)]
+        return array[rows.start : rows.stop, self._heads(rows, rows.memory.heads)]
 
     def write(self, rows: Rows, values: Values) -> None:
-        if rows.space is not Space.SENT:
+        if rows.memory.place is not Place.SENT:
             self.read(rows)[...] = values
             return
-        region = self.program.sends.regions[rows.number]
+        region = self.recording.sends.regions[rows.memory.number]
         assert 0 <= rows.start < rows.stop <= region.tokens
         for row, each in zip(range(rows.start, rows.stop), values, strict=True):
             spans = region.spans(row, 1)
             last = self.sent[spans[0][0]]
             whole = self.empty(rows.kind, 1, region.heads)[0]
-            if last >= 0 and self.written[last][:2] == (rows.number, row):
+            if last >= 0 and self.written[last][:2] == (rows.memory.number, row):
                 whole = self.written[last][2].copy()
             whole[self._heads(rows, region.heads)] = each
             for start, size in spans:
                 self.sent[start : start + size] = len(self.written)
-            self.written.append((rows.number, row, whole))
+            self.written.append((rows.memory.number, row, whole))
 
     # Compute.
 
@@ -277,7 +272,7 @@ class _Rank:
         self.write(op.into, total)
 
     def _compute(self, op: Compute) -> None:
-        backward, heads = self.program.backward, op.queries.heads
+        backward, heads = self.recording.backward, op.queries.heads
         q_kind = (Kind.Q_GRAD if op.kept is None else Kind.GRAD) if backward else Kind.Q
         assert (op.queries.kind, op.keys.kind) == (q_kind, Kind.KV)
         queries, _ = self.group.tokens(q_kind, self.read(op.queries), heads)
@@ -290,18 +285,18 @@ class _Rank:
         assert {home for home, some in zip(homes, pairs.any(axis=0), strict=True) if some} <= set(op.homes)
         found = [(Kind.DQ if backward else Kind.OUT, pairs, keys, self.group.seen.shape[1])]
         found += [(Kind.DKV, pairs.T, queries, self.group.seen.shape[0])] if backward else []
-        for kind, mine, others, count in found:
+        for memory, (kind, mine, others, count) in zip(op.outputs, reversed(found), strict=True):
             other = np.array(others)[:, None] == np.arange(count)
             each = (mine @ other)[:, None].repeat(len(self.work.head_range(kind, heads)), axis=1)
-            self.memory[Space.CALL, op.number, kind] = each
+            self.memory[memory] = each
 
     def check(self) -> None:
         """Check that each visible pair contributed once; to dk and dv once per part of the heads that reads them."""
-        parts = max((op.queries.heads.parts for rank in self.group.ranks for op in rank.program.calls), default=1)
+        parts = max((op.queries.heads.parts for rank in self.group.ranks for op in rank.recording.calls), default=1)
         shared = max(1, parts // self.work.num_kv_heads)
-        for kind, rows in self.program.own.items():
+        for kind, rows in self.recording.own.items():
             seen = self.group.seen.T * shared if kind is Kind.DKV else self.group.seen
-            mine = seen[self.group.numbers[kind][self.program.rank]]
+            mine = seen[self.group.numbers[kind][self.recording.rank]]
             assert rows.heads == ALL_HEADS and rows.start == 0
             if len(mine):
                 np.testing.assert_array_equal(self.read(rows), mine[:, None].repeat(self.read(rows).shape[1], axis=1))
@@ -309,7 +304,7 @@ class _Rank:
     def keep(self) -> Kept:
         """Return what backward reads; the out of kept queries must be complete."""
         found = []
-        for rows, *out in self.program.kept:
+        for rows, *out in self.recording.kept:
             found.append(self.read(rows).copy())
             tokens, _ = self.group.tokens(rows.kind, found[-1], rows.heads)
             assert min(tokens) >= 0

@@ -27,7 +27,7 @@ from megatron_longctx.core.plans import (
     build_plan,
     keep_received,
     keeps_received,
-    lower,
+    record,
     sum_in_nodes,
     transpose,
     verify,
@@ -136,7 +136,7 @@ def test_the_time_that_keeping_saves() -> None:
 
 def footprint_of(plan: Plan, work: Workload = WORK) -> Footprint:
     """Return the footprint on rank 0."""
-    return footprint(lower(plan, 0, Target(work, PACKED)), work)
+    return footprint(record(plan, 0, Target(work, PACKED)), work)
 
 
 def test_memory_of_kept_blocks() -> None:
@@ -146,8 +146,8 @@ def test_memory_of_kept_blocks() -> None:
     assert footprint_of(plan).kept == 0 and footprint_of(kept).kept == 4 * tensor + lse
     # Shared buffers hold only outputs of the rank's own queries; backward reads nothing of its own but the gradient.
     assert footprint_of(kept).buffers < footprint_of(plan).buffers
-    assert lower(backward_plan(kept), 0, Target(WORK, PACKED)).reads_own == {Kind.GRAD}
-    assert Kind.KV in lower(backward_plan(plan), 0, Target(WORK, PACKED)).reads_own
+    assert record(backward_plan(kept), 0, Target(WORK, PACKED)).reads_own == {Kind.GRAD}
+    assert Kind.KV in record(backward_plan(plan), 0, Target(WORK, PACKED)).reads_own
     # If there are more ranks than KV heads, several ranks hold the same one.
     assert footprint_of(kept, Workload(8, 2, 64)).kept == 2 * tensor + lse + 2 * tensor // 4 * 2
     fetched = build_plan("all_gather", 4, 4096)  # rank 0 has the last tokens, which see everything

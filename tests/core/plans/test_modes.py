@@ -23,6 +23,7 @@ from megatron_longctx.core.plans import (
     ModeOptions,
     Move,
     Plan,
+    Recorder,
     Step,
     Target,
     Workload,
@@ -30,17 +31,16 @@ from megatron_longctx.core.plans import (
     build_plan,
     find_mode,
     kernel_calls,
-    lower,
+    record,
     verify,
 )
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
-from megatron_longctx.core.plans.lower import Lowering
 from megatron_longctx.core.plans.mask import documents, full
 from megatron_longctx.core.plans.modes.double_ring import DoubleRing
 from megatron_longctx.core.plans.modes.helper import Helper
 from megatron_longctx.core.plans.modes.tasp import Tasp
 from megatron_longctx.core.plans.plan import trim
-from megatron_longctx.core.plans.program import Compute
+from megatron_longctx.core.plans.recording import Compute
 from megatron_longctx.core.plans.visibility import Visibility
 from tests.core.plans.follow import follow
 from tests.core.plans.masks import Cache, caches, masks
@@ -92,9 +92,9 @@ def test_a_layout_that_a_mode_cannot_take_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MODES if name not in ("striped", "ulysses", "usp")])
 def test_short_whole_documents_send_nothing(name: str, backward: bool) -> None:
     plan = build_plan(name, 8, documents([256] * 64))
-    lowering = Lowering(backward_plan(plan) if backward else plan, Target(Workload(8, 2, 64), PACKED))
-    assert lowering.send_bytes() == 0
-    assert not moves_of(lowering.plan)
+    recorder = Recorder(backward_plan(plan) if backward else plan, Target(Workload(8, 2, 64), PACKED))
+    assert recorder.send_bytes() == 0
+    assert not moves_of(recorder.plan)
 
 
 def test_a_pack_takes_one_call_of_own_keys_and_one_or_two_of_others() -> None:
@@ -102,7 +102,7 @@ def test_a_pack_takes_one_call_of_own_keys_and_one_or_two_of_others() -> None:
     lengths = [1450, 1879, 4182, 1610, 9859, 287, 2502, 425, 1696, 1276, 1272, 144, 2001, 3836, 13564, 4919, 112, 415]
     plan = build_plan("all_gather", 8, documents(lengths))
     target = Target(Workload(8, 2, 64), PACKED)
-    calls = [sum(isinstance(op, Compute) for op in lower(plan, rank, target).ops) for rank in range(8)]
+    calls = [sum(isinstance(op, Compute) for op in record(plan, rank, target).ops) for rank in range(8)]
     assert all(1 <= count <= 3 for count in calls) and sum(calls) <= 16
 
 

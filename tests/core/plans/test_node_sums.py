@@ -17,12 +17,12 @@ from megatron_longctx.core.plans import (
     Block,
     KernelSupport,
     Kind,
-    Lowering,
     Mask,
     ModeOptions,
     Move,
     Plan,
     PlanError,
+    Recorder,
     Target,
     Workload,
     backward_plan,
@@ -37,7 +37,7 @@ from megatron_longctx.core.plans import (
 from megatron_longctx.core.plans.backward import LEAST_TOKENS
 from megatron_longctx.core.plans.mask import full
 from megatron_longctx.core.plans.plan import GRADIENTS
-from megatron_longctx.core.plans.program import Merge, Space
+from megatron_longctx.core.plans.recording import Merge, Place
 from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.describe import describe
 from megatron_longctx.planner.footprint import footprint
@@ -203,21 +203,21 @@ def test_sums_of_uneven_parts_of_a_block() -> None:
         check(tangled_plan(15), node)
 
 
-def test_parts_are_added_in_a_fixed_order_in_accumulators() -> None:
+def test_parts_are_added_in_a_fixed_order_in_sums() -> None:
     plan = summed(build_plan("zigzag", 8, full(256)), 4)
-    lowering = Lowering(plan, Target(Workload(2, 2, 2), PACKED))
+    recorder = Recorder(plan, Target(Workload(2, 2, 2), PACKED))
     for rank in range(8):
-        program = lowering.program(rank)
+        recording = recorder.record(rank)
         (sum_of,) = [move for move in crossing(plan, 4) if move.source == rank]
-        region = next(m.region for some in program.sends.messages for m in some if m.block == sum_of.block)
-        every = [op for op in program.ops if isinstance(op, Merge)]
-        (last,) = [op for op in every if op.into[:2] == (Space.SENT, region)]
-        totals = {(Space.ACCUMULATOR, part.rows.number) for part in last.parts if part.rows.space is Space.ACCUMULATOR}
-        merges = [op for op in every if op is last or op.into[:2] in totals]
-        added = [part.rows.space for op in merges for part in op.parts if part.rows.space is not Space.ACCUMULATOR]
+        region = next(m.region for some in recording.sends.messages for m in some if m.block == sum_of.block)
+        every = [op for op in recording.ops if isinstance(op, Merge)]
+        (last,) = [op for op in every if (op.into.memory.place, op.into.memory.number) == (Place.SENT, region)]
+        totals = {part.rows.memory for part in last.parts if part.rows.memory.place is Place.SUM}
+        merges = [op for op in every if op is last or op.into.memory in totals]
+        places = [part.rows.memory.place for op in merges for part in op.parts]
         # Its own, and in the order of arrival those of the node's three others.
-        assert sorted(added) == [Space.BUFFER, Space.BUFFER, Space.BUFFER, Space.CALL]
-        assert program.ops == lowering.program(rank).ops
+        added = [place for place in places if place is not Place.SUM]
+        assert sorted(added) == [Place.CALL, Place.HELD, Place.HELD, Place.HELD]
 
 
 SLOW = Cluster("two", 2, 4, Mesh(50.0), Network(1, 5.0), Device("fast", 900.0, 0.6))
@@ -270,7 +270,7 @@ def test_the_memory_of_a_sum_is_counted() -> None:
     for n, node in ((8, 2), (8, 4), (16, 4), (16, 8)):
         plan = build_plan("zigzag", n, full(n * 1024))
         found = [
-            max(footprint(Lowering(each, Target(work, PACKED)).program(rank), work).total for rank in range(n))
+            max(footprint(Recorder(each, Target(work, PACKED)).record(rank), work).total for rank in range(n))
             for each in (backward_plan(plan), summed(plan, node))
         ]
         assert 0 < found[1] - found[0] <= 10 * 1024 * work.token_bytes(Kind.DKV)

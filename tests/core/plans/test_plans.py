@@ -25,7 +25,7 @@ from megatron_longctx.core.plans import (
     backward_plan,
     build_plan,
     keep_received,
-    lower,
+    record,
     transpose,
     verify,
 )
@@ -236,7 +236,7 @@ def test_caches_stay_within_their_bounds() -> None:
     """With hundreds of packs, as in a training run."""
     target = Target(Workload(2, 2, 8), KernelSupport(packed=True, rectangles=True, windows=True))
     for number in range(300):
-        lower(build_plan("zigzag", 2, documents([1 + number, 301 - number])), 0, target)
+        record(build_plan("zigzag", 2, documents([1 + number, 301 - number])), 0, target)
     modules = [of for name, of in sys.modules.items() if name.startswith("megatron_longctx.core.plans")]
     caches = {x for of in modules for x in vars(of).values() if hasattr(x, "cache_info")}
     assert {"_build_cached", "visibility", "_calls"} <= {cache.__name__ for cache in caches}

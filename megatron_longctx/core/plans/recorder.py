@@ -12,15 +12,26 @@ from itertools import accumulate, groupby
 
 from .kernel_calls import kernel_calls
 from .lifetimes import assign_slots
-from .lower import Lowering
-from .mask import Slice, canonical
-from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind
-from .program import Receive
-from .program import Rows as PackedRows
-from .program import Space as PackedSpace
-from .recording import Acquire, Compute, Copy, Memory, Op, Part, Place, Recording, Release, Rows, Send, Wait
-from .send_layout import ResultMessage, sent_results
+from .mask import FAR, Slice, canonical
+from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Plan
+from .recording import (  # fmt: skip
+    Acquire,
+    Compute,
+    Copy,
+    Memory,
+    Op,
+    Part,
+    Place,
+    Receive,
+    Recording,
+    Release,
+    Rows,
+    Send,
+    Wait,
+)
+from .send_layout import ResultMessage, SendLayout, SentResults, send_layout, sent_results
 from .sums import Sum, by_block, call_results
+from .workload import Target
 
 LONG_RUN = 2048
 """The length from which a contiguous run of keys has separate kernel calls. Shorter neighbours are gathered."""
@@ -28,21 +39,45 @@ LONG_RUN = 2048
 Pairs = Sequence[tuple[Rows, Rows]]
 
 
-def record(lowering: Lowering, rank: int, calls_first: bool = False) -> Recording:
-    """Return the recording of one rank's pass.
+class Recorder:
+    """The recordings of a plan's ranks on a target, each made on demand."""
 
-    calls_first: start the first messages behind the first kernel call, which then begins earlier.
-    """
-    return _Recorder(lowering, rank).record(calls_first)
+    def __init__(self, plan: Plan, target: Target) -> None:
+        self.plan, self.target = plan, target
+        self.takes = target.takes if plan.backward else target.takes._replace(longest_causal=FAR)
+        self._layouts: dict[int, SendLayout] = {}
+
+    def send_layout(self, rank: int, results: SentResults | None = None) -> SendLayout:
+        """Return the layout of a rank's send memory. `results` are the rank's, if they are known."""
+        if rank not in self._layouts:
+            computed = (results or sent_results(self.plan, rank)).computed
+            row_bytes, peers = self.target.workload.field_bytes, self.target.peers(rank)
+            self._layouts[rank] = send_layout(self.plan, rank, row_bytes, peers, computed)
+        return self._layouts[rank]
+
+    def send_bytes(self) -> int:
+        """Return the size of the largest send memory of a rank."""
+        return max((self.send_layout(rank).num_bytes for rank in range(self.plan.n)), default=0)
+
+    def record(self, rank: int) -> Recording:
+        """Return the recording of one rank's pass."""
+        return _OfRank(self, rank).record()
 
 
-class _Recorder:
-    def __init__(self, lowering: Lowering, rank: int) -> None:
-        self.lowering, self.rank = lowering, rank
-        plan, self.target = lowering.plan, lowering.target
+def record(plan: Plan, rank: int, target: Target) -> Recording:
+    """Return the recording of one rank's pass."""
+    return Recorder(plan, target).record(rank)
+
+
+class _OfRank:
+    """The recording of one rank."""
+
+    def __init__(self, recorder: Recorder, rank: int) -> None:
+        self.recorder, self.rank = recorder, rank
+        plan, self.target = recorder.plan, recorder.target
         self.plan, self.peers, self.last = plan, self.target.peers(rank), len(plan.steps) - 1
         self.receives, self.results = plan.receives(rank), sent_results(plan, rank)
-        self.layout = lowering.send_layout(rank, self.results)
+        self.layout = recorder.send_layout(rank, self.results)
         self.ops: list[Op] = []
         self.sent = [
             Memory(Place.SENT, each.kind, each.tokens, each.heads, i) for i, each in enumerate(self.layout.regions)
@@ -51,7 +86,7 @@ class _Recorder:
         self.mine = {kind: Memory(Place.OWN, kind, tokens[kind]) for kind in Kind}
         self.held: dict[tuple[Kind, int], list[tuple[int, Block, Rows]]] = defaultdict(list)
         self.arriving: list[dict[Block, Rows]] = [{} for _ in plan.steps]
-        self.with_own = self._gathered_with_own()
+        self.with_own = plan.gathered_with_own(rank)
         self.gathered: dict[tuple[Block, ...], Rows] = {}
         self.kept: list[tuple[Rows, ...]] = []
         self.num_kept = 0
@@ -60,7 +95,7 @@ class _Recorder:
         kinds = (Kind.DQ, Kind.DKV) if plan.backward else (Kind.OUT,)
         self.own = {kind: self._sum(kind, tokens[kind]) for kind in kinds}
 
-    def record(self, calls_first: bool) -> Recording:
+    def record(self) -> Recording:
         self._pack(0)
         in_flight = ends_in_place = False
         for t, step in enumerate(self.plan.steps):
@@ -68,11 +103,8 @@ class _Recorder:
                 self.ops.append(Wait(t - 1))
             in_place = self._is_read_in_place(t)
             in_flight = not in_place and self._has_messages(t)
-            ends_in_place = (
-                in_place
-                and t == self.last
-                and all(block.kind in RESULTS and block.home == self.rank for block, _, _ in self.receives[t])
-            )
+            mine = all(block.kind in RESULTS and block.home == self.rank for block, _, _ in self.receives[t])
+            ends_in_place = in_place and t == self.last and mine
             own_copies = [] if ends_in_place else self._make_room(t)
             if in_flight:
                 self.ops.append(Send(t))
@@ -95,8 +127,7 @@ class _Recorder:
             own |= {kind: each.finish() for kind, each in self.own.items() if kind in late}
         elif ends_in_place:
             self.ops.append(Release(self.last))
-        if calls_first:
-            self._delay_first_messages()
+        self._delay_first_messages()
         receives = tuple(tuple(self._receives(t)) for t in range(len(self.receives)))
         passed = tuple(
             tuple(self._find(m.block, t) for m in messages if m.passed)
@@ -151,23 +182,11 @@ class _Recorder:
     def _new_held(self, kind: Kind, tokens: int, heads: Heads, kept: bool = False) -> Memory:
         return Memory(Place.HELD, kind, tokens, heads, -1 if kept else 0)
 
-    def _gathered_with_own(self) -> dict[tuple[Kind, frozenset[Block]], tuple[Block, ...]]:
-        """Return the inputs of calls that join a part of the heads of this and other ranks, keyed by the others'."""
-        found: dict[tuple[Kind, frozenset[Block]], tuple[Block, ...]] = {}
-        for step in self.plan.steps:
-            for attend in step.attends[self.rank]:
-                for blocks in self.plan.inputs(attend, self.rank) if attend.heads.parts > 1 else ():
-                    away = frozenset(block for block in blocks if block.home != self.rank)
-                    if 0 < len(away) < len(blocks):
-                        found.setdefault((blocks[0].kind, away), blocks)
-        return found
-
     def _pack(self, t: int) -> None:
-        def rows(each: PackedRows) -> Rows:
-            memory = self.sent[each.number] if each.space is PackedSpace.SENT else self.mine[each.kind]
-            return memory.rows(each.start, each.stop, each.heads)
-
-        self._copy([(rows(into), rows(source)) for into, source in self.layout.packing[t]])
+        packing = self.layout.packing[t]
+        into = [self.sent[region].rows(start, start + block.tokens) for block, region, start in packing]
+        own = [self.mine[block.kind].rows(block.start, block.stop, block.heads) for block, _, _ in packing]
+        self._copy(list(zip(into, own, strict=True)))
 
     def _copy(self, pairs: Pairs) -> None:
         if pairs:
@@ -187,16 +206,17 @@ class _Recorder:
         self.ops.append(Release(t))
 
     def _receives(self, t: int) -> Iterator[Receive]:
-        layouts = {s: self.lowering.send_layout(s) for s in {s for _, s, _ in self.receives[t]} & self.peers}
+        layouts = {s: self.recorder.send_layout(s) for s in {s for _, s, _ in self.receives[t]} & self.peers}
         coming = {s: iter([m for m in each.messages[t] if m.peer == self.rank]) for s, each in layouts.items()}
         for block, source, _ in self.receives[t]:
             spans: tuple[tuple[int, int], ...] = ()
             if source in self.peers:
                 message = next(coming[source])
                 spans = layouts[source].regions[message.region].spans(message.start, block.tokens)
-            yield Receive(block, source, self.arriving[t].get(block), spans)  # type: ignore[arg-type]
+            yield Receive(block, source, self.arriving[t].get(block), spans)
 
     def _delay_first_messages(self) -> None:
+        """Start the first messages behind the first kernel call, which then begins earlier."""
         kinds = list(map(type, self.ops))
         if Send in kinds:
             at = kinds.index(Send)
@@ -229,11 +249,8 @@ class _Recorder:
 
     def _gather(self, sources: Sequence[Rows], kept: bool = False) -> Rows:
         """Copy rows one behind the other."""
-        memory, at, pairs = (
-            self._new_held(sources[0].kind, sum(e.tokens for e in sources), sources[0].heads, kept),
-            0,
-            [],
-        )
+        tokens, at, pairs = sum(each.tokens for each in sources), 0, []
+        memory = self._new_held(sources[0].kind, tokens, sources[0].heads, kept)
         for rows in sources:
             pairs.append((memory.rows(at, at + rows.tokens), rows))
             at += rows.tokens
@@ -311,7 +328,7 @@ class _Recorder:
             if len(keys) > 1:
                 cut = (each.cut(0, attend.num_queries, at, at + rows.tokens) for each in attend.slices)
                 slices = [each.moved(0, -at) for each in cut if each is not None]
-            for call in kernel_calls(slices, self.lowering.takes):
+            for call in kernel_calls(slices, self.recorder.takes):
                 (q0, q1), (k0, k1) = call.q_span, call.k_span
                 homes = tuple({block.home for block, *_ in by_block(attend.keys, at + k0, at + k1)})
                 sizes = {Kind.DKV: k1 - k0, Kind.DQ: q1 - q0} if self.plan.backward else {Kind.OUT: q1 - q0}

@@ -1,4 +1,4 @@
-"""Programs compute their plans, never use memory too early, and need no more memory than promised."""
+"""Recordings compute their plans, never use memory too early, and need no more memory than promised."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from megatron_longctx.core.plans import (
     MODES,
     KernelSupport,
     Kind,
-    Lowering,
     Mask,
     ModeOptions,
     Plan,
+    Recorder,
     Target,
     Workload,
     backward_plan,
-    buffers,
     build_plan,
     keep_received,
-    lower,
+    record,
+    recorder,
 )
-from megatron_longctx.core.plans.accumulators import MAX_PARTIALS
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.core.plans.mask import causal, documents, full
-from megatron_longctx.core.plans.program import Acquire, Compute, Copy, Mark, Merge, Release, Send, Space, Wait
+from megatron_longctx.core.plans.recording import Acquire, Compute, Copy, Merge, Place, Release, Send, Wait
+from megatron_longctx.core.plans.sums import MAX_PARTIALS
 from megatron_longctx.planner.footprint import Footprint, footprint
 from tests.core.plans.follow import parts_of
 from tests.core.plans.interpret import interpret
@@ -62,7 +62,7 @@ def targets(draw: st.DrawFn, n: int, parts: int) -> Target:
 @pytest.mark.parametrize("schedule", MODES)
 @settings(max_examples=25, deadline=None)
 @given(masks(30), st.sampled_from([1, 2, 3, 4, 6]), st.data())
-def test_programs_compute_their_plans(schedule: str, mask: Mask, n: int, data: st.DataObject) -> None:
+def test_recordings_compute_their_plans(schedule: str, mask: Mask, n: int, data: st.DataObject) -> None:
     options = ModeOptions(data.draw(st.sampled_from([None, 6])))
     plan = build_plan(schedule, n, mask, options)
     plan = keep_received(plan) if data.draw(st.booleans()) else plan
@@ -72,13 +72,13 @@ def test_programs_compute_their_plans(schedule: str, mask: Mask, n: int, data: s
 @pytest.mark.parametrize("mode", CACHE_MODES)
 @settings(max_examples=20, deadline=None)
 @given(caches(), st.data())
-def test_programs_over_a_cache(mode: str, cache: Cache, data: st.DataObject) -> None:
+def test_recordings_over_a_cache(mode: str, cache: Cache, data: st.DataObject) -> None:
     plan = CACHE_MODES[mode](*cache)
     interpret(plan, data.draw(targets(plan.n, 1)), order=data.draw(st.randoms(use_true_random=False)))
 
 
 @pytest.mark.parametrize("way", ["peers", "nodes", "messages"])
-def test_programs_of_hand_written_plans(way: str) -> None:
+def test_recordings_of_hand_written_plans(way: str) -> None:
     for plan in (helper_plan(3, 11), tangled_plan(15), one_sided_plan(10)):
         for each in (plan, keep_received(plan)):
             run_both_ways(each, Target(Workload(2, 1, 2), PACKED, hosts_of(plan.n, way)), random.Random(0))
@@ -88,21 +88,20 @@ def test_programs_of_hand_written_plans(way: str) -> None:
 def test_a_merge_has_few_parts_and_no_part_is_merged_twice(schedule: str) -> None:
     plan = build_plan(schedule, 8, documents([300, 5, 400, 319], window=(200, None)), ModeOptions(40))
     for each in (plan, backward_plan(plan)):
-        for program in map(Lowering(each, Target(Workload(8, 8, 2), PACKED)).program, range(8)):
-            merges = [op for op in program.ops if isinstance(op, Merge)]
+        for recording in map(Recorder(each, Target(Workload(8, 8, 2), PACKED)).record, range(8)):
+            merges = [op for op in recording.ops if isinstance(op, Merge)]
             assert all(1 <= len(merge.parts) <= MAX_PARTIALS for merge in merges)
-            of_calls = [part.rows for merge in merges for part in merge.parts if part.rows.space is Space.CALL]
+            of_calls = [part.rows for merge in merges for part in merge.parts if part.rows.memory.place is Place.CALL]
             assert len(of_calls) == len(set(of_calls))
 
 
-def test_messages_start_before_the_calls_that_they_overlap() -> None:
+def test_the_first_messages_start_behind_the_first_call() -> None:
     def types(plan: Plan, hosts: str) -> list[type]:
-        program = lower(plan, 1, Target(Workload(2, 2, 2), PACKED, hosts_of(2, hosts)))
-        return [type(op) for op in program.ops if not isinstance(op, Mark)]
+        return list(map(type, record(plan, 1, Target(Workload(2, 2, 2), PACKED, hosts_of(2, hosts))).ops))
 
     ring = build_plan("ring", 2, full(8))
     for hosts in ("messages", "peers"):
-        assert types(ring, hosts) == [Copy, Send, Compute, Wait, Compute, Merge]
+        assert types(ring, hosts) == [Copy, Compute, Send, Wait, Compute, Merge]
     # Messages that overlap nothing are read in place: queries and keys, at the end the outputs.
     ulysses = build_plan("ulysses", 2, full(8))
     assert types(ulysses, "peers") == [Copy, Acquire, Copy, Release, Compute, Copy, Acquire, Copy, Release]
@@ -115,10 +114,10 @@ def test_a_ring_needs_two_buffers_of_keys_whatever_the_number_of_ranks(schedule:
     """One buffer is attended to while the other is filled."""
     for mask in (full(8 * n), causal(8 * n)):
         plan = build_plan(schedule, n, mask, ModeOptions(inner_size=n))
-        lowering = Lowering(plan, Target(Workload(2, 2, 2), PACKED))
-        found = [each for rank in range(n) for each in lowering.program(rank).buffers]
+        recorded = Recorder(plan, Target(Workload(2, 2, 2), PACKED))
+        found = [each for rank in range(n) for each in recorded.record(rank).slots]
         assert {each.kind for each in found} == {Kind.KV} and max(each.tokens for each in found) <= 8
-        assert max(len(lowering.program(rank).buffers) for rank in range(n)) == min(2, n - 1)
+        assert max(len(recorded.record(rank).slots) for rank in range(n)) == min(2, n - 1)
 
 
 WINDOW = 64
@@ -147,37 +146,37 @@ def test_a_window_costs_the_bytes_of_a_window(schedule: str, n: int) -> None:
         for each in (plan, backward_plan(plan)):
             sent = sum(work.block_bytes(m.block) for step in each.steps for m in step.moves if m.block.kind is Kind.KV)
             assert sent <= (most + groups) * token and (sent == (most + groups) * token or schedule == "tasp")
-        lowering = Lowering(plan, Target(work, PACKED, hosts_of(n, "peers")))
+        recorded = Recorder(plan, Target(work, PACKED, hosts_of(n, "peers")))
         if not groups:
-            assert max(sum(each.tokens for each in lowering.program(r).buffers) for r in range(n)) <= 4 * WINDOW
-            assert lowering.send_bytes() <= 5.5 * WINDOW * token
+            assert max(sum(each.tokens for each in recorded.record(r).slots) for r in range(n)) <= 4 * WINDOW
+            assert recorded.send_bytes() <= 5.5 * WINDOW * token
 
 
 def test_documents_on_one_rank_take_one_kernel_call() -> None:
     plan = build_plan("zigzag", 4, documents([4] * 32))
     for rank in range(4):
-        (call,) = lower(plan, rank, Target(Workload(1, 1, 2), PACKED)).ops
+        (call,) = record(plan, rank, Target(Workload(1, 1, 2), PACKED)).ops
         assert isinstance(call, Compute) and len(call.call.segments) == 8 and call.homes == (rank,)
 
 
 def test_a_single_rank_copies_nothing() -> None:
-    program = lower(build_plan("zigzag", 1, 64), 0, Target(Workload(4, 2, 8), PACKED))
-    (call,) = program.ops
-    assert isinstance(call, Compute) and call.queries.space is call.keys.space is Space.OWN
-    assert program.own[Kind.OUT].space is Space.CALL and not program.buffers and program.sends.num_bytes == 0
+    recording = record(build_plan("zigzag", 1, 64), 0, Target(Workload(4, 2, 8), PACKED))
+    (call,) = recording.ops
+    assert isinstance(call, Compute) and call.queries.memory.place is call.keys.memory.place is Place.OWN
+    assert recording.own[Kind.OUT].memory.place is Place.CALL and not recording.slots and recording.sends.num_bytes == 0
 
 
 def test_long_runs_of_keys_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short neighbours are, and all keys are if results may not depend on their place in the cache."""
     long = 64
-    monkeypatch.setattr(buffers, "LONG_RUN", long)
+    monkeypatch.setattr(recorder, "LONG_RUN", long)
 
     def work(*runs: int, joined: bool = False) -> tuple[int, int]:
         """Return the rows copied and the kernel calls of a query over runs of keys with gaps in the cache."""
         plan = CACHE_MODES["pass_kv"](*cache_of({"lengths": [sum(runs)]}, [1], runs, 1, free=5))
-        program = lower(plan, 0, Target(Workload(1, 1, 2), PACKED, joined=joined))
-        copies = [into for op in program.ops if isinstance(op, Copy) for into, _ in op.pairs]
-        return sum(into.tokens for into in copies), len(program.calls)
+        recording = record(plan, 0, Target(Workload(1, 1, 2), PACKED, joined=joined))
+        copies = [into for op in recording.ops if isinstance(op, Copy) for into, _ in op.pairs]
+        return sum(into.tokens for into in copies), len(recording.calls)
 
     assert work(long, long) == (0, 2) and work(long, long, joined=True) == (2 * long, 1)
     assert work(9, 9, 9) == (27, 1) and work(long) == (0, 1)
@@ -188,20 +187,20 @@ def test_footprint_of_a_ring_by_hand() -> None:
     """2 ranks have 1,024 tokens each, of 4 heads of 64 in fp32: q, k, v and out take 1 MiB each."""
     mib, lse = 2**20, 1024 * 4 * 4
     plan = build_plan("ring", 2, full(2048))
-    found = [footprint(lower(plan, rank, Target(WORK, PACKED)), WORK) for rank in range(2)]
+    found = [footprint(record(plan, rank, Target(WORK, PACKED)), WORK) for rank in range(2)]
     # q, k, v; the other rank's k, v; its own in send memory; two outs and their merged result.
     assert found[0] == found[1] == Footprint(3 * mib, 2 * mib, 0, 2 * mib, 3 * (mib + lse))
     assert found[0].total == 10 * mib + 3 * lse
-    peers = footprint(lower(plan, 0, Target(WORK, PACKED, hosts_of(2, "peers"))), WORK)
+    peers = footprint(record(plan, 0, Target(WORK, PACKED, hosts_of(2, "peers"))), WORK)
     assert peers.sent == 4 * mib, "two passes alternate"
-    backward = footprint(lower(backward_plan(plan), 0, Target(WORK, PACKED)), WORK)
+    backward = footprint(record(backward_plan(plan), 0, Target(WORK, PACKED)), WORK)
     # q, k, v, out, its gradient, lse; k, v and a gradient of these; k, v and the gradient in send memory.
     assert (backward.inputs, backward.buffers, backward.sent) == (5 * mib + lse, 4 * mib, 4 * mib)
 
 
 def test_the_first_rank_of_a_causal_ring_receives_nothing() -> None:
     plan = build_plan("ring", 2, 2048)
-    first, second = (footprint(lower(plan, rank, Target(WORK, PACKED)), WORK) for rank in range(2))
+    first, second = (footprint(record(plan, rank, Target(WORK, PACKED)), WORK) for rank in range(2))
     assert (first.buffers, second.buffers) == (0, 2**21) and (first.sent, second.sent) == (2**21, 0)
     assert first.results == 2**20 + 1024 * 16
 
@@ -209,30 +208,19 @@ def test_the_first_rank_of_a_causal_ring_receives_nothing() -> None:
 def test_kernel_workspaces_are_counted_on_request() -> None:
     """Backward needs dq in fp32, a sum per query and, with grouped heads, a dk and dv of every query head."""
     grouped, plan = Workload(4, 2, 64), backward_plan(build_plan("zigzag", 1, full(1024)))
-    program = lower(plan, 0, Target(grouped, PACKED))
-    plain, more = (footprint(program, grouped, workspace).results for workspace in (False, True))
+    recording = record(plan, 0, Target(grouped, PACKED))
+    plain, more = (footprint(recording, grouped, workspace).results for workspace in (False, True))
     assert more - plain == 1024 * (4 * 64 * 4 + 4 * 4) + 1024 * 2 * 4 * 64 * 2
-    forward = lower(build_plan("zigzag", 1, full(1024)), 0, Target(grouped, PACKED))
+    forward = record(build_plan("zigzag", 1, full(1024)), 0, Target(grouped, PACKED))
     assert footprint(forward, grouped) == footprint(forward, grouped, workspace=True)
 
 
 def test_memory_of_a_ring_does_not_depend_on_more_ranks() -> None:
     def total(n: int) -> int:
-        lowering = Lowering(build_plan("zigzag", n, full(1024 * n)), Target(WORK, PACKED))
-        return max(footprint(lowering.program(rank), WORK).total for rank in range(n))
+        recorded = Recorder(build_plan("zigzag", n, full(1024 * n)), Target(WORK, PACKED))
+        return max(footprint(recorded.record(rank), WORK).total for rank in range(n))
 
     assert total(8) == total(16) > total(4), "with four ranks or fewer no results are merged before the end"
-
-
-def test_buffer_names_put_the_largest_first() -> None:
-    """So a shorter sequence fits into the memory of a longer one."""
-    program = lower(build_plan("tasp", 4, 999), 1, Target(WORK, PACKED))
-    sizes: dict[tuple[Kind, int], list[tuple[int, int]]] = {}
-    for each, name in zip(program.buffers, program.buffer_names, strict=True):
-        sizes.setdefault((each.kind, each.parts), []).append((name, -each.tokens))
-    for found in sizes.values():
-        assert [name for name, _ in sorted(found)] == list(range(len(found)))
-        assert [tokens for _, tokens in sorted(found)] == sorted(tokens for _, tokens in found)
 
 
 @pytest.mark.parametrize("n", [8, 24])
@@ -241,13 +229,13 @@ def test_gathered_keys_take_no_more_memory_with_more_ranks(n: int) -> None:
     plan = build_plan("double_ring", n, full(16 * n), ModeOptions(inner_size=2))
     for each in (plan, backward_plan(plan)):
         for rank in (0, 1, n - 1):
-            found = lower(each, rank, Target(Workload(2, 2, 8))).buffers
+            found = record(each, rank, Target(Workload(2, 2, 8))).slots
             assert sum(buffer.tokens for buffer in found if buffer.kind is Kind.KV) <= 3 * 24 + 16
 
 
 def test_long_causal_segments_are_cut_only_in_backward() -> None:
     target, plan = Target(Workload(2, 2, 2), PACKED._replace(longest_causal=256)), build_plan("ring", 1, 1024)
-    forward, backward = (lower(each, 0, target) for each in (plan, backward_plan(plan)))
+    forward, backward = (record(each, 0, target) for each in (plan, backward_plan(plan)))
     (whole,) = forward.calls
     assert whole.call.causal and len(backward.calls) == 3
     assert sum(op.call.pairs for op in backward.calls) == whole.call.pairs
