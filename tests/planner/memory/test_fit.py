@@ -91,7 +91,7 @@ def test_check_refuses_warns_and_names_settings_to_change() -> None:
     assert f"Set recompute.mode=layer {chunk} (118.1 GiB)" in str(no.value)
     with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} \(89.2 GiB"):
         check(job, device, 65 * GIB)
-    with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} {tile} \(81.5 GiB"):
+    with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} {tile} \(80.7 GiB"):
         check(job, 95 * GIB, 65 * GIB)
     advised = _job("recompute=layer", chunk)
     assert check(advised, device) is None
