@@ -151,7 +151,7 @@ class RankProcesses:
 
 
 def _rank_process(report: Connection, fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> None:
-    mp._prctl_pr_set_pdeathsig(signal.SIGINT)  # type: ignore[attr-defined]
+    mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     try:
         fn(rank, *args)
     except KeyboardInterrupt:
@@ -215,6 +215,11 @@ def exit_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+def interrupt_with_parent() -> None:
+    """Let the end of its parent interrupt this process from now on, instead of killing it: it has something to save."""
+    mp._prctl_pr_set_pdeathsig(signal.SIGINT)  # type: ignore[attr-defined]
 
 
 def parent_has_ended() -> bool:

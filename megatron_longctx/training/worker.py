@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..config.gpus import uses_cuda
 from .heartbeat import Heartbeat, enable_flight_recorder
 from .job import Job
-from .local_ranks import parent_has_ended
+from .local_ranks import interrupt_with_parent, parent_has_ended
 from .rendezvous import RankInfo, connect_store, host_store, join_group
 from .run_folder import RunFolder, RunLock, disk_full
 from .signals import StopRequest
@@ -31,7 +31,7 @@ def run_local(local_rank: int, job: Job, listener: socket.socket, lock: RunLock)
     """
     gc.freeze()  # a fork then copies fewer pages of the launcher
     if parent_has_ended():
-        return  # it died while this rank was starting; from now on its death arrives as SIGINT
+        return  # it died while this rank was starting; from now on its death kills this rank
     lock.keep_from_children()
     place = RankInfo.local(local_rank, job.world_size)
     place.export(os.environ)
@@ -46,7 +46,9 @@ def run_local(local_rank: int, job: Job, listener: socket.socket, lock: RunLock)
             listener.close()  # otherwise connections would wait here once rank 0 has ended
             store = connect_store(port, limit)
         enable_flight_recorder(folder.ranks)
+        # Until here nothing interrupts a rank that waits for another one, and it has nothing to save.
         join_group(place, store, limit, uses_cuda(config.train.device))
+        interrupt_with_parent()
     except BaseException as error:
         folder.record_error(local_rank, error)
         raise
