@@ -14,7 +14,7 @@ EXTRAS = {
     "gpu": ("transformer_engine", "flash_attn"),
     "serve": ("starlette", "uvicorn"),
     "models": ("safetensors", "gguf", "transformers", "tokenizers", "sentencepiece", "tiktoken"),
-    "data": ("backports",) if sys.version_info < (3, 14) else (),
+    "data": ("backports.zstd",) if sys.version_info < (3, 14) else (),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb_workspaces",),
     "docs": ("sphinx", "myst_parser", "furo"),
@@ -39,7 +39,14 @@ def refuse(name: str, value: object, expected: str, remedy: str) -> ValueError:
 
 def absent(extra: str) -> list[str]:
     """Return the modules of an extra that are not installed. It imports none."""
-    return [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]
+    return [module for module in EXTRAS[extra] if not _installed(module)]
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is missing
+        return False
 
 
 def install(extra: str) -> str:
@@ -50,7 +57,7 @@ def install(extra: str) -> str:
 def without_extra(error: ModuleNotFoundError) -> str | None:
     """Return the line for an import that failed because an extra is missing; None if no extra has the module."""
     module = (error.name or "").split(".")[0]
-    extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+    extra = next((extra for extra, modules in EXTRAS.items() if module in (m.split(".")[0] for m in modules)), None)
     if extra == "megatron":  # the verbs need more than Megatron
         extra = "train"
     return extra and f"the package {module} is not installed. Run {install(extra)}."

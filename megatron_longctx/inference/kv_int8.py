@@ -20,7 +20,6 @@ class Int8KV(KVFormat):
     dtype: the dtype in which attention is computed.
     """
 
-    splits_into_views = False
     head_dim: int
     dtype: torch.dtype
 

@@ -69,7 +69,7 @@ def test_an_untested_torch_is_named(installed_version: str, tested: bool, monkey
     monkeypatch.setattr(doctor, "requires", lambda _: requirements)
     monkeypatch.setattr(torch, "__version__", installed_version)
     detail = findings_by_name()["torch"].detail
-    assert detail.startswith(installed_version) and ("NOT TESTED: torch<2.14,>=2.11 is" in detail) is not tested
+    assert detail.startswith(installed_version) and ("NOT TESTED: torch" in detail) is not tested
 
 
 def test_every_kernel_provider_is_listed_with_a_reason_if_it_is_not_usable() -> None:

@@ -143,7 +143,7 @@ def test_a_given_result_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -
     def forbidden(*_: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("megatron_longctx.core.attention.function.Run", forbidden)
+    monkeypatch.setattr("megatron_longctx.core.attention.function.forward_pass", forbidden)
     out = attention(q.requires_grad_(), k, v, mask=7, result=result)
     assert torch.equal(out, result.out) and out.requires_grad and not result.out.requires_grad
     with pytest.raises(ValueError, match=r"q has shape"):

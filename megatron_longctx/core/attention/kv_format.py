@@ -36,7 +36,7 @@ class TensorSpec(NamedTuple):
 class KVFormat(ABC):
     """A way to store and send keys `[t, b, g, d]` and values `[t, b, g, e]`."""
 
-    splits_into_views: ClassVar[bool] = True
+    splits_into_views: ClassVar[bool] = False
     """Whether `split` returns parts of the rows, which change with them."""
 
     @property
@@ -71,6 +71,7 @@ def plain_kv(head_dim: int, value_dim: int, dtype: torch.dtype) -> KVFormat:
 class StackedKV(KVFormat):
     """Keys `[t, 0]` and values `[t, 1]` of `[t, 2, b, g, d]`, for equal head dims."""
 
+    splits_into_views = True
     head_dim: int
     dtype: torch.dtype
 
@@ -89,6 +90,7 @@ class StackedKV(KVFormat):
 class JoinedKV(KVFormat):
     """A head's key followed by its value, for any two head dims."""
 
+    splits_into_views = True
     head_dim: int
     value_dim: int
     dtype: torch.dtype
