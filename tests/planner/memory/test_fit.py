@@ -96,7 +96,7 @@ def test_check_refuses_warns_and_names_settings_to_change() -> None:
     advised = _job("recompute=layer", chunk)
     assert check(advised, device) is None
     close = check(advised, int(predict(advised).num_bytes / (SAFE_SHARE + 0.05)))
-    assert close is not None and f"may run out. Set {tile} (110.4 GiB)" in close
+    assert close is not None and f"may run out. Set {tile} (109.7 GiB)" in close
     with pytest.raises(
         ValueError, match=r"Set recompute.mode=layer .* and data.seq_length=\d+ or less, or raise"
     ) as no:
