@@ -174,7 +174,7 @@ def test_first_calls_do_not_count_and_the_slowest_rank_decides() -> None:
 
 
 @pytest.mark.gpu
-def test_gpus_are_timed_without_launch_times() -> None:
+def test_gpus_are_timed_with_what_the_host_needs() -> None:
     x = torch.ones(1024, device="cuda")
 
     def call(x: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ def test_gpus_are_timed_without_launch_times() -> None:
         x.mul_(1)
 
     call(x)
-    assert 0 < crossover._row(call, x) < 1e-4
+    assert crossover._row(call, x) > 2e-4
 
 
 def test_the_crossover_is_faster_at_all_larger_sizes() -> None:

@@ -15,6 +15,7 @@ from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.core.comm import PeerMemoryError, PeerTransport, peer, symmetric
 from megatron_longctx.core.comm.symmetric import Hosts
 from megatron_longctx.core.kernels import AttentionKernel
+from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.testing.distributed import run_distributed
 
 CPU = torch.device("cpu")
@@ -242,8 +243,8 @@ def _failing_kernel(rank: int) -> list[Any]:
     layout = attention.layout(2048)
     q = torch.randn(layout.num_tokens(rank), 1, 8, 128, device=device, dtype=torch.bfloat16)
 
-    def call() -> Any:
-        return attention(q, q, q, mask=2048).float().norm().isfinite().item()
+    def call(window: int | None = None) -> Any:
+        return attention(q, q, q, mask=documents([2048], window=window)).float().norm().isfinite().item()
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise ArithmeticError("a kernel gave up")
@@ -252,7 +253,7 @@ def _failing_kernel(rank: int) -> list[Any]:
     forward = AttentionKernel.forward
     AttentionKernel.forward = fails  # type: ignore[method-assign]
     try:
-        call()
+        call(window=100)  # a new kind of call, which has not been prepared with the kernel that works
     except ArithmeticError as error:
         result.append(str(error))
     AttentionKernel.forward = forward  # type: ignore[method-assign]
