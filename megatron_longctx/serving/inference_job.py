@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..config import Config
 from ..config.cluster import load_cluster
@@ -34,13 +36,16 @@ from ..training.signals import blocked
 
 _GRACE_S = 5.0
 _OWN_ERROR_WITHIN_S = 30.0
+_POLL_S = 0.2
+_STOPPED, _ENDED = "longctx/stopped", "longctx/ended"
+"""Keys of the store: rank 0 has been stopped, and how many other ranks know."""
 _SIZES = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _READ = tuple(f"parallelism.{key}" for key in (*_SIZES, "cluster", "timeout_s"))
 """The keys of `parallelism` that inference reads."""
 
 
 class Stopped(BaseException):
-    """Raised by the work of rank 0, in a job that it started alone, to end all ranks at once and without an error."""
+    """Raised by the work of rank 0 to end all ranks at once and without an error."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,12 @@ class InferenceJob:
 
     Attributes:
         options: the verb's own.
-        alone: whether this process starts the other ranks, not torchrun or Slurm.
     """
 
     config: Config
     checkpoints: Path
     iteration: int | None = None
     options: Any = None
-    alone: bool = True
 
     @property
     def world_size(self) -> int:
@@ -129,13 +132,13 @@ def build_job(
     config = adapted(override_config(replace(loaded, parallelism=parallelism), settings, training=False))
     config = with_length(config, loaded)
     check_saved_weights("checkpoint", run, config, iteration, ignore=RETRAINABLE)
-    alone = RankInfo.from_environment(os.environ) is None
-    job = InferenceJob(config, run / "checkpoints", iteration, options, alone)
+    job = InferenceJob(config, run / "checkpoints", iteration, options)
     device = device_type(config)
     check_kernel(config, device)
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # the choice of modes will need it: refuse it here if it cannot be read
+    alone = RankInfo.from_environment(os.environ) is None
     if device == "cuda" and job.world_size > max_gpu_ranks() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
         raise refuse(sizes, job.world_size, f"at most {max_gpu_ranks()}, the GPUs here", "Set them lower.")
@@ -158,11 +161,38 @@ def start(job: InferenceJob, work: Work) -> None:
             raise refuse("world size", place.world_size, expected, "Start that many ranks.")
         place.export(os.environ)
         join_group(place, rendezvous_store(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
-        _work(job, work)
+        with _stopped_together(place):
+            _work(job, work)
         dist.destroy_process_group()
         return
     with suppress(Stopped), _ranks(job, work):
         _work(job, work)
+
+
+@contextmanager
+def _stopped_together(place: RankInfo) -> Iterator[None]:
+    """When the work of rank 0 raises Stopped, all ranks that torchrun or Slurm started end without an error.
+
+    The other ranks then wait for rank 0 in the middle of a round, where nothing but the end of their process helps.
+    """
+    store = distributed_c10d._get_default_store()
+    if place.rank:
+        threading.Thread(target=_end_when_stopped, args=(store,), name="end with rank 0", daemon=True).start()
+    try:
+        yield
+    except Stopped:
+        store.set(_STOPPED, "1")
+        deadline = time.monotonic() + _GRACE_S
+        while store.add(_ENDED, 0) < place.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+def _end_when_stopped(store: distributed_c10d.Store) -> None:
+    with suppress(RuntimeError):  # the store ended: so did rank 0, with its own error
+        while not store.check([_STOPPED]):
+            time.sleep(_POLL_S)
+        store.add(_ENDED, 1)
+        os._exit(0)
 
 
 def check_memory(job: InferenceJob) -> None:

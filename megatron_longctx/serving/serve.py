@@ -111,7 +111,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
         )
 
         def beat() -> None:
-            if inbox.stopping and job.alone:
+            if inbox.stopping:
                 raise Stopped
             inbox.beat()
 

@@ -27,7 +27,7 @@ from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.serving import inference_job, serve
 from megatron_longctx.serving.http_api.inbox import Inbox
 from megatron_longctx.serving.inference_job import InferenceJob, build_job, start
-from tests.shared.jobs import CLI, PATIENCE_S, Job, clean_environment, started
+from tests.shared.jobs import CLI, PATIENCE_S, TORCHRUN, Job, clean_environment, started
 from tests.shared.processes import SLOW_START
 from tests.shared.training import changed
 
@@ -271,6 +271,51 @@ def test_a_signal_ends_a_round_at_its_next_layer(trained: Config, monkeypatch: p
         assert answer.result(PATIENCE_S) == 503
     assert len(beats) == 1 and beats[0] is not None and trained.model.num_layers > 1
     assert not dist.is_initialized()
+
+
+STOPPED_IN_A_LAYER = """
+import os, signal, sys
+from megatron_longctx.cli import cli
+from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.serving import serve
+from megatron_longctx.serving.http_api.inbox import Inbox
+
+append, beat = LongContextEngine.append, Inbox.beat
+
+def stop(inbox):
+    print("a layer", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    beat(inbox)
+
+def compute(engine, new):
+    Inbox.beat = stop
+    append(engine, new)
+    print("a round", flush=True)
+
+run_rounds = serve._run_rounds
+
+def run(scheduler, inbox):
+    LongContextEngine.append = compute  # not in the warm-up
+    run_rounds(scheduler, inbox)
+
+serve._run_rounds = run
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_ends_the_round_of_ranks_that_torchrun_started(trained: Config, tmp_path: Path) -> None:
+    (tmp_path / "stopped.py").write_text(STOPPED_IN_A_LAYER)
+    words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "serve.port=0", "parallelism=cp2"]
+    command = [*TORCHRUN, "--nproc-per-node", "2", str(tmp_path / "stopped.py"), "serve", *words]
+    environment = clean_environment(CUDA_VISIBLE_DEVICES="", MEGATRON_LONGCTX_API_KEY=KEY)
+    with started(tmp_path, command, environment, quick=True) as job:
+        job.wait_for("serving trained at http://127.0.0.1:")
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", job.out.read_text())
+        assert found is not None
+        assert Client(int(found.group(1)), job).ask("/v1/completions", {"prompt": "abc"})[0] == 503
+        assert job.wait() == 0, job.output()
+    text = job.output()
+    assert text.count("a layer") == 1 and "a round" not in text and "Traceback" not in text, text
 
 
 def test_other_ranks_end_before_this_one_closes_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,7 @@ def _command(words: Sequence[str], cwd: Path | None, files: Sequence[str], envir
     if words[0] == "-u":  # a rank of torchrun: python -u, and a module or a script
         words = words[1:]
     if words[0].endswith(".py"):
+        sys.argv = list(words)
         runpy.run_path(words[0], run_name="__main__")
         return
     if words[0] == "-m":
