@@ -44,6 +44,7 @@ class Registers:
     ) -> None:
         self._recording, self._shapes, self._packed = recording, shapes, packed
         self._pool, self._channel = pool, channel
+        pool.add_viewer(self)
         self._numbers: dict[Any, int] = {name: i for i, name in enumerate(("template", "scale", "exchange"))}
         self._fill: list[tuple[int, Callable[[_Shared], Any]]] = []  # registers of shared memory
         self.of_peers: dict[Memory, list[tuple[int, Callable[[Fields], Fields]]]] = {}
@@ -67,12 +68,17 @@ class Registers:
         values = self._templates[parity]
         if values is None:
             values = self._templates[parity] = [None] * len(self._numbers)
-            values[TEMPLATE] = values
             with torch.inference_mode(False):  # later runs use the views too
                 memory = self._memory()
                 for number, fill in self._fill:
                     values[number] = fill(memory)
-        return values.copy()
+        run = values.copy()
+        run[TEMPLATE] = values  # not in the template itself: a cycle would keep memory that was given up
+        return run
+
+    def forget(self) -> None:
+        """Give up the views of shared memory. A run that has begun keeps its own."""
+        self._templates = [None, None]
 
     def number(self, key: Any) -> int:
         """Return the register of a key: a memory, a kind of this rank's own tensors, or anything else."""

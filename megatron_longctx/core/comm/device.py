@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._viewers: list[ref[Any]] = []
         self._storage: dict[Hashable, Tensor] = {}
         self.generation = 0
 
@@ -39,8 +41,18 @@ class BufferPool:
         with torch.inference_mode(False):  # the memory outlives the call that allocates it
             if stored is None or stored.numel() < size:
                 self.generation += 1
+                for viewer in [each() for each in self._viewers]:
+                    if viewer is not None:
+                        viewer.forget()
+                del stored
+                self._storage.pop((name, dtype), None)
                 stored = self._storage[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
             return stored[:size].view(shape)
+
+    def add_viewer(self, viewer: Any) -> None:
+        """Register an object that keeps views of tensors. Before a reallocation, its `forget` has to give them up: the
+        former memory would stay allocated beside the new one."""
+        self._viewers.append(ref(viewer, self._viewers.remove))
 
     @property
     def num_bytes(self) -> int:

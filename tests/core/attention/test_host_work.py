@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import gc
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_longctx.core.attention import execute
@@ -153,9 +155,10 @@ class Layer:
         return self.passes[0].run({Kind.Q: (self.q,), Kind.KV: (self.k, self.k)}, 1.0)
 
     def backward(self, run: Replay) -> None:
-        out, lse = run.result(Kind.OUT)
+        (out, lse), kept = run.result(Kind.OUT), run.kept
+        del run  # which has views of all memory
         own = {Kind.Q_GRAD: (self.q, out, self.q, lse), Kind.GRAD: (self.q,), Kind.KV: (self.k, self.k)}
-        back = self.passes[1].run(own, 1.0, run.kept)
+        back = self.passes[1].run(own, 1.0, kept)
         back.result(Kind.DQ), back.result(Kind.DKV)
 
     def both(self) -> None:
@@ -336,6 +339,32 @@ def test_rows_that_runs_share_are_the_same_tensors_until_memory_grows() -> None:
     larger = {x.untyped_storage().data_ptr() for each in passes(longer) for x in each}
     after = {x.untyped_storage().data_ptr() for each in passes(layer) for x in each}
     assert after == larger, "memory that the pool has replaced"
+
+
+def test_memory_that_the_pool_replaces_is_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward needs more than forward, and longer sequences more than those before, whose passes stay prepared."""
+    get, held = BufferPool.get, list[StorageWeakRef]()
+
+    def noted(pool: BufferPool, name: Any, *what: Any) -> Tensor:
+        before, found = pool.generation, get(pool, name, *what)
+        if name == "held" and pool.generation > before:
+            assert all(former.expired() for former in held)
+            held.append(StorageWeakRef(found.untyped_storage()))
+        return found
+
+    monkeypatch.setattr(BufferPool, "get", noted)
+    gc.disable()  # no cycle may keep it
+    try:
+        layers: list[Layer] = []
+        for tokens in (16, 64, 256):
+            plan = plan_of("ulysses", 2, False, None, tokens=tokens)
+            layers.append(Layer(plan, 1, runtime=layers[0].runtime if layers else None))
+            layers[-1].transport.received = deque(maxlen=0)
+            for _ in range(2):
+                layers[-1].both()
+    finally:
+        gc.enable()
+    assert len(held) == 6
 
 
 def test_passes_do_not_share_kept_memory() -> None:
