@@ -1,6 +1,6 @@
 """Backward plans: what forward keeps for them, their errors and costs, and the messages that they hide.
 
-`test_plans` and `test_lower` show that they are correct, as they do for all plans.
+`test_plans` shows that they are correct, as it does for all plans.
 """
 
 from __future__ import annotations
