@@ -65,16 +65,6 @@ def test_every_mode_computes_attention_of_every_mask(schedule: str, mask: Mask, 
     check(build_plan(schedule, n, mask, data.draw(options(n))))
 
 
-@pytest.mark.parametrize("schedule", MODES)
-@settings(max_examples=15, deadline=None)
-@given(masks(200), st.integers(1, 8), st.data())
-def test_every_mode_on_packs_of_up_to_sixty_documents(schedule: str, mask: Mask, n: int, data: st.DataObject) -> None:
-    """Documents of any length, with windows, prefixes and trees; some ranks may see nothing."""
-    plan = build_plan(schedule, n, mask, data.draw(options(n)))
-    verify(plan)
-    verify(backward_plan(plan))
-
-
 @pytest.mark.parametrize("mask", MASKS, ids=["causal", "full"])
 @pytest.mark.parametrize("schedule", MODES)
 def test_every_mode_at_few_tokens_and_at_nine_ranks(schedule, mask):
