@@ -213,7 +213,7 @@ def test_the_check_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: Properties)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    job = _job()
+    job = _job("recompute=layer", "recompute.head_chunk_tokens=4096", "recompute.mlp_tile_tokens=16384")
     with pytest.raises(ValueError, match=r"expected a step within the device's 60.0 GiB"):
         preflight._check_memory(job.config, 8, job.vocab_size, "cuda")
     small = compose_config([])
