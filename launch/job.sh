@@ -33,8 +33,9 @@ on_limit() {
     limit_near=1
     say "the time limit is near: asking the ranks to checkpoint"
     pass_on USR1
-    # Again and again: ranks under torchrun ignore it until they listen. To be told twice is to be told once.
-    (while sleep 5 && kill -USR1 "$child"; do :; done) 2>/dev/null &
+    # Again and again: ranks under torchrun ignore it until they listen. To be told twice is to be told once. The last
+    # sleep may outlive the job, and must not hold its output open.
+    (while sleep 5 && kill -USR1 "$child"; do :; done) >/dev/null 2>&1 &
     nagger=$!
 }
 pass_on() { # srun passes a signal on to every task of the step

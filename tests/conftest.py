@@ -17,6 +17,18 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 
+# Workers that share the tests begin with these files, so that none is left alone with a long one at the end.
+LONGEST = (
+    *("training/test_parity.py", "training/jobs/test_job_failures.py", "models/test_parity.py"),
+    *("training/jobs/test_job_signals.py", "core/attention/test_masks.py", "inference/test_serve.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(ROOT, "tests", name): i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs more CUDA devices than are here."""

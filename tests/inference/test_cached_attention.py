@@ -132,16 +132,6 @@ def test_every_round_equals_dense_attention(n: int, peers: bool) -> None:
         ranks.run(lambda rank, mode=mode, case=case, ranks=ranks: chat(in_threads(ranks, rank, case), mode, case))
 
 
-def in_processes(rank: int) -> int:
-    for mode in CACHE_MODES:
-        chat(attention_of(Case(HEADS[0]), dist.group.WORLD, "p2p"), mode, Case(HEADS[0]))
-    return len(CACHE_MODES)
-
-
-def test_processes_equal_dense_attention() -> None:
-    assert run_distributed(in_processes, 2) == [len(CACHE_MODES)] * 2
-
-
 def on_gpus(rank: int, transport: str) -> None:
     for mode, heads in product(CACHE_MODES, HEADS):
         case = Case(heads, torch.bfloat16, 64, "cuda")

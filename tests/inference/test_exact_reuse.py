@@ -94,8 +94,3 @@ def test_cold_and_reused_prompts_are_bit_identical(tmp_path: Path, n: int) -> No
     settings = {"prefill_chunk": CHUNK, "exact_reuse": True, "cache_tokens": 1200}
     configs = [parallel(config, n, mode=mode, **settings) for mode in ("pass_kv", "pass_q")]
     assert min(run_distributed(every_length, n, configs)) > 0
-
-
-def test_exact_reuse_needs_chunks(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"inference\.prefill_chunk=None: expected a number with inference\.exact"):
-        tiny_config(tmp_path, "fresh", {"inference.exact_reuse": True})

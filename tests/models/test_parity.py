@@ -54,8 +54,8 @@ CASES: dict[int, tuple[dict[str, int], ...]] = {
     3: ({"context": 3},),
     4: ({"context": 4}, {"tensor": 2, "context": 2}),
 }
-# Generated tokens, keyed by the number of ranks, for the last of their cases. 200 for all of them take a minute.
-GENERATED = {1: 200, 2: 200, 3: 40, 4: 40}
+# Generated tokens, keyed by the number of ranks, for the last of their cases.
+GENERATED = {1: 80, 2: 40, 3: 24, 4: 24}
 TOKENS = torch.randint(5, 290, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 
 

@@ -15,7 +15,6 @@ from megatron_longctx.core.plans.mask import causal, documents, full
 from megatron_longctx.planner.calibration import Calibration, calibration_path, load_calibration, save_calibration
 from megatron_longctx.planner.choose_mode import Candidate, Problem, choose_mode, rank_modes, table
 from megatron_longctx.planner.cost import Costs, KernelSample, MessageSample, ModeSample
-from megatron_longctx.planner.draw import draw_modes, draw_timeline
 
 GQA = Workload(32, 8, 128)
 FAST = Costs(600.0, 500.0)
@@ -71,16 +70,6 @@ def test_modes_of_one_rank_and_of_a_prime_number_of_ranks() -> None:
         cluster = Cluster("mesh", 1, n, Mesh(100.0) if n > 1 else None)
         ranking = choose_mode(problem_of(n, n * 512 + 1, Workload(n, n, 64)), cluster, FAST)
         assert "zigzag" in names(ranking) and ranking[0].seconds > 0
-
-
-def test_pictures_of_a_timeline_and_of_all_modes(tmp_path: Path) -> None:
-    problem = problem_of(4, 8192, GQA)
-    ranking = rank_modes(problem, load_cluster("h200_x8").resized(4), timeline=True)
-    draw_modes(ranking, tmp_path / "modes.png", "four ranks")
-    assert ranking[0].forward is not None
-    draw_timeline(ranking[0].forward, tmp_path / "one.png")
-    for name in ("modes.png", "one.png"):
-        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture

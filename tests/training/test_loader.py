@@ -165,6 +165,7 @@ def _stop_worker(pipe: Connection) -> None:
     (worker,) = multiprocessing.active_children()
     os.kill(worker.pid or 0, signal.SIGSTOP)
     batches.close()
+    worker.join(PATIENCE_S)
     pipe.send(worker.exitcode)
 
 

@@ -15,7 +15,7 @@ from tests.shared.training import GPT2, LATENTS, Job, Record, recorded, tiny_con
 
 FP32 = 1e-5
 BF16_TIMES_SINGLE = 2.0
-LATER = {20: 10, 8: 5, 6: 4}
+LATER = {20: 10, 6: 4}
 
 CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
 SCHEDULE, BOUND = "parallelism.schedule", "parallelism.max_buffer_tokens"
@@ -23,14 +23,13 @@ BOUNDED = {SCHEDULE: "all_gather", BOUND: 25}
 SHARDED, UNSHARDED = {"optim.distributed": True}, {"optim.distributed": False}
 KEPT = {"recompute.mode": "attention_output", "recompute.head_chunk_tokens": 26, "recompute.mlp_tile_tokens": 20}
 OFFLOADED = {"recompute.mode": "attention_output+offload", "recompute.head_chunk_tokens": 7}
-ONE_AFTER_THE_OTHER = {"parallelism.overlap_grad_reduce": False}
 
 # The settings of the single rank. Each case adds parallel sizes to one of these. Masked losses (one token after each
 # end of document) make the ranks' shares of the loss unequal even if their lengths are equal.
 SHORT = {"train.steps": 6}
 YARN = {"model.rope_scaling.kind": "yarn", "model.rope_scaling.factor": 4.0, "model.rope_scaling.original_length": 32}
 MODELS: dict[str, dict[str, Any]] = {
-    "gqa": {"data.mask_eod_loss": True, "train.steps": 8},
+    "gqa": {**SHORT, "data.mask_eod_loss": True},
     "bf16": {"data.mask_eod_loss": True, "train.steps": 20, "train.precision": "bf16"},
     "mha uneven": {**SHORT, "model.num_kv_heads": 4, "data.seq_length": 101, "data.mask_eod_loss": True,
                    "train.micro_batch_size": 2, "train.global_batch_size": 4},
@@ -72,12 +71,9 @@ CASES = [
     Case("bf16 cp2", "bf16", 2, {CP: 2}),
     Case("mha uneven cp2", "mha uneven", 2, {CP: 2}),
     Case("tp2", "mix", 2, {TP: 2, **SHARDED}),
-    Case("tp2 without sequence parallelism", "mix", 2, {TP: 2, "parallelism.sequence_parallel": False}),
     Case("pp2", "mix", 2, {PP: 2, **UNSHARDED}),
     Case("dp2", "mix", 2, SHARDED),
     Case("dp2 unsharded", "mix", 2, UNSHARDED),
-    Case("dp2 without overlap", "mix", 2, ONE_AFTER_THE_OTHER),
-    Case("gpt2 tp2", "gpt2", 2, {TP: 2}),
     Case("mqa recompute cp3 ring", "mqa recompute", 3, {CP: 3, SCHEDULE: "ring"}),
     Case("gpt2 cp3 bounded", "gpt2", 3, {CP: 3, **BOUNDED}),
     *(Case(f"cp4 {mode}", "gqa", 4, {CP: 4, SCHEDULE: mode}) for mode in MODES),
@@ -95,7 +91,6 @@ CASES = [
     Case("latents cp3 striped", "latents", 3, {CP: 3, SCHEDULE: "ring", "parallelism.layout": "striped", **KEPT}),
     Case("latents cp4 ulysses", "latents", 4, {CP: 4, SCHEDULE: "ulysses"}),
     Case("latents tp2 cp2", "latents", 4, {TP: 2, CP: 2, **OFFLOADED}),
-    Case("latents packed cp2", "latents packed", 2, {CP: 2}),
     Case("latents packed tp2 cp2", "latents packed", 4, {TP: 2, CP: 2}),
     Case("few tokens cp8", "few tokens", 8, {CP: 8}),
     Case("tp2 dp2 cp2 unsharded", "mix", 8, {TP: 2, CP: 2, SCHEDULE: "ring", **UNSHARDED}),
@@ -185,12 +180,6 @@ def test_the_bf16_error_is_close_to_that_of_one_rank(runs: Runs, case: Case) -> 
             assert relative_error(run.gradients[step][name], gradient) < BF16_TIMES_SINGLE * own, (step, name)
 
 
-def test_overlap_changes_no_bit(runs: Runs) -> None:
-    """With one bucket; `tests/mcore/test_overlap.py` tests several."""
+def test_parameters_are_gathered_behind_forward_where_they_are_sharded() -> None:
+    """`tests/mcore/test_overlap.py` shows that this changes no bit."""
     assert [tiny_config(Path(), "x", given).overlap_param_gather for given in (SHARDED, UNSHARDED)] == [True, False]
-    with_it, without = runs["dp2"], runs["dp2 without overlap"]
-    assert (with_it.losses, with_it.grad_norms) == (without.losses, without.grad_norms)
-
-
-def test_sharded_and_unsharded_optimizers_agree(runs: Runs) -> None:
-    assert runs["dp2"].losses == pytest.approx(runs["dp2 unsharded"].losses, rel=FP32, abs=0)

@@ -43,6 +43,7 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
 
     crash = {"train.save_interval": 2, "train.async_save": False}
     unsharded = {"optim.distributed": False}
+    tied = {"model.tie_embeddings": True, "train.steps": 6}
     return [
         (1, {
             "whole": job("whole", {"train.save": False}),
@@ -50,12 +51,15 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
             "crash before": job("crash", crash, before_optimizer=_break, fails=True),
             "crash after": job("crash", crash),
             "unsharded single": job("unsharded", unsharded, stop_in=2),
+            "whole tied": job("alone", {**tied, "train.save": False}),
+            "tied single": job("tied", tied, stop_in=1),
         }),
         (2, {
             "chain cp2": job("chain", {CP: 2}, stop_in=3),
             "chain dp2": job("chain", stop_in=4),
             "chain tp2": job("chain", {TP: 2}, stop_in=5),
             "unsharded cp2": job("unsharded", {CP: 2, SCHEDULE: "ring", **unsharded}, stop_in=4),
+            "tied pp2": job("tied", {PP: 2, **tied}, stop_in=3),
         }),
         (4, {
             "chain pp2 cp2": job("chain", {PP: 2, CP: 2}, stop_in=6),
@@ -65,6 +69,7 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
         (1, {
             "chain single again": job("chain"),
             "chain complete": job("chain"),
+            "tied single again": job("tied", tied),
             "chain other batch": job("chain", {"train.global_batch_size": 4, "train.steps": 12}, fails=True),
             "chain other length": job("chain", {"data.seq_length": 90, "train.steps": 12}, fails=True),
             "unsharded longer": job("unsharded", unsharded | LONGER),
@@ -100,10 +105,13 @@ def runs(root: Path) -> Runs:
         ("unsharded cp2", 3, 5),
         ("unsharded tp2 cp2", 5, 6),
         ("crash after", 4, 10),
+        ("tied single", 0, 2),
+        ("tied pp2", 2, 4),
+        ("tied single again", 4, 6),
     ],
 )
 def test_the_curve_continues(runs: Runs, name: str, first: int, last: int) -> None:
-    run, whole = runs[name], runs["whole"]
+    run, whole = runs[name], runs["whole tied" if name.startswith("tied") else "whole"]
     assert run.error is None
     assert (run.first_step, run.last_step) == (first, last)
     assert run.losses == pytest.approx(whole.losses[first:last], rel=1e-5, abs=0)

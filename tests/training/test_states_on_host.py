@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_longctx.config import Config, validate
-from megatron_longctx.config.tree import OptimConfig
 from megatron_longctx.mcore import optimizer_host
 from megatron_longctx.mcore.optimizer_host import HostStates, host_states, parts_of
 from megatron_longctx.testing.distributed import run_distributed
@@ -132,9 +130,3 @@ def test_a_group_counts_a_step_once_for_any_number_of_pieces(monkeypatch: pytest
         assert [group["counted"] for group in adam.param_groups] == [step] * 3
         assert [group["params"] for group in adam.param_groups] == [mains[:2], [], mains[2:]]
     assert all(float(weight[0]) < 0.1 for weight in weights)
-
-
-def test_unsharded_states_are_refused() -> None:
-    optim = OptimConfig(distributed=False, states_on_host=True)
-    with pytest.raises(ValueError, match=r"^optim.states_on_host=True: expected false with optim.distributed=false"):
-        validate(Config(optim=optim))

@@ -104,14 +104,13 @@ CASES = {
     **{f"te sinks {kind or 'vanilla'}": Case((64, 8, 64, 64), whole(96, (6, 0)), batch=2, sinks=kind)
        for kind in ("", "off_by_one", "learnable")},
     **{f"magi {name} 8:{g}": Case((8, g, 16, 16), doc_args, slices)
-       for g in (8, 2)
-       for name, doc_args, slices in (
-           ("varlen_full_attn", {"lengths": [128] * 8 + [26], "causal": False}, ()),
-           ("varlen_block_causal", {"lengths": [128, 128, 128, 128, 128, 128, 192],
-                                    "causal": False, "parents": [-1, 0, 1, 2, -1, 4, 5]}, ()),
-           ("bi_causal_with_q_overlap", {"length": 840}, BI_CAUSAL),
-           ("continuous_multi_masks", {"length": 960}, CONTINUOUS),
-           ("uneven_varlen", {"lengths": [7, 301, 1, 64, 2, 127, 498, 3]}, ()),
+       for name, g, doc_args, slices in (
+           ("varlen_full_attn", 8, {"lengths": [128] * 8 + [26], "causal": False}, ()),
+           ("varlen_block_causal", 2, {"lengths": [128, 128, 128, 128, 128, 128, 192],
+                                       "causal": False, "parents": [-1, 0, 1, 2, -1, 4, 5]}, ()),
+           ("bi_causal_with_q_overlap", 8, {"length": 840}, BI_CAUSAL),
+           ("continuous_multi_masks", 2, {"length": 960}, CONTINUOUS),
+           ("uneven_varlen", 2, {"lengths": [7, 301, 1, 64, 2, 127, 498, 3]}, ()),
        )},
     "megatron 65536, 8191, 4096": Case((8, 2, 32, 32), {"lengths": [512, 63, 32]}),
     "megatron 17, 31, 11": Case((8, 2, 32, 32), {"lengths": [17, 31, 11]}, dtype=torch.bfloat16),

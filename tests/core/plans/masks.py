@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,12 @@ def tokens_of(plan: Plan, blocks: Iterable[Any], keys: bool) -> list[int]:
     """Return the tokens of some blocks, one block after the other."""
     layout = plan.keys if keys else plan.queries
     return [token for block in blocks for token in list(layout.tokens(block.home))[block.start : block.stop]]
+
+
+def parts_of(plan: Plan) -> int:
+    """Return a number of parts of the heads of which every block has a multiple."""
+    moved = (move.block for step in plan.steps for move in step.moves)
+    return lcm(*(block.heads.parts for block in moved), *(a.heads.parts for _, _, a in plan.calls()))
 
 
 Cache = tuple[Visibility, list[list[Block]]]

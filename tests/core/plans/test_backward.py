@@ -1,6 +1,6 @@
 """Backward plans: what forward keeps for them, their errors and costs, and the messages that they hide.
 
-`test_plans` and `test_lower` show that they are correct, as they do for all plans.
+`test_plans` shows that they are correct, as it does for all plans.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_longctx.core.plans.mask import causal, documents, full
 from megatron_longctx.core.plans.modes.ulysses import Ulysses
 from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.cost import Costs
-from megatron_longctx.planner.describe import describe, moved_tokens
+from megatron_longctx.planner.describe import moved_tokens
 from megatron_longctx.planner.footprint import Footprint, footprint
 from megatron_longctx.planner.simulate import simulate
 from tests.shared.plans import with_moves
@@ -167,14 +167,6 @@ def test_modes_are_chosen_by_what_they_will_keep() -> None:
     short, long = 4 * KEPT_TOKENS, 4 * KEPT_TOKENS + 4
     assert ulysses(short, None) == ulysses(short, True) < ulysses(short, False)
     assert ulysses(long, None) == ulysses(long, False) > ulysses(long, True)
-
-
-def test_descriptions_name_kept_blocks() -> None:
-    target = Target(Workload(8, 8, 64), PACKED)
-    text = describe(keep_received(build_plan("ulysses", 4, 64)), target)
-    # 64 tokens of 2 heads of q, k and v.
-    assert "kept from other ranks, for backward: 48 KiB at most, and the outputs of its queries" in text
-    assert "kept from" not in describe(build_plan("ulysses", 4, 64), target)
 
 
 @pytest.mark.parametrize("schedule", MODES)

@@ -73,12 +73,10 @@ def test_a_restart_in_place_continues_the_same_curve(workplace: Path) -> None:
     words = ["train", *TINY, "parallelism=cp2", "train.steps=60", "train.save_interval=5", "train.keep_checkpoints=2"]
     whole = finished(workplace, [*CLI, *words, "run.name=whole"], quick=True)
     assert whole.process.returncode == 0, whole.output()
-    torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", CLI[2]]
-    with started(workplace, [*torchrun, *words, "run.name=restarted"]) as job:
+    torchrun = [*TORCHRUN_2[:5], "--max-restarts=1", *TORCHRUN_2[5:]]
+    with started(workplace, [*torchrun, *words, "run.name=restarted"], quick=True) as job:
         job.wait_for("step 12/")  # the checkpoint of step 10 may be incomplete
-        job.remember()
-        alive = [process for process in job.family if process.is_running() and CLI[2] in process.cmdline()]
-        next(process for process in alive if process.environ().get("RANK") == "1").kill()
+        job.ranks()[1].kill()
         assert job.wait() == 0, job.output()
         assert "resumed from step " in job.out.read_text()
     curves = [(workplace / f"runs/{name}/metrics.jsonl").read_text().splitlines() for name in ("whole", "restarted")]
