@@ -175,8 +175,7 @@ class CachedAttention:
     def target(self, joined: bool, window: int | None = None) -> Target:
         """Return the target of plans for layers with this window. joined: see `Target`."""
         runtime = self._runtime_for(window)
-        hosts = None if runtime.transport is None else runtime.transport.hosts
-        return Target(self._shapes.workload, runtime.kernel.takes, hosts, joined)
+        return Target(self._shapes.workload, runtime.kernel.takes, runtime.over_peers, joined)
 
     def _runtime_for(self, window: int | None) -> Runtime:
         """Return the runtime for a window: the fastest kernel for layers without one may not support windows."""

@@ -6,11 +6,11 @@ queues behind a kernel that it does not depend on, and the host never waits for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,10 @@ class Exchange:
     tensors: tuple[Tensor, ...] = ()
     done: bool = False
     started_by: object = None
-    parts: tuple[Exchange, ...] = ()
 
 
 class Channel(Protocol):
-    """The messages of one recording. Channels over peer memory alone also `acquire` and `release`; see
-    `SymmetricExchange`."""
+    """The messages of one recording. A `SymmetricExchange` can also `acquire` and `release` them."""
 
     @property
     def generation(self) -> int:
@@ -74,8 +72,8 @@ class Transport:
     """
 
     name: str
-    hosts: tuple[tuple[int, ...], ...] | None = None
-    """The ranks that read each rank's memory, itself included, indexed by rank; None if messages are sent."""
+    over_peers: ClassVar[bool] = False
+    """Whether ranks read each other's memory; otherwise messages are sent."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -186,19 +184,15 @@ class DirectChannel:
 
     Args:
         memory: returns the send memory.
-        without: ranks whose messages another channel carries.
     """
 
     generation = 0
 
-    def __init__(
-        self, transport: P2PTransport, recording: Recording, memory: Callable[[], Tensor], without: Container[int] = ()
-    ) -> None:
+    def __init__(self, transport: P2PTransport, recording: Recording, memory: Callable[[], Tensor]) -> None:
         self.memory = memory
         self._transport, self._layout = transport, recording.sends
-        self._messages = [[m for m in messages if m.peer not in without] for messages in recording.sends.messages]
         self._sources = [
-            [each.peer for each in receives if each.peer not in without for _ in range(NUM_FIELDS[each.block.kind])]
+            [each.peer for each in receives for _ in range(NUM_FIELDS[each.block.kind])]
             for receives in recording.receives
         ]
 
@@ -208,7 +202,7 @@ class DirectChannel:
     def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]) -> Exchange:
         rest = iter(passed)
         sends: list[tuple[Tensor, int]] = []
-        for message in self._messages[step]:
+        for message in self._layout.messages[step]:
             sends += ((_bytes(tensor), message.peer) for tensor in self._fields(message, rest))
         into = [(_bytes(tensor), peer) for tensor, peer in zip(receives, self._sources[step], strict=True)]
         return self._transport.start(sends, into, after)

@@ -64,7 +64,7 @@ class Silent:
     """A transport that sends nothing and records calls. peers: whether all ranks read each other's memory."""
 
     def __init__(self, n: int, peers: bool = False) -> None:
-        self.hosts = (tuple(range(n)),) * n if peers else None
+        self.over_peers = peers
         self.events: list[str] = []
         self.marks = self.channels = 0
         self.received: list[list[Tensor]] = []
@@ -145,7 +145,7 @@ class Layer:
         self.q = torch.zeros(plan.queries.num_tokens(rank), 1, HEADS, DIM, dtype=BF16)
         self.k = torch.zeros(plan.keys.num_tokens(rank), 1, KV_HEADS, DIM, dtype=BF16)
         shapes = shapes_of(self.q, self.k, self.k)
-        target = Target(shapes.workload, NoAttention.takes, self.transport.hosts)
+        target = Target(shapes.workload, NoAttention.takes, self.transport.over_peers)
         both = [plan] if plan.keys != plan.queries else [plan, backward_plan(plan)]
         self.passes = [Pass(Recorder(each, target), rank, shapes, self.runtime) for each in both]
 

@@ -258,4 +258,4 @@ def test_a_new_kind_of_mask_is_one_function() -> None:
     for schedule in MODES:
         plan = build_plan(schedule, 4, mask)
         check(plan)
-        interpret(plan, Target(Workload(4, 4, 2), KernelSupport(packed=True), ((0, 1, 2, 3),) * 4))
+        interpret(plan, Target(Workload(4, 4, 2), KernelSupport(packed=True), over_peers=True))

@@ -39,14 +39,6 @@ PACKED = KernelSupport(packed=True, rectangles=True, windows=True)
 BANDS = KernelSupport(windows=True, bands=True)
 
 
-def hosts_of(n: int, way: str) -> tuple[tuple[int, ...], ...] | None:
-    """Return `Target.hosts`: all ranks read each other's memory, or nodes of two ranks do, or none."""
-    if way == "messages":
-        return None
-    node = n if way == "peers" else 2
-    return tuple(tuple(range(r // node * node, min(n, (r // node + 1) * node))) for r in range(n))
-
-
 def run_both_ways(plan: Plan, target: Target, order: random.Random) -> None:
     interpret(backward_plan(plan), target, interpret(plan, target, order=order), order)
 
@@ -55,8 +47,7 @@ def run_both_ways(plan: Plan, target: Target, order: random.Random) -> None:
 def targets(draw: st.DrawFn, n: int, parts: int) -> Target:
     heads = draw(st.sampled_from([parts, *(g for g in range(1, parts) if parts % g == 0)]))
     takes = draw(st.sampled_from([PACKED, PACKED._replace(longest_causal=3), BANDS]))
-    ways = st.sampled_from(["peers", "nodes", "messages"])
-    return Target(Workload(2 * parts, heads, 2), takes, hosts_of(n, draw(ways)), draw(st.booleans()))
+    return Target(Workload(2 * parts, heads, 2), takes, draw(st.booleans()), draw(st.booleans()))
 
 
 @pytest.mark.parametrize("schedule", MODES)
@@ -77,11 +68,11 @@ def test_recordings_over_a_cache(mode: str, cache: Cache, data: st.DataObject) -
     interpret(plan, data.draw(targets(plan.n, 1)), order=data.draw(st.randoms(use_true_random=False)))
 
 
-@pytest.mark.parametrize("way", ["peers", "nodes", "messages"])
-def test_recordings_of_hand_written_plans(way: str) -> None:
+@pytest.mark.parametrize("over_peers", [False, True])
+def test_recordings_of_hand_written_plans(over_peers: bool) -> None:
     for plan in (helper_plan(3, 11), tangled_plan(15), one_sided_plan(10)):
         for each in (plan, keep_received(plan)):
-            run_both_ways(each, Target(Workload(2, 1, 2), PACKED, hosts_of(plan.n, way)), random.Random(0))
+            run_both_ways(each, Target(Workload(2, 1, 2), PACKED, over_peers), random.Random(0))
 
 
 @pytest.mark.parametrize("schedule", MODES)
@@ -96,16 +87,16 @@ def test_a_merge_has_few_parts_and_no_part_is_merged_twice(schedule: str) -> Non
 
 
 def test_the_first_messages_start_behind_the_first_call() -> None:
-    def types(plan: Plan, hosts: str) -> list[type]:
-        return list(map(type, record(plan, 1, Target(Workload(2, 2, 2), PACKED, hosts_of(2, hosts))).ops))
+    def types(plan: Plan, over_peers: bool) -> list[type]:
+        return list(map(type, record(plan, 1, Target(Workload(2, 2, 2), PACKED, over_peers)).ops))
 
     ring = build_plan("ring", 2, full(8))
-    for hosts in ("messages", "peers"):
-        assert types(ring, hosts) == [Copy, Compute, Send, Wait, Compute, Merge]
+    for over_peers in (False, True):
+        assert types(ring, over_peers) == [Copy, Compute, Send, Wait, Compute, Merge]
     # Messages that overlap nothing are read in place: queries and keys, at the end the outputs.
     ulysses = build_plan("ulysses", 2, full(8))
-    assert types(ulysses, "peers") == [Copy, Acquire, Copy, Release, Compute, Copy, Acquire, Copy, Release]
-    assert Acquire not in types(ulysses, "messages")
+    assert types(ulysses, True) == [Copy, Acquire, Copy, Release, Compute, Copy, Acquire, Copy, Release]
+    assert Acquire not in types(ulysses, False)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
@@ -146,7 +137,7 @@ def test_a_window_costs_the_bytes_of_a_window(schedule: str, n: int) -> None:
         for each in (plan, backward_plan(plan)):
             sent = sum(work.block_bytes(m.block) for step in each.steps for m in step.moves if m.block.kind is Kind.KV)
             assert sent <= (most + groups) * token and (sent == (most + groups) * token or schedule == "tasp")
-        recorded = Recorder(plan, Target(work, PACKED, hosts_of(n, "peers")))
+        recorded = Recorder(plan, Target(work, PACKED, over_peers=True))
         if not groups:
             assert max(sum(each.tokens for each in recorded.record(r).slots) for r in range(n)) <= 4 * WINDOW
             assert recorded.send_bytes() <= 5.5 * WINDOW * token
@@ -191,7 +182,7 @@ def test_footprint_of_a_ring_by_hand() -> None:
     # q, k, v; the other rank's k, v; its own in send memory; two outs and their merged result.
     assert found[0] == found[1] == Footprint(3 * mib, 2 * mib, 0, 2 * mib, 3 * (mib + lse))
     assert found[0].total == 10 * mib + 3 * lse
-    peers = footprint(record(plan, 0, Target(WORK, PACKED, hosts_of(2, "peers"))), WORK)
+    peers = footprint(record(plan, 0, Target(WORK, PACKED, over_peers=True)), WORK)
     assert peers.sent == 4 * mib, "two passes alternate"
     backward = footprint(record(backward_plan(plan), 0, Target(WORK, PACKED)), WORK)
     # q, k, v, out, its gradient, lse; k, v and a gradient of these; k, v and the gradient in send memory.
