@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..config import check_value
 from ..core.comm.collectives import PeerMemoryError, all_or_none
-from ..core.comm.peer_memory import PeerMemory, allocate_peer_memory
 from ..core.comm.symmetric import why_no_peer_memory
 from ..core.errors import refuse
+from .peer_memory import PeerMemory, allocate_peer_memory
 from .quantize import Format, QuantFormat, RawFormat
 
 logger = logging.getLogger(__name__)

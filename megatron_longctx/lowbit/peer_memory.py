@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .symmetric import allocate, free_cached_memory
+from ..core.comm.symmetric import allocate, free_cached_memory
 
 MAX_BLOCKS = 128
 _STEPS = 2
