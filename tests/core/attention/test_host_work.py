@@ -88,6 +88,7 @@ class SilentChannel:
 
     def __init__(self, transport: Silent, memory: Tensor) -> None:
         self._transport, self._memory = transport, memory
+        self._pending: list[Exchange] = []
 
     def begin(self) -> int:
         return 0
@@ -99,11 +100,11 @@ class SilentChannel:
         assert all(tensor.is_contiguous() for tensor in (*passed, *receives))
         self._transport.received.append(list(receives))
         self._transport.events.append("start")
-        return Exchange()
+        self._pending.append(Exchange())
+        return self._pending[-1]
 
     def wait(self, exchange: Exchange) -> None:
-        assert not exchange.done
-        exchange.done = True
+        self._pending.remove(exchange)  # each is awaited once
         self._transport.events.append("wait")
 
     def acquire(self, step: int, receives: Sequence[Any]) -> list[Tensor]:
