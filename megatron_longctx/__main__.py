@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from .core.errors import without_extra
+from .config.extras import without_extra
 
 
 def main() -> int:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.core.comm import gather_objects
-from megatron_longctx.core.comm.peer_memory import MAX_BLOCKS, allocate_peer_memory
-from megatron_longctx.core.comm.symmetric import find_hosts, symmetric_memory
+from megatron_longctx.core.comm.symmetric import symmetric_memory, why_no_peer_memory
 from megatron_longctx.core.errors import refuse
 from megatron_longctx.lowbit.crossover import Crossover
+from megatron_longctx.lowbit.peer_memory import MAX_BLOCKS, allocate_peer_memory
 from megatron_longctx.lowbit.peer_reduce import HALF_BYTES, PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantized import all_reduce
 from megatron_longctx.training.calibrate.measure import mean_seconds, step_seconds
@@ -144,7 +144,7 @@ def all_ways(
     """Return the ways by name, and add the missing ones with their reasons to `left_out`."""
     library = {"nccl": "NCCL", "gloo": "gloo"}[dist.get_backend(group)]
     ways: dict[str, Way] = {library: partial(_library, group)}
-    reason = find_hosts(group, device).reason
+    reason = why_no_peer_memory(group, device)
     if reason is None:
         ways |= _torch_ways(group, torch.empty(most // dtype.itemsize, dtype=dtype, device=device), left_out)
     else:

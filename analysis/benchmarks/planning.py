@@ -69,9 +69,9 @@ def milliseconds(schedule: str, n: int, lengths: tuple[int, ...], batches: int) 
     All batches have the same documents in different orders, so that nothing of an earlier batch can be reused.
     """
     q, kv = (torch.empty(0, 1, heads, _HEAD_DIM, dtype=torch.bfloat16) for heads in (_HEADS, _KV_HEADS))
-    shapes, hosts = shapes_of(q, kv, kv), (tuple(range(n)),) * n
-    target = Target(shapes.workload, KernelSupport(packed=True, rectangles=True, windows=True), hosts)
-    peers: Any = SimpleNamespace(hosts=hosts, peers=range(n))
+    shapes = shapes_of(q, kv, kv)
+    target = Target(shapes.workload, KernelSupport(packed=True, rectangles=True, windows=True), over_peers=True)
+    peers: Any = SimpleNamespace(over_peers=True)
     peers.channel = lambda recording, num_bytes, _: SymmetricExchange(peers, recording, num_bytes)
     runtime = Runtime(PROVIDERS["cpu"](deterministic=False), peers, BufferPool(torch.device("cpu")))
     draw = random.Random(0)

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import TOKENIZERS
-from ..core.errors import JobFailed, printable
+from ..core.errors import JobFailed, is_line
 from . import hydra_options, wandb_runs
 
 _EPILOG = """\
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # inside `try`, which handles a closed pipe
         return code
     except ValueError as error:
-        print(printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
+        print(_printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
         return 2
     except JobFailed as error:
-        print(printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
+        print(_printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = f"{error.filename}: " if error.filename else ""
         reason = error.strerror or error
         message = f"megatron-longctx {arguments.verb}: {place}{reason}. Check the path and the disk."
-        print(printable(message), file=sys.stderr)
+        print(_printable(message), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"megatron-longctx {arguments.verb}: interrupted", file=sys.stderr)
@@ -363,3 +363,8 @@ def _run(arguments: argparse.Namespace) -> int | None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def _printable(text: str) -> str:
+    """Return `text` for a terminal: control characters, which files may have, are escaped, except line breaks."""
+    return "".join(letter if letter == "\n" or is_line(letter) else ascii(letter)[1:-1] for letter in text)

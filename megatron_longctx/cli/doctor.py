@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from ..core.errors import EXTRAS, absent, install
+from ..config.extras import EXTRAS, absent, install
 
 _HEAD_DIM, _HEADS, _KV_HEADS = 128, 32, 8  # of llama3_8b: the report has the kernels that support these
 

@@ -2,7 +2,7 @@
 
 `checks.validate` is the only validation. It runs once, before any rank starts, and reports value, expectation and
 remedy. `planned` derives the mode, the mask, the workload and the data-parallel size from a configuration. `compose`
-composes configurations from recipes, and `sweep` makes the jobs of a sweep.
+composes configurations from recipes, and `sweep` makes the jobs of a sweep. `extras` are the optional packages.
 """
 
 from .bounds import TYPE_NAMES, has_type, keys_of

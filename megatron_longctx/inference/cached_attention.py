@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Protocol
 
 import torch
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..config.cluster import GIB
 from ..core.attention.execute import Pass, Runtime
-from ..core.attention.function import add_sink_, merge_sink
+from ..core.attention.function import merge_sink
 from ..core.attention.kv_format import KVFormat, Shapes, StackedKV
 from ..core.comm import BufferPool, PeerMemoryError, PeerTransport, all_gather_rows, choose_transport, gather_objects
 from ..core.errors import refuse
-from ..core.kernels import KernelRequest, choose
-from ..core.kernels.partials import compile_merges
+from ..core.kernels import KernelRequest, Partial, choose, merge_partials
 from ..core.plans import Kind, Recorder, Target, Workload
+from ..core.plans.sums import MAX_PARTIALS
 from .batch import Batch
 from .cache_manager import ScheduledChunk
 from .kv_int8 import Int8KV
@@ -175,8 +175,7 @@ class CachedAttention:
     def target(self, joined: bool, window: int | None = None) -> Target:
         """Return the target of plans for layers with this window. joined: see `Target`."""
         runtime = self._runtime_for(window)
-        hosts = None if runtime.transport is None else runtime.transport.hosts
-        return Target(self._shapes.workload, runtime.kernel.takes, hosts, joined)
+        return Target(self._shapes.workload, runtime.kernel.takes, runtime.over_peers, joined)
 
     def _runtime_for(self, window: int | None) -> Runtime:
         """Return the runtime for a window: the fastest kernel for layers without one may not support windows."""
@@ -298,7 +297,7 @@ class CachedAttention:
         merge = self._merge if self._merge is not None and self._merge.fits(*q.shape) else None
         partial = (attend_pages if merge is None else attend_splits)(q, cache, pages, scale)
         if sink is not None and self.rank == 0:
-            add_sink_(partial.out.view(-1, *q.shape)[0], partial.lse.view(-1, *q.shape[:2])[0], sink)
+            _add_sink(partial.out.view(-1, *q.shape)[0], partial.lse.view(-1, *q.shape[:2])[0], sink)
         if self.world == 1:
             return partial.out.to(q.dtype).unsqueeze(1)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -344,3 +343,25 @@ class CachedModel(Protocol):
         Returns:
             fp32 `[len(rows), vocab_size]`.
         """
+
+
+def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
+    """Run `merge_sink` in place: `out` `[..., h, e]` and `lse` `[..., h]` of one dtype. The host does not wait."""
+    total = torch.logaddexp(lse, sink.to(lse.dtype))
+    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the merges of prompts: every number of partial outputs, in every combination of precisions.
+
+    Partials are kernels' results in `dtype`; the first may be an earlier merge, in fp32. The result is in `dtype`, or
+    in fp32 if it will be merged again. The number of partials depends on how a prompt's tokens are distributed over the
+    ranks. Without this, the first prompts of some lengths would each wait for Triton to compile another variant.
+    """
+    precisions = dict.fromkeys((dtype, torch.float32))
+    for into, first, count in product(precisions, precisions, range(1, MAX_PARTIALS + 1)):
+        values = [torch.zeros(2, 1, num_heads, head_dim, dtype=each, device=device) for each in (first, dtype, into)]
+        lse = torch.zeros(2, 1, num_heads, dtype=torch.float32, device=device)
+        parts = [Partial(0, 0, values[min(i, 1)], lse) for i in range(count)]
+        merge_partials(parts, values[2], torch.empty_like(lse))

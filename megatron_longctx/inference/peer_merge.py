@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.comm.peer_memory import PeerMemory, allocate_peer_memory
+from ..lowbit.peer_memory import PeerMemory, allocate_peer_memory
 from .paged import PackedPartials
 
 

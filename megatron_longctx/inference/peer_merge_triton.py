@@ -1,4 +1,4 @@
-"""The kernel of `PeerMerge`. Its blocks wait as `core.comm.peer_kernels` says. Arguments are not checked."""
+"""The kernel of `PeerMerge`. Its blocks wait as `lowbit.peer_flags` says. Arguments are not checked."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.comm.peer_kernels import end_call, signal_peers, wait_for_peers
-from ..core.comm.peer_memory import MAX_BLOCKS, PeerMemory
 from ..core.kernels.fused import row_strides
+from ..lowbit.peer_flags import end_call, signal_peers, wait_for_peers
+from ..lowbit.peer_memory import MAX_BLOCKS, PeerMemory
 from .paged import PackedPartials
 
 PUSH, MERGE = 1, 2

@@ -1,7 +1,7 @@
 """Reductions among GPUs that can write each other's memory, each in one kernel: pack, push, wait, sum, push, unpack.
 
 A block handles the same groups of every chunk in all steps and on all ranks, because it waits for the same block of the
-peers (see `core.comm.peer_kernels`). Arguments are not checked: call `peer_reduce`.
+peers (see `lowbit.peer_flags`). Arguments are not checked: call `peer_reduce`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.comm.peer_kernels import end_call, signal_peers, wait_for_peers
-from ..core.comm.peer_memory import MAX_BLOCKS, PeerMemory
 from ..core.kernels.fused import launch
+from .peer_flags import end_call, signal_peers, wait_for_peers
+from .peer_memory import MAX_BLOCKS, PeerMemory
 from .quantize import Format
 from .quantize_triton import quantized, store_quantized, unpack_add
 

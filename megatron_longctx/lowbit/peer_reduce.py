@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..config import check_value
 from ..core.comm.collectives import PeerMemoryError, all_or_none
-from ..core.comm.peer_memory import PeerMemory, allocate_peer_memory
-from ..core.comm.symmetric import find_hosts
+from ..core.comm.symmetric import why_no_peer_memory
 from ..core.errors import refuse
+from .peer_memory import PeerMemory, allocate_peer_memory
 from .quantize import Format, QuantFormat, RawFormat
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def peer_reduction(name: str, group: dist.ProcessGroup, device: torch.device) ->
         return None
     set_up = _SET_UP.setdefault(group, {})
     if device not in set_up:
-        reason = find_hosts(group, device).reason
+        reason = why_no_peer_memory(group, device)
         set_up[device] = _set_up(group, device) if reason is None else (None, reason)
         if name == "auto" and set_up[device][0] is None and dist.get_rank(group) == 0:
             reason = set_up[device][1]

@@ -11,7 +11,7 @@
 
 import warnings
 
-from ..core.errors import absent, install
+from ..config.extras import absent, install
 
 if _absent := absent("megatron"):
     raise ModuleNotFoundError(

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
-from ..core.errors import install
+from ..config.extras import install
 
 BYTE_LEVEL_EOD = 256
 _BYTE_LEVEL_PAD = 257

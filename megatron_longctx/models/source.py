@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import files
-from ..core.errors import install
+from ..config.extras import install
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),

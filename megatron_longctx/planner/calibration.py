@@ -30,7 +30,7 @@ class Calibration:
 
 
 def calibration_path(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:
-    """Return the file for a device, a number of ranks and a transport (peer, hybrid or p2p), for any batch size."""
+    """Return the file for a device, a number of ranks and a transport (peer or p2p), for any batch size."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")
     shape = f"{workload.num_heads}x{workload.num_kv_heads}x{workload.head_sizes}-{workload.element_bytes}bytes"
     return (folder or cache_folder()) / f"{name}-{ranks}ranks-{transport}-{shape}.json"
@@ -38,7 +38,7 @@ def calibration_path(device: str, ranks: int, workload: Workload, transport: str
 
 def find_calibration(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:
     """Return the file for a configured transport. On GPUs, `auto` is the first transport with a file."""
-    names = (transport,) if transport != "auto" else ("p2p",) if device == "cpu" else ("peer", "hybrid", "p2p")
+    names = (transport,) if transport != "auto" else ("p2p",) if device == "cpu" else ("peer", "p2p")
     paths = [calibration_path(device, ranks, workload, name, folder) for name in names]
     return next((path for path in paths if path.is_file()), paths[0])
 

@@ -76,11 +76,11 @@ def _ranking(
     config: Config, cluster: Cluster, costs: Costs | None, lengths: Sequence[int] | None, on_gpus: bool
 ) -> list[Candidate]:
     par, n = config.parallelism, config.parallelism.context_parallel_size
-    peers = (tuple(range(n)),) * n if on_gpus and config.attention.transport != "p2p" else None
+    over_peers = on_gpus and cluster.nodes == 1 and config.attention.transport != "p2p"
     problem = Problem(
         n=n,
         mask=planned_mask(config, lengths),
-        target=Target(workload_of(config), fa4_takes(config.attention.deterministic), peers),
+        target=Target(workload_of(config), fa4_takes(config.attention.deterministic), over_peers),
         unit=token_unit(par),
         layout=par.layout,
         options=mode_options(par),

@@ -128,7 +128,7 @@ def test_every_round_equals_dense_attention(n: int, peers: bool) -> None:
     if n == 3:
         cases.append(Case(HEADS[0], torch.bfloat16))
     for mode, case in product(CACHE_MODES, cases):
-        ranks = ThreadedRanks(n, [range(n)] * n if peers else None)
+        ranks = ThreadedRanks(n, peers)
         ranks.run(lambda rank, mode=mode, case=case, ranks=ranks: chat(in_threads(ranks, rank, case), mode, case))
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megatron_longctx.config.gpus import max_gpu_ranks
 from megatron_longctx.core.comm import all_gather_rows
-from megatron_longctx.core.comm.peer_memory import PeerMemory
 from megatron_longctx.inference.paged import PackedPartials, merge_ranks, merge_ranks_torch
 from megatron_longctx.inference.peer_merge import PeerMerge
+from megatron_longctx.lowbit.peer_memory import PeerMemory
 from megatron_longctx.testing.distributed import run_distributed
 from tests.core.kernels.interpreter import run_forked, run_interpreted
 

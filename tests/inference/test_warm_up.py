@@ -15,14 +15,13 @@ from megatron_longctx.core.attention.kv_format import Shapes
 from megatron_longctx.core.comm import BufferPool
 from megatron_longctx.core.kernels import AttentionKernel, partials
 from megatron_longctx.core.kernels.interface import BlockInputs
-from megatron_longctx.core.kernels.partials import compile_merges
 from megatron_longctx.core.plans import KernelSupport, Kind, Recorder, Target
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.core.plans.sums import MAX_PARTIALS
 from megatron_longctx.inference import paged
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
+from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape, compile_merges
 from megatron_longctx.inference.paged import PackedPartials, Pages, compile_decode
 from tests.core.kernels.test_variants import Launches, needs_compiler
 from tests.shared.threads import ThreadedRanks

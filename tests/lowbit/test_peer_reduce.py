@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megatron_longctx.config.gpus import max_gpu_ranks
 from megatron_longctx.core.comm import all_gather_rows
-from megatron_longctx.core.comm.peer_memory import allocate_peer_memory
 from megatron_longctx.lowbit import peer_reduce
+from megatron_longctx.lowbit.peer_memory import allocate_peer_memory
 from megatron_longctx.lowbit.peer_reduce import PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantize import RawFormat, dequantize, quantize, requantize_sum, sum_quantized
 from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter

@@ -173,7 +173,7 @@ def test_times_between_measured_calls_are_interpolated() -> None:
 def test_send_memory_of_peers_counts_against_the_bound() -> None:
     cluster = load_cluster("h200_x8")
     problem, zigzag = problem_of(8, 2**17), [MODES["zigzag"]()]
-    over_peers = replace(problem, target=replace(problem.target, hosts=(tuple(range(8)),) * 8))
+    over_peers = replace(problem, target=replace(problem.target, over_peers=True))
     (messages,) = rank_modes(problem, cluster, candidates=zigzag)
     (peers,) = rank_modes(over_peers, cluster, candidates=zigzag)
     assert peers.peak_bytes > messages.peak_bytes

@@ -43,17 +43,17 @@ def attend(
     inputs: Inputs,
     scale: float,
     kernel: Callable[[], AttentionKernel],
-    hosts: Sequence[Sequence[int]] | None = None,
+    over_peers: bool = False,
     kv: KVFormat | None = None,
     overlap: bool = True,
 ) -> dict[str, Tensor]:
     """out, dq, dk, dv (and dsink) of a plan, of the whole sequence; without gradients where no input wants any.
 
     Args:
-        kernel: makes every rank's. hosts: as of `ThreadedRanks`. kv: how keys and values travel; None for as they are.
+        kernel: makes every rank's. over_peers: see `Target`. kv: how keys and values travel; None for as they are.
         overlap: see `Runtime`.
     """
-    ranks = ThreadedRanks(plan.n, hosts)
+    ranks = ThreadedRanks(plan.n, over_peers)
 
     def of_rank(rank: int) -> dict[str, Tensor]:
         q, k, v, grad_out = (shard(x, plan.queries, rank) for x in inputs[:4])
@@ -61,7 +61,7 @@ def attend(
         transport = ranks.transport(rank) if plan.n > 1 else None
         runtime = Runtime(kernel(), transport, BufferPool(q.device), overlap=overlap)
         shapes = shapes_of(q, k, v, kv)
-        target = Target(shapes.workload, runtime.kernel.takes, ranks.hosts if plan.n > 1 else None)
+        target = Target(shapes.workload, runtime.kernel.takes, over_peers)
         passes = Passes(plan, target, rank, shapes, runtime)
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
         out = AttentionFunction.apply(*leaves, sink, passes, scale)  # type: ignore[no-untyped-call]
@@ -79,11 +79,10 @@ def attend(
 
 
 class ThreadedRanks:
-    """The ranks of a group. hosts: by rank, the ranks that read its memory; None where messages go point to point."""
+    """The ranks of a group. over_peers: see `Target`."""
 
-    def __init__(self, n: int, hosts: Sequence[Sequence[int]] | None = None) -> None:
-        self.n = n
-        self.hosts = None if hosts is None else tuple(tuple(each) for each in hosts)
+    def __init__(self, n: int, over_peers: bool = False) -> None:
+        self.n, self.over_peers = n, over_peers
         self._mail: dict[tuple[int, int, int, int], list[_Sent]] = {}
         self._news = threading.Condition()
         self.failed: BaseException | None = None
@@ -127,7 +126,7 @@ class ThreadTransport:
     """One rank's messages: what is sent is read from where its send layout says that it lies."""
 
     def __init__(self, ranks: ThreadedRanks, rank: int) -> None:
-        self.ranks, self.rank, self.hosts = ranks, rank, ranks.hosts
+        self.ranks, self.rank, self.over_peers = ranks, rank, ranks.over_peers
         self.passes = 0
 
     def record_event(self) -> None:

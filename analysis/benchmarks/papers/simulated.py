@@ -20,7 +20,7 @@ MATMUL_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster with the costs of its ranks' work, and whether ranks of a node read each other's memory."""
+    """A cluster with the costs of its ranks' work, and whether its ranks read each other's memory."""
 
     cluster: Cluster
     costs: Costs
@@ -33,9 +33,7 @@ class Machine:
         return cls(calibration.cluster, calibration.costs, over_peers=True)
 
     def target(self, workload: Workload) -> Target:
-        m, n = self.cluster.ranks_per_node, self.cluster.n
-        hosts = tuple(tuple(range(r // m * m, min(n, (r // m + 1) * m))) for r in range(n))
-        return Target(workload, KernelSupport(), hosts if self.over_peers else None)
+        return Target(workload, KernelSupport(), self.over_peers)
 
 
 @dataclass(frozen=True)

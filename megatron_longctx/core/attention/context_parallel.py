@@ -302,8 +302,7 @@ class ContextParallelAttention:
         shapes, keep = kind
         runtime = self._runtime(mask, shapes)
         plan = sum_in_nodes(self.plan(mask), self._devices[shapes.device].summed)
-        hosts = None if runtime.transport is None else runtime.transport.hosts
-        target = Target(shapes.workload, runtime.kernel.takes, hosts)
+        target = Target(shapes.workload, runtime.kernel.takes, runtime.over_peers)
         passes = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, runtime)
         with self._lock:
             self._kinds.add(kind)

@@ -53,6 +53,11 @@ class Runtime:
     passes: StreamClock | None = None
     overlap: bool = True
 
+    @property
+    def over_peers(self) -> bool:
+        """Whether ranks read each other's memory."""
+        return self.transport is not None and self.transport.over_peers
+
 
 class Pass:
     """The forward or backward pass of one kind of call, ready to run. Exchanges nothing, and any thread may make it.

@@ -162,13 +162,6 @@ def merge_sink(out: Tensor, lse: Tensor, sink: Tensor, heads: range) -> tuple[Te
     return (out * share).to(out.dtype), total.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
-def add_sink_(out: Tensor, lse: Tensor, sink: Tensor) -> None:
-    """Run `merge_sink` in place: `out` `[..., h, e]` and `lse` `[..., h]` of one dtype. The host does not wait."""
-    total = torch.logaddexp(lse, sink.to(lse.dtype))
-    out.mul_(torch.exp(lse - total).unsqueeze(-1))
-    lse.copy_(total)
-
-
 def sink_gradient(sink: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> Tensor:
     """Return the gradient of the sinks from this rank's queries.
 

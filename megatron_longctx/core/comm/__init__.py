@@ -1,9 +1,8 @@
 """All communication between ranks; it moves tensors and knows nothing of attention.
 
 `P2PTransport` sends and receives batches of messages on its own stream. With `PeerTransport`, receivers pull from the
-senders' memory. `HybridTransport` uses peer memory within hosts and messages between them. `choose_transport` selects a
-transport. `BufferPool` provides memory for received messages, and `StreamClock` measures how long a rank waits for
-them.
+senders' memory. `choose_transport` selects one of them. `BufferPool` provides memory for received messages, and
+`StreamClock` measures how long a rank waits for them.
 """
 
 from importlib import import_module
@@ -22,11 +21,10 @@ from .device import AttentionTimes, BufferPool, StreamClock, timed
 from .p2p import Channel, Exchange, P2PTransport, Transport
 
 if TYPE_CHECKING:
-    from .hybrid import HybridTransport, choose_transport
     from .peer import PeerTransport, SymmetricExchange
+    from .transports import choose_transport
 
-_ON_FIRST_USE = {"HybridTransport": "hybrid", "choose_transport": "hybrid"}
-_ON_FIRST_USE |= {"PeerTransport": "peer", "SymmetricExchange": "peer"}
+_ON_FIRST_USE = {"choose_transport": "transports", "PeerTransport": "peer", "SymmetricExchange": "peer"}
 
 
 def __getattr__(name: str) -> Any:

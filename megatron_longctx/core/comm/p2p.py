@@ -6,11 +6,11 @@ queues behind a kernel that it does not depend on, and the host never waits for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,14 +33,10 @@ class Exchange:
     works: list[dist.Work] = field(default_factory=list)
     arrived: torch.cuda.Event | None = None
     tensors: tuple[Tensor, ...] = ()
-    done: bool = False
-    started_by: object = None
-    parts: tuple[Exchange, ...] = ()
 
 
 class Channel(Protocol):
-    """The messages of one recording. Channels over peer memory alone also `acquire` and `release`; see
-    `SymmetricExchange`."""
+    """The messages of one recording. A `SymmetricExchange` can also `acquire` and `release` them."""
 
     @property
     def generation(self) -> int:
@@ -74,8 +70,8 @@ class Transport:
     """
 
     name: str
-    hosts: tuple[tuple[int, ...], ...] | None = None
-    """The ranks that read each rank's memory, itself included, indexed by rank; None if messages are sent."""
+    over_peers: ClassVar[bool] = False
+    """Whether ranks read each other's memory; otherwise messages are sent."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -127,14 +123,10 @@ class P2PTransport(Transport):
         """Start a batch of messages. The peers' batches must contain the matching messages in the same order.
 
         Args:
+            sends, receives: contiguous tensors on this transport's device.
             after: events that the messages wait for: data is computed, buffers are free again.
-
-        Raises:
-            ValueError: a tensor is not contiguous or on another device, or a peer is not in the group.
         """
-        for tensor, peer in (*sends, *receives):
-            self._check(tensor, peer)
-        exchange = Exchange(tensors=tuple(tensor for tensor, _ in (*sends, *receives)), started_by=self)
+        exchange = Exchange(tensors=tuple(tensor for tensor, _ in (*sends, *receives)))
         if not exchange.tensors:
             return exchange
         # Receives first: gloo announces them to the sender on the connection that a large send of ours would block.
@@ -154,11 +146,8 @@ class P2PTransport(Transport):
         """Make the caller's stream (on CPU: the caller) wait until the messages have been sent and received.
 
         Raises:
-            RuntimeError: `exchange` was waited for before, or another transport started it; or a peer failed.
+            RuntimeError: a peer failed.
         """
-        if exchange.done or exchange.started_by is not self:
-            raise RuntimeError("an exchange was waited for twice, or by a transport that did not start it")
-        exchange.done = True
         if exchange.arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(exchange.arrived)
         elif not self._cuda:
@@ -172,33 +161,21 @@ class P2PTransport(Transport):
             tag = count[peer] = count.get(peer, -1) + 1
             yield dist.P2POp(direction, tensor, self._peers[peer], self.group, tag)
 
-    def _check(self, tensor: Tensor, peer: int) -> None:
-        if not 0 <= peer < self.world or peer == self.rank:
-            raise ValueError(f"peer={peer}: expected another rank of the group's {self.world} (this is {self.rank})")
-        if not tensor.is_contiguous():
-            raise ValueError(f"message of shape {tuple(tensor.shape)} is not contiguous: send a copy")
-        if tensor.device.type != self.device.type:
-            raise ValueError(f"message on {tensor.device}: expected {self.device}, the transport's own device")
-
 
 class DirectChannel:
     """Point-to-point messages, sent from the send memory or from the buffers in which they were received.
 
     Args:
         memory: returns the send memory.
-        without: ranks whose messages another channel carries.
     """
 
     generation = 0
 
-    def __init__(
-        self, transport: P2PTransport, recording: Recording, memory: Callable[[], Tensor], without: Container[int] = ()
-    ) -> None:
+    def __init__(self, transport: P2PTransport, recording: Recording, memory: Callable[[], Tensor]) -> None:
         self.memory = memory
         self._transport, self._layout = transport, recording.sends
-        self._messages = [[m for m in messages if m.peer not in without] for messages in recording.sends.messages]
         self._sources = [
-            [each.peer for each in receives if each.peer not in without for _ in range(NUM_FIELDS[each.block.kind])]
+            [each.peer for each in receives for _ in range(NUM_FIELDS[each.block.kind])]
             for receives in recording.receives
         ]
 
@@ -208,7 +185,7 @@ class DirectChannel:
     def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]) -> Exchange:
         rest = iter(passed)
         sends: list[tuple[Tensor, int]] = []
-        for message in self._messages[step]:
+        for message in self._layout.messages[step]:
             sends += ((_bytes(tensor), message.peer) for tensor in self._fields(message, rest))
         into = [(_bytes(tensor), peer) for tensor, peer in zip(receives, self._sources[step], strict=True)]
         return self._transport.start(sends, into, after)

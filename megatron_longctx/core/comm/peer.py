@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..plans.recording import Recording
-from .collectives import PeerMemoryError, all_or_none, gather_objects, timeout_of
+from .collectives import PeerMemoryError, all_or_none, gather_objects
 from .device import synchronize
 from .p2p import Exchange, Transport
-from .symmetric import FlagOperations, Hosts, allocate, free_cached_memory, memory_remedy
+from .symmetric import FlagOperations, allocate, free_cached_memory, memory_remedy
 
 _READY, _READ = 0, 1
 _INITIAL_STEPS = 64
@@ -36,7 +36,6 @@ class PeerTransport(Transport):
     """Peer memory among the ranks of a process group.
 
     Args:
-        hosts: which ranks can read each other's memory; None for all. Messages between hosts are not sent.
         growth: the least factor by which memory grows, for passes that need slightly more each time. If it is above 1,
             the memory has 64 MiB at first, otherwise 1 MiB.
         key: the setting that chose this transport, for messages.
@@ -46,35 +45,17 @@ class PeerTransport(Transport):
     """
 
     name = "peer"
-    hosts: tuple[tuple[int, ...], ...]
+    over_peers = True
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        hosts: Hosts | None = None,
-        growth: float = 1.0,
-        key: str = "transport",
+        self, group: dist.ProcessGroup, device: torch.device, growth: float = 1.0, key: str = "transport"
     ) -> None:
         super().__init__(group, device)
         self._growth, self._key = growth, key
-        ranks = tuple(range(self.world))
-        self.hosts = tuple(ranks if hosts is None else hosts.peers_of(rank) for rank in ranks)
-        self.peers = self.hosts[self.rank]
         self._broken: str | None = None
-        self.stream, self.signals, self._subgroup = all_or_none(
-            group,
-            lambda: (_stream(device), _stream(device), self._new_subgroup()),
-            "setting up peer memory",
-            memory_remedy(key),
+        self.stream, self.signals = all_or_none(
+            group, lambda: (_stream(device), _stream(device)), "setting up peer memory", memory_remedy(key)
         )
-        if hosts is not None:
-            # Peers exchange addresses under their group's name, which torch derives from the group's ranks and from the
-            # number of groups that a rank is in.
-            names = gather_objects(group, getattr(self._subgroup, "group_name", None))
-            if any(names[peer] != names[rank] for rank in ranks for peer in self.hosts[rank]):
-                reason = "the ranks of a host have made different numbers of process groups"
-                raise PeerMemoryError(f"dividing the group by hosts failed: {reason}. {memory_remedy(key)}")
         self.generation = 0
         self._capacity = self._steps = 0
         self._memories: list[Any] = []
@@ -125,18 +106,16 @@ class PeerTransport(Transport):
         """Refuse further passes: one has ended with `error`, so some flags that others wait for will never be set."""
         self._broken = self._broken or f"{type(error).__name__}: {error}".split("\n", 1)[0]
 
-    def views(self, parity: int) -> dict[int, Tensor]:
-        """Return views of the peers' memories of this parity, keyed by rank."""
-        if len(self.peers) == 1:
-            return {}
+    def views(self, parity: int) -> list[Tensor]:
+        """Return views of all ranks' memories of this parity."""
         memory, shape = self._memories[parity], (self._capacity,)
         with torch.inference_mode(False):  # the views outlive the call that creates them
-            return {peer: memory.get_buffer(i, shape, torch.uint8) for i, peer in enumerate(self.peers)}
+            return [memory.get_buffer(rank, shape, torch.uint8) for rank in range(self.world)]
 
     def flag(self, owner: int, parity: int, step: int, other: int, kind: int) -> int:
         """Return the address of the flag that rank `other` sets at rank `owner`."""
         index = ((parity * self._steps + step) * self.world + other) * 2 + kind
-        return int(self._flags.buffer_ptrs[self.peers.index(owner)]) + 4 * index
+        return int(self._flags.buffer_ptrs[owner]) + 4 * index
 
     def _refuse_if(self, broken: str | None) -> None:
         if broken is not None:
@@ -144,24 +123,6 @@ class PeerTransport(Transport):
                 f"attention over peer memory was broken off before ({broken}): ranks would wait for messages that "
                 f"never come. Start the job again, training from its checkpoint, or choose {self._key}=p2p."
             )
-
-    def _new_subgroup(self) -> dist.ProcessGroup | None:
-        """Return a group of this rank and its peers; None for a rank without peers."""
-        if len(self.peers) == self.world:
-            return self.group
-        if len(self.peers) == 1:
-            return None
-        if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
-            raise RuntimeError("init_process_group was given a device_id, so that only all ranks can divide the group")
-        ranks = dist.get_process_group_ranks(self.group)
-        # NCCL does not connect ranks yet, so a group whose name differs between ranks does no harm here.
-        group: dist.ProcessGroup = dist.new_group(
-            [ranks[rank] for rank in self.peers],
-            timeout=timeout_of(self.group),
-            backend="nccl" if self.device.type == "cuda" else None,
-            use_local_synchronization=True,
-        )
-        return group
 
     def _reallocate(self, wanted: int, least: int, steps: int) -> None:
         """Replace the memory by one of `wanted` bytes, or of `least` if that fails, with flags for `steps` steps."""
@@ -186,7 +147,7 @@ class PeerTransport(Transport):
             # Now no rank reads the old memory, which is freed here.
             self._memories, self._flags = [], None
             free_cached_memory(self.device, sum(sizes))
-            *self._memories, self._flags = allocate(self.group, self._subgroup, self.device, sizes, remedy, what)
+            *self._memories, self._flags = allocate(self.group, self.device, sizes, remedy, what)
         except PeerMemoryError:
             self._memories, self._flags = [], None
             raise
@@ -216,11 +177,8 @@ class SymmetricExchange:
 
     def __init__(self, transport: PeerTransport, recording: Recording, num_bytes: int) -> None:
         self._transport, self._layout, self._num_bytes = transport, recording.sends, num_bytes
-        # Another channel carries the messages with ranks that are not peers.
-        self._sends = [[m for m in messages if m.peer in transport.peers] for messages in recording.sends.messages]
         self._incoming = [
-            [(each.peer, span) for each in receives if each.peer in transport.peers for span in each.spans]
-            for receives in recording.receives
+            [(each.peer, span) for each in receives for span in each.spans] for receives in recording.receives
         ]
         self._prepared_generation = -1
         self._parity = 0
@@ -257,7 +215,7 @@ class SymmetricExchange:
         """Start the messages of a step; see `Channel.start`."""
         stream, signals = self._transport.stream, self._transport.signals
         now = self._steps[self._parity][step]
-        if not self._sends[step] and not receives and now.reusable is None:
+        if not self._layout.messages[step] and not receives and now.reusable is None:
             return Exchange()
         self._started = True
         for event in after:
@@ -316,7 +274,8 @@ class SymmetricExchange:
         self._prepared_generation = transport.generation
 
     def _step(self, parity: int, t: int) -> _Step:
-        transport, me, messages, incoming = self._transport, self._transport.rank, self._sends[t], self._incoming[t]
+        transport, me, incoming = self._transport, self._transport.rank, self._incoming[t]
+        messages = self._layout.messages[t]
         passed_to = sorted({m.peer for m in messages if m.passed})  # one flag covers all messages to a rank
         others = sorted({m.peer for m in messages} - set(passed_to))
         senders = sorted({peer for peer, _ in incoming})
@@ -341,7 +300,7 @@ class SymmetricExchange:
 
     def _await_readers(self, parity: int, steps: Sequence[int]) -> FlagOperations:
         """Return the operation that waits until the messages of these steps have been read."""
-        transport, sends = self._transport, self._sends
+        transport, sends = self._transport, self._layout.messages
         readers = [(t, peer) for t in steps for peer in sorted({message.peer for message in sends[t]})]
         return FlagOperations.wait_and_clear(
             [transport.flag(transport.rank, parity, t, peer, _READ) for t, peer in readers]

@@ -1,4 +1,4 @@
-"""Peer memory: which ranks can read each other's memory, its allocation by all of them or none, and flags in it.
+"""Peer memory: whether ranks can read each other's memory, its allocation by all of them or none, and flags in it.
 
 It is torch's symmetric memory. Reading another rank's memory requires that both are on one host whose GPUs are
 connected.
@@ -10,20 +10,14 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import refuse
 from .collectives import all_or_none, gather_objects
 from .device import synchronize
-
-RANKS_PER_HOST = "MEGATRON_LONGCTX_RANKS_PER_HOST"
-"""Environment variable: the number of neighbouring ranks of a process group, on one machine, that count as a host. For
-machines whose GPUs are in separate islands, and to test on one machine the behaviour of several hosts."""
 
 _SPARE_BYTES = 2**28
 """Device memory to leave free beside symmetric memory: for its rounding, for NCCL and for kernel code."""
@@ -35,90 +29,27 @@ _MAX_OPERATIONS = 255
 _NO_FLAGS = ctypes.c_uint(0)
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """Disjoint sets of ranks that can read each other's memory.
+def why_no_peer_memory(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return why the ranks of a group cannot read each other's memory; None if they can. Collective: all get the same.
 
-    Attributes:
-        sets: in order; each rank is in exactly one.
-        reason: why not all ranks are in one set; None if they are.
-    """
-
-    sets: tuple[tuple[int, ...], ...]
-    reason: str | None
-
-    def peers_of(self, rank: int) -> tuple[int, ...]:
-        """Return the set that contains `rank`."""
-        return next(ranks for ranks in self.sets if rank in ranks)
-
-    @property
-    def has_peers(self) -> bool:
-        return any(len(ranks) > 1 for ranks in self.sets)
-
-    def __str__(self) -> str:
-        return " | ".join(" ".join(map(str, ranks)) for ranks in self.sets)
-
-
-def find_hosts(group: dist.ProcessGroup, device: torch.device) -> Hosts:
-    """Find out which ranks can read each other's memory; the same on all ranks. Collective.
-
-    Raises:
-        ValueError: `RANKS_PER_HOST` is not a number, or differs between ranks.
+    Processes may see different devices, so each rank checks its own.
     """
     index = None
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-    ranks = gather_objects(group, (os.uname().nodename, index, os.environ.get(RANKS_PER_HOST)))
-    machines, devices, per_host = zip(*ranks, strict=True)
+    machines, devices = zip(*gather_objects(group, (os.uname().nodename, index)), strict=True)
     if None in devices:
-        return Hosts(tuple((rank,) for rank in range(len(devices))), "not all ranks have a CUDA device")
-    sets = group_by_host(machines, ranks_per_host(set(per_host)))
-    mine = dist.get_rank(group)
-    peers = next(ranks for ranks in sets if mine in ranks)
-    # Processes may see different devices, so each checks its own.
-    reason = _unreadable(devices[mine], [devices[rank] for rank in peers])
-    return isolate_unreadable(sets, gather_objects(group, reason))
+        return "not all ranks have a CUDA device"
+    if len(set(machines)) > 1:
+        return "they are on several hosts"
+    reasons = gather_objects(group, _unreadable(devices[dist.get_rank(group)], devices))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def on_one_machine(group: dist.ProcessGroup, size: int) -> bool:
     """Whether every `size` neighbouring ranks share a machine; the same on all ranks. Collective."""
     machines = gather_objects(group, os.uname().nodename)
     return all(len(set(machines[i : i + size])) == 1 for i in range(0, len(machines), size))
-
-
-def group_by_host(machines: Sequence[str], per_host: int | None) -> tuple[tuple[int, ...], ...]:
-    """Group ranks by the name of their machine, and divide each group into hosts of `per_host` ranks."""
-    ranks: dict[str, list[int]] = {}
-    for rank, machine in enumerate(machines):
-        ranks.setdefault(machine, []).append(rank)
-    size = per_host or len(machines)
-    return tuple(tuple(same[i : i + size]) for same in ranks.values() for i in range(0, len(same), size))
-
-
-def isolate_unreadable(sets: Sequence[Sequence[int]], unreadable: Sequence[str | None]) -> Hosts:
-    """Split each host into single ranks if one of them cannot read another's memory, for which it has a reason."""
-    result: list[tuple[int, ...]] = []
-    reason = "they are on several hosts" if len(sets) > 1 else None
-    for ranks in sets:
-        against = next((unreadable[rank] for rank in ranks if unreadable[rank] is not None), None)
-        reason = against or reason
-        result += [tuple(ranks)] if against is None else [(rank,) for rank in ranks]
-    return Hosts(tuple(result), reason)
-
-
-def ranks_per_host(values: set[str | None]) -> int | None:
-    """Return the number in all ranks' `RANKS_PER_HOST`; None if no rank sets it.
-
-    Raises:
-        ValueError: the values are not one and the same positive integer.
-    """
-    if values == {None}:
-        return None
-    value = min(map(str, values))
-    if len(values) > 1 or not value.isdecimal() or int(value) < 1:
-        shown = ", ".join(sorted(map(str, values)))
-        raise refuse(RANKS_PER_HOST, shown, "one whole number, on all ranks", "Correct it.")
-    return int(value)
 
 
 def _unreadable(mine: int, others: Sequence[int]) -> str | None:
@@ -139,41 +70,32 @@ def memory_remedy(key: str) -> str:
 
 def allocate(
     group: dist.ProcessGroup,
-    subgroup: dist.ProcessGroup | None,
     device: torch.device,
     sizes: Sequence[int],
     remedy: str,
     what: str = "setting up peer memory",
 ) -> list[Any]:
-    """Allocate zeroed symmetric memory of `sizes` bytes. Collective over `group`.
+    """Allocate zeroed symmetric memory of `sizes` bytes, and return a handle for each size. Collective over `group`.
 
     No rank waits for one that could not allocate: addresses are exchanged only once all ranks have memory.
-
-    Args:
-        subgroup: the ranks of `group` that share this rank's memory; None for none.
-
-    Returns:
-        a handle for each size, or None for each without a `subgroup`.
 
     Raises:
         PeerMemoryError: it failed on some rank of `group`; raised by all of them alike.
     """
 
     def empty() -> list[Tensor]:
-        if subgroup is None:
-            return []  # takes part in the votes of the others
         return [symmetric_memory().empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
     tensors = all_or_none(group, empty, what, remedy)
 
     def rendezvous() -> list[Any]:
-        handles = [symmetric_memory().rendezvous(tensor, subgroup) for tensor in tensors]
+        handles = [symmetric_memory().rendezvous(tensor, group) for tensor in tensors]
         for tensor in tensors:
             tensor.zero_()
         synchronize(device)
         return handles
 
-    return all_or_none(group, rendezvous, what, remedy) or [None] * len(sizes)
+    return all_or_none(group, rendezvous, what, remedy)
 
 
 def free_cached_memory(device: torch.device, num_bytes: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -96,21 +95,6 @@ def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
     for part in partials:
         total[part.start : part.stop, :, part.first_head : part.last_head] += part.value
     out.copy_(total)
-
-
-def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile the merges of inference: every number of partial outputs, in every combination of precisions.
-
-    Partials are kernels' results in `dtype`; the first may be an earlier merge, in fp32. The result is in `dtype`, or
-    in fp32 if it will be merged again. The number of partials depends on how a prompt's tokens are distributed over the
-    ranks. Without this, the first prompts of some lengths would each wait for Triton to compile another variant.
-    """
-    precisions = dict.fromkeys((dtype, torch.float32))
-    for into, first, count in product(precisions, precisions, range(1, MAX_PARTIALS + 1)):
-        values = [torch.zeros(2, 1, num_heads, head_dim, dtype=each, device=device) for each in (first, dtype, into)]
-        lse = torch.zeros(2, 1, num_heads, dtype=torch.float32, device=device)
-        parts = [Partial(0, 0, values[min(i, 1)], lse) for i in range(count)]
-        merge_partials(parts, values[2], torch.empty_like(lse))
 
 
 def _merge_into(acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -60,7 +60,7 @@ class Mask:
         Raises:
             ValueError: a negative length or window.
         """
-        return _one_document(length, window, causal=True)
+        return _one_document(length, tuple(window), causal=True)
 
     @staticmethod
     def full(length: int, window: Window = (None, None)) -> Mask:
@@ -69,7 +69,7 @@ class Mask:
         Raises:
             ValueError: a negative length or window.
         """
-        return _one_document(length, window, causal=False)
+        return _one_document(length, tuple(window), causal=False)
 
     @staticmethod
     def packed(
@@ -80,16 +80,22 @@ class Mask:
         prefixes: Sequence[int] | None = None,
         parents: Sequence[int] | None = None,
     ) -> Mask:
-        """Return the mask of documents that lie one after the other in one sequence and see nothing of each other.
+        """Return the mask of consecutive documents that see nothing of each other, except for their parents.
+
+        Query i of a document at position p sees key j at position r if the key is of the same document or of one of its
+        ancestors, `p - window[0] <= r <= p + window[1]`, and, if `causal`, `r <= p` or j is among the first `prefixes`
+        tokens of the query's own document. Positions count from 0 in a document without a parent; otherwise they
+        continue after the parent's last token.
 
         Args:
             lengths: the number of tokens of each document.
-            causal: False for documents whose tokens see each other in both directions.
+            causal: False for documents whose tokens see each other in both directions. With `parents` that each name
+                the previous document, this is a block-causal mask.
             window: the numbers of tokens (before, after) itself that a token sees at most; None for no bound. (w, 0) is
                 a sliding window.
             prefixes: for each document, the number of its first tokens that all of its tokens see (prefix-LM).
-            parents: for each document, the number of an earlier one that it continues and sees, or -1: a tree of
-                shared prefixes. Positions continue after the parent's last token.
+            parents: for each document, the number of an earlier one that it continues, or -1: a tree of shared
+                prefixes.
 
         Raises:
             ValueError: a document without tokens, a negative window, a prefix longer than its document or without
@@ -131,6 +137,7 @@ class Mask:
         return self.name
 
 
+@lru_cache(maxsize=256)
 def _one_document(length: int, window: Window, causal: bool) -> Mask:
     if length < 0:
         raise refuse("length", length, "0 tokens or more", "Give the tokens of the whole sequence.")
@@ -138,16 +145,7 @@ def _one_document(length: int, window: Window, causal: bool) -> Mask:
     return documents([length], causal=causal, window=window) if length else Mask(0, (), (), name)
 
 
-@lru_cache(maxsize=256)
-def causal(length: int) -> Mask:
-    """Return the mask in which token i sees tokens 0..i."""
-    return Mask.causal(length)
-
-
-@lru_cache(maxsize=256)
-def full(length: int) -> Mask:
-    """Return the mask in which every token sees every token."""
-    return Mask.full(length)
+causal, full = Mask.causal, Mask.full
 
 
 def documents(
@@ -158,25 +156,7 @@ def documents(
     prefixes: Sequence[int] | None = None,
     parents: Sequence[int] | None = None,
 ) -> Mask:
-    """Return the mask of consecutive documents that see nothing of each other, except for their parents.
-
-    Query i of a document at position p sees key j at position r if the key is of the same document or of one of its
-    ancestors, `p - window[0] <= r <= p + window[1]`, and, if `causal`, `r <= p` or j is among the first `prefixes`
-    tokens of the query's own document. Positions count from 0 in a document without a parent; otherwise they continue
-    after the parent's last token.
-
-    Args:
-        lengths: the number of tokens of each document.
-        causal: False for documents whose tokens see each other in both directions. With `parents` that each name the
-            previous document, this is a block-causal mask.
-        window: see `Window`; (w, 0) or (w, None) with `causal` is a sliding window.
-        prefixes: for each document, the number of its first tokens that all of its tokens see (prefix-LM).
-        parents: for each document, the number of an earlier one that it continues, or -1: a tree of shared prefixes.
-
-    Raises:
-        ValueError: a document without tokens, a negative window, a prefix longer than its document or without
-            `causal`, or a parent that is not an earlier document.
-    """
+    """Return `Mask.packed`."""
     before, after = (FAR if bound is None else bound for bound in window)
     ends = list(accumulate(lengths))
     for number, length in enumerate(lengths):

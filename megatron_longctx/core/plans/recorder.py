@@ -29,7 +29,7 @@ from .recording import (  # fmt: skip
     Send,
     Wait,
 )
-from .send_layout import ResultMessage, SendLayout, SentResults, send_layout, sent_results
+from .send_layout import Message, ResultMessage, SendLayout, SentResults, send_layout, sent_results
 from .sums import Sum, by_block, call_results
 from .workload import Target
 
@@ -51,8 +51,8 @@ class Recorder:
         """Return the layout of a rank's send memory. `results` are the rank's, if they are known."""
         if rank not in self._layouts:
             computed = (results or sent_results(self.plan, rank)).computed
-            row_bytes, peers = self.target.workload.field_bytes, self.target.peers(rank)
-            self._layouts[rank] = send_layout(self.plan, rank, row_bytes, peers, computed)
+            row_bytes, over_peers = self.target.workload.field_bytes, self.target.over_peers
+            self._layouts[rank] = send_layout(self.plan, rank, row_bytes, over_peers, computed)
         return self._layouts[rank]
 
     def send_bytes(self) -> int:
@@ -75,7 +75,7 @@ class _OfRank:
     def __init__(self, recorder: Recorder, rank: int) -> None:
         self.recorder, self.rank = recorder, rank
         plan, self.target = recorder.plan, recorder.target
-        self.plan, self.peers, self.last = plan, self.target.peers(rank), len(plan.steps) - 1
+        self.plan, self.last = plan, len(plan.steps) - 1
         self.receives, self.results = plan.receives(rank), sent_results(plan, rank)
         self.layout = recorder.send_layout(rank, self.results)
         self.ops: list[Op] = []
@@ -152,7 +152,7 @@ class _OfRank:
         They are if nothing could overlap them: nothing has to be copied before, and nothing is computed between their
         start and the wait for them, nor after what they wait for.
         """
-        if not len(self.peers) == self.plan.n > 1 or not self._has_messages(t) or t in self.layout.awaits:
+        if not self.target.over_peers or not self._has_messages(t) or t in self.layout.awaits:
             return False
         passed = any(message.passed for message in self.layout.messages[t])
         if passed or self.plan.steps[t].attends[self.rank]:
@@ -206,13 +206,15 @@ class _OfRank:
         self.ops.append(Release(t))
 
     def _receives(self, t: int) -> Iterator[Receive]:
-        layouts = {s: self.recorder.send_layout(s) for s in {s for _, s, _ in self.receives[t]} & self.peers}
-        coming = {s: iter([m for m in each.messages[t] if m.peer == self.rank]) for s, each in layouts.items()}
+        coming: dict[int, Iterator[Message]] = {}  # from each rank, in the order of its messages
         for block, source, _ in self.receives[t]:
             spans: tuple[tuple[int, int], ...] = ()
-            if source in self.peers:
+            if self.target.over_peers:
+                layout = self.recorder.send_layout(source)
+                if source not in coming:
+                    coming[source] = iter([m for m in layout.messages[t] if m.peer == self.rank])
                 message = next(coming[source])
-                spans = layouts[source].regions[message.region].spans(message.start, block.tokens)
+                spans = layout.regions[message.region].spans(message.start, block.tokens)
             yield Receive(block, source, self.arriving[t].get(block), spans)
 
     def _delay_first_messages(self) -> None:

@@ -155,7 +155,7 @@ def rows_written(op: Op) -> Iterator[Rows]:
 class Receive(NamedTuple):
     """A block from `peer`, received into rows or, if `into` is None, read in the peer's memory.
 
-    spans: (offset, bytes) in the peer's send memory, one pair per field; empty if this rank cannot read that memory.
+    spans: (offset, bytes) in the peer's send memory, one pair per field; empty if messages are sent.
     """
 
     block: Block

@@ -192,12 +192,12 @@ class _Regions:
 
 
 def send_layout(
-    plan: Plan, rank: int, row_bytes: RowBytes, peers: frozenset[int], computed: dict[ResultMessage, int]
+    plan: Plan, rank: int, row_bytes: RowBytes, over_peers: bool, computed: dict[ResultMessage, int]
 ) -> SendLayout:
     """Return the layout of the send memory of `rank`.
 
     Args:
-        peers: the ranks that read this memory. Blocks that are passed on need a region only on their way to a peer.
+        over_peers: whether other ranks read this memory. Only then blocks that are passed on need a region.
         computed: see `SentResults`.
     """
     memory, sends = _Regions(row_bytes), plan.sends(rank)
@@ -205,7 +205,7 @@ def send_layout(
     batches: list[tuple[Batch, list[tuple[Block, int]]]] = []  # with blocks, and destinations of those passed on
     for t, moves in enumerate(sends):
         results = [(block, -1) for block, _, _ in moves if block.kind in RESULTS and block.origin == rank]
-        passed = [(block, to) for block, _, to in moves if to in peers and _producer(block) != rank]
+        passed = [(block, to) for block, _, to in moves if over_peers and _producer(block) != rank]
         for blocks, is_passed in ((results, False), (passed, True)):
             if blocks:
                 written = t if is_passed else min(computed[block, t] for block, _ in blocks)

@@ -110,12 +110,8 @@ class Target:
 
     workload: Workload
     takes: KernelSupport = PLAINEST
-    hosts: tuple[tuple[int, ...], ...] | None = None
-    """For each rank, the ranks that read its memory, itself included. None: all messages are sent point to point."""
+    over_peers: bool = False
+    """Whether ranks read each other's memory. Otherwise messages are sent point to point."""
     joined: bool = False
     """Whether the keys of a call are always gathered unless contiguous, so that results do not depend, bit for bit, on
     the place of keys in a cache."""
-
-    def peers(self, rank: int) -> frozenset[int]:
-        """Return the ranks that read the memory of `rank`."""
-        return frozenset() if self.hosts is None else frozenset(self.hosts[rank])

@@ -72,8 +72,7 @@ class Job:
         """The target of recordings. On GPUs, ranks read each other's memory unless `attention.transport=p2p`."""
         n = self.config.parallelism.context_parallel_size
         over_peers = self.fused and n > 1 and self.config.attention.transport != "p2p"
-        hosts = (tuple(range(n)),) * n if over_peers else None
-        return Target(workload_of(self.config), fa4_takes(self.config.attention.deterministic), hosts)
+        return Target(workload_of(self.config), fa4_takes(self.config.attention.deterministic), over_peers)
 
     @cached_property
     def recordings(self) -> tuple[list[Recording], list[Recording]]:
@@ -307,7 +306,7 @@ class AttentionBytes:
 def attention_bytes(job: Job) -> AttentionBytes:
     """Return the memory of attention, read from the recordings of the configured mode."""
     forward, backward = job.footprints
-    over_peers, sent = job.target.hosts is not None, max(forward.sent, backward.sent)
+    over_peers, sent = job.target.over_peers, max(forward.sent, backward.sent)
     return AttentionBytes(
         buffers=max(forward.buffers, backward.buffers) + (0 if over_peers else sent),
         published=sent if over_peers else 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from ...config.cluster import Cluster, Device
 from ...config.environment import environment
-from ...core.comm import HybridTransport, Transport
 from ...core.kernels import Partial, dense_call, merge_partials
 from ...core.kernels.interface import sum_dtype
 from ...core.layout import contiguous
@@ -51,7 +49,7 @@ class MessageBenchmark:
         steps = (Step(tuple(moves), idle), Step((), idle))
         plan = Plan("messages", full(layout.length), layout, layout, steps)
         # A token has one head, and a message is the key and value of one token.
-        recorder = Recorder(plan, Target(Workload(1, 1, 1, kv_row_bytes=size), hosts=self._transport.hosts))
+        recorder = Recorder(plan, Target(Workload(1, 1, 1, kv_row_bytes=size), over_peers=self._transport.over_peers))
         recording, num_bytes = recorder.record(rank), recorder.send_bytes()
         sent = torch.zeros(num_bytes, dtype=torch.uint8).to(testbed.device)
         self._channel = self._transport.channel(recording, sent.numel(), lambda num_bytes: sent[:num_bytes])
@@ -74,7 +72,7 @@ class MessageBenchmark:
 def message_costs(testbed: Testbed) -> tuple[tuple[MessageSample, ...], float]:
     """Return the times of messages to the next rank and to all others, by size, and the cost of another message."""
     sizes: tuple[int, ...] = _CUDA_MESSAGES if testbed.device.type == "cuda" else _CPU_MESSAGES
-    testbed, others = replace(testbed, transport=_slowest(testbed.transport)), testbed.n - 1
+    others = testbed.n - 1
     samples = [MessageSample(size, 1, MessageBenchmark(testbed, size, [1]).seconds()) for size in sizes]
     if others > 1:
         shifts, small = range(1, others + 1), [size for size in sizes if size * others <= sizes[-1]]
@@ -85,7 +83,7 @@ def message_costs(testbed: Testbed) -> tuple[tuple[MessageSample, ...], float]:
 
 def blocking_share(testbed: Testbed) -> float:
     """Return the share of a message's time by which it prolongs a kernel call that runs at the same time."""
-    testbed, kernel = replace(testbed, transport=_slowest(testbed.transport)), testbed.choose_kernel()
+    kernel = testbed.choose_kernel()
     q, k, v, _ = testbed.qkv(8192, 8192)
 
     def call() -> object:
@@ -94,11 +92,6 @@ def blocking_share(testbed: Testbed) -> float:
     messages = MessageBenchmark(testbed, 2**27, [1])
     longer = messages.seconds(call) - _mean_over_ranks(testbed, call, call)
     return min(1.0, max(0.0, longer / messages.seconds()))
-
-
-def _slowest(transport: Transport | None) -> Transport | None:
-    """Return the transport of the slowest links: point to point between hosts."""
-    return transport.p2p if isinstance(transport, HybridTransport) else transport
 
 
 def _mean_over_ranks(testbed: Testbed, work: Callable[[], object], load: Callable[[], object] | None) -> float:

@@ -53,7 +53,7 @@ def host_operation_seconds(testbed: Testbed, cluster: Cluster, costs: Costs) -> 
     batch = Batch(n, manager.slots_per_rank, manager.append({session: n * _NEW}))
     shape = CacheShape(1, work.num_heads, work.num_kv_heads, work.head_dim, testbed.dtype)
     runtime = Runtime(testbed.choose_kernel(packed=True), testbed.transport, BufferPool(testbed.device))
-    target = Target(shape.workload, runtime.kernel.takes, testbed.transport.hosts)
+    target = Target(shape.workload, runtime.kernel.takes, runtime.over_peers)
 
     def measure() -> list[float]:
         seconds = []
@@ -110,7 +110,7 @@ def mode_samples(testbed: Testbed, cluster: Cluster, costs: Costs, lengths: Sequ
         costs: those that the simulation uses.
     """
     assert testbed.transport is not None
-    target, samples = Target(testbed.workload, testbed.choose_kernel().takes, testbed.transport.hosts), []
+    target, samples = Target(testbed.workload, testbed.choose_kernel().takes, testbed.transport.over_peers), []
     for length in lengths:
         problem = Problem(testbed.n, causal(length), target, keep_received=None)
         modes = candidate_modes(testbed.n, cluster, length)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ...config import files, names
-from ...core.errors import install, refuse
+from ...config.extras import install
+from ...core.errors import refuse
 from .runs import COLOURS, METRICS, Run, common_steps, largest_difference
 
 _TEMPLATE = Path(__file__).with_name("dashboard.html")

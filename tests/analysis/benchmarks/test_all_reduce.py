@@ -12,7 +12,7 @@ import torch
 from analysis.benchmarks import all_reduce
 from analysis.benchmarks.__main__ import main
 from analysis.benchmarks.all_reduce import Measured, Results, crossovers, measure
-from megatron_longctx.core.comm.peer_memory import PeerMemory
+from megatron_longctx.lowbit.peer_memory import PeerMemory
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.ranks import Ranks
 

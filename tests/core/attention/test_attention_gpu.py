@@ -1,13 +1,11 @@
 """Sharded attention on GPUs: as exact as one GPU's kernel, and with buffers that are safe to reuse.
 
-One set of processes for each number of GPUs runs all its cases. Messages use NCCL, peer memory, or peer memory within
-declared hosts and NCCL between them.
+One set of processes for each number of GPUs runs all its cases. Messages use NCCL or peer memory.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,12 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.config.gpus import max_gpu_ranks
-from megatron_longctx.core import comm
 from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.core.attention.execute import Runtime
 from megatron_longctx.core.attention.function import AttentionFunction, Passes, shapes_of
-from megatron_longctx.core.comm import BufferPool, HybridTransport, P2PTransport, PeerTransport, choose_transport
-from megatron_longctx.core.comm.symmetric import RANKS_PER_HOST, find_hosts
+from megatron_longctx.core.comm import BufferPool, P2PTransport
 from megatron_longctx.core.kernels import PROVIDERS, KernelRequest, choose
 from megatron_longctx.core.layout import Layout
 from megatron_longctx.core.plans import MODES, Mask, Target
@@ -293,37 +289,4 @@ def test_kept_blocks_equal_fetched_ones(n, transport):
     if max_gpu_ranks() < n:
         pytest.skip(f"needs {n} CUDA devices, found {max_gpu_ranks()}")
     wrong = [line for lines in run_distributed(_kept, n, transport, backend="nccl", timeout=240) for line in lines]
-    assert not wrong, "\n".join(wrong)
-
-
-def _forced(name: str, group: dist.ProcessGroup, device: torch.device) -> HybridTransport:
-    """Choose the hybrid transport also if no host has two ranks, so that all messages are point to point."""
-    return HybridTransport(PeerTransport(group, device, find_hosts(group, device)))
-
-
-def _hybrid(rank: int, n: int, per_host: int, kernels: list[str]) -> dict[str, Any]:
-    os.environ[RANKS_PER_HOST] = str(per_host)
-    group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
-    assert group is not None
-    found: dict[str, Any] = {"auto": choose_transport("auto", group, device).name}
-    try:
-        choose_transport("peer", group, device)
-    except ValueError as error:
-        found["refused"] = str(error)
-    comm.choose_transport = _forced
-    found["wrong"] = _every_case(rank, n, kernels, "auto")
-    return found
-
-
-@pytest.mark.parametrize(("n", "per_host"), [(2, 1), (4, 2), (4, 3), (8, 4)])
-def test_as_good_as_one_gpu_over_two_kinds_of_links(n: int, per_host: int) -> None:
-    if max_gpu_ranks() < n:
-        pytest.skip(f"needs {n} CUDA devices, found {max_gpu_ranks()}")
-    kernels = [name for name in ("cudnn", "flash") if PROVIDERS[name]().why_not(request("GQA")) is None][:1]
-    if not kernels:
-        pytest.skip("no kernel")
-    ranks = run_distributed(_hybrid, n, n, per_host, kernels, backend="nccl", timeout=400)
-    assert {found["auto"] for found in ranks} == {"p2p" if per_host == 1 else "hybrid"}
-    assert all("they are on several hosts" in found["refused"] for found in ranks)
-    wrong = [line for found in ranks for line in found["wrong"]]
     assert not wrong, "\n".join(wrong)

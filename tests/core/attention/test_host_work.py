@@ -66,7 +66,7 @@ class Silent:
     """A transport that sends nothing and records calls. peers: whether all ranks read each other's memory."""
 
     def __init__(self, n: int, peers: bool = False) -> None:
-        self.hosts = (tuple(range(n)),) * n if peers else None
+        self.over_peers = peers
         self.events: list[str] = []
         self.marks = self.channels = 0
         self.received: list[list[Tensor]] = []
@@ -90,6 +90,7 @@ class SilentChannel:
 
     def __init__(self, transport: Silent, memory: Tensor) -> None:
         self._transport, self._memory = transport, memory
+        self._pending: list[Exchange] = []
 
     def begin(self) -> int:
         return 0
@@ -101,11 +102,11 @@ class SilentChannel:
         assert all(tensor.is_contiguous() for tensor in (*passed, *receives))
         self._transport.received.append(list(receives))
         self._transport.events.append("start")
-        return Exchange()
+        self._pending.append(Exchange())
+        return self._pending[-1]
 
     def wait(self, exchange: Exchange) -> None:
-        assert not exchange.done
-        exchange.done = True
+        self._pending.remove(exchange)  # each is awaited once
         self._transport.events.append("wait")
 
     def acquire(self, step: int, receives: Sequence[Any]) -> list[Tensor]:
@@ -147,7 +148,7 @@ class Layer:
         self.q = torch.zeros(plan.queries.num_tokens(rank), 1, HEADS, DIM, dtype=BF16)
         self.k = torch.zeros(plan.keys.num_tokens(rank), 1, KV_HEADS, DIM, dtype=BF16)
         shapes = shapes_of(self.q, self.k, self.k)
-        target = Target(shapes.workload, NoAttention.takes, self.transport.hosts)
+        target = Target(shapes.workload, NoAttention.takes, self.transport.over_peers)
         both = [plan] if plan.keys != plan.queries else [plan, backward_plan(plan)]
         self.passes = [Pass(Recorder(each, target), rank, shapes, self.runtime) for each in both]
 

@@ -36,8 +36,7 @@ def output(schedule: str, n: int, mask: Mask, tensors: tuple[Tensor, ...], kv: K
     plan = build_plan(schedule, n, mask, ModeOptions(inner_size=n // 2))
     request = KernelRequest("cpu", q.dtype, q.shape[3], q.shape[2], k.shape[2], v_head_dim=v.shape[3])
     inputs = Inputs(q, k, v, torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype))
-    hosts = [list(range(n))] * n if peers else None
-    return attend(plan, inputs, q.shape[3] ** -0.5, lambda: choose("reference", request), hosts, kv)["out"]
+    return attend(plan, inputs, q.shape[3] ** -0.5, lambda: choose("reference", request), peers, kv)["out"]
 
 
 def dense(tensors: tuple[Tensor, ...], doc_args: dict[str, Any]) -> Tensor:

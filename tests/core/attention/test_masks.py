@@ -116,7 +116,7 @@ def _seen(call: KernelCall, takes: KernelSupport, queries: int, keys: int) -> Te
 class Case:
     """One problem.
 
-    doc_args: arguments of `documents`. hosts: each rank's host; None for point-to-point messages alone. kernel: see
+    doc_args: arguments of `documents`. over_peers: see `Target`. kernel: see
     `KERNELS`. sizes: heads, KV heads, head dims of keys and of values, batch. near: see `nearby`. layout: see
     `build_plan`.
     """
@@ -126,7 +126,7 @@ class Case:
     options: ModeOptions
     sizes: tuple[int, int, int, int, int]
     sinks: tuple[float, ...]
-    hosts: tuple[int, ...] | None
+    over_peers: bool
     kernel: str
     keep: bool
     near: bool
@@ -173,7 +173,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
     return Case(
         n, doc_args, options, (h, g, d, e, draw(st.sampled_from([1, 2]))),
         sinks=draw(st.sampled_from([(), (3.0, -9.0, 0.0, 12.0)])),
-        hosts=draw(st.sampled_from([None, (0,) * n, tuple(draw(st.lists(st.integers(0, 2), min_size=n, max_size=n)))])),
+        over_peers=draw(st.booleans()),
         kernel=kernel,
         keep=draw(st.booleans()),
         near=draw(st.booleans()),
@@ -221,14 +221,13 @@ def check_case(name: str, case: Case) -> None:
         plan = keep_received(plan) if case.keep else plan
         wants = [x.requires_grad_() for x in whole[:3]]
         inputs = Inputs(*wants, whole[3], None if sink is None else sink.requires_grad_())
-        hosts = case.hosts and [[r for r in range(case.n) if case.hosts[r] == each] for each in case.hosts]
         takes = KERNELS[case.kernel]
         request = KernelRequest("cpu", torch.float64, d, h, g, v_head_dim=e)
 
         def kernel() -> AttentionKernel:
             return choose("auto", request) if takes is None else Literal(takes)
 
-        found = attend(plan, inputs, 0.4, kernel, hosts)
+        found = attend(plan, inputs, 0.4, kernel, case.over_peers)
     assert found.keys() == expected.keys()
     for key, truth in expected.items():
         for head in range(truth.shape[-2] if truth.ndim > 1 else 1):  # heads with large sinks are small
@@ -249,9 +248,8 @@ def test_plans_that_send_queries_and_results(plan: Plan, peers: bool) -> None:
     sink = torch.tensor([8.0, -3.0, 0.0, 12.0], dtype=torch.float64)
     expected = dense_attention(*whole, causal=plan.name != "one-sided", sink=sink)
     inputs = Inputs(*(x.requires_grad_() for x in whole[:3]), whole[3], sink.requires_grad_())
-    hosts = [list(range(plan.n))] * plan.n if peers else None
     for each in (plan, keep_received(plan)):
-        found = attend(each, inputs, 8**-0.5, lambda: Literal(PACKED), hosts)
+        found = attend(each, inputs, 8**-0.5, lambda: Literal(PACKED), peers)
         assert found.keys() == expected.keys()
         assert all(relative_error(found[key], truth) < 1e-11 for key, truth in expected.items())
 
@@ -262,8 +260,7 @@ def test_results_are_the_same_without_overlap(name: str, peers: bool) -> None:
     plan = build_plan(name, 4, documents([41, 23], window=(30, 0)), ModeOptions(inner_size=2))
     whole = random_qkv(64, 1, 8, 4, 8, torch.float32)
     inputs = Inputs(*(x.requires_grad_() for x in whole[:3]), whole[3])
-    hosts = [list(range(plan.n))] * plan.n if peers else None
     found, other = (
-        attend(plan, inputs, 8**-0.5, lambda: Literal(PACKED), hosts, overlap=overlap) for overlap in (True, False)
+        attend(plan, inputs, 8**-0.5, lambda: Literal(PACKED), peers, overlap=overlap) for overlap in (True, False)
     )
     assert all(torch.equal(found[key], other[key]) for key in ("out", "dq", "dk", "dv"))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_longctx.core.comm import HybridTransport, PeerTransport, peer
+from megatron_longctx.core.comm import P2PTransport, PeerTransport, peer
 from megatron_longctx.core.plans import (
     RESULTS,
     Block,
@@ -201,14 +201,14 @@ class Device:
     one_queue: whether a rank's streams share a hardware queue; not with NCCL.
     """
 
-    def __init__(self, plan: Plan, hosts: Sequence[tuple[int, ...]], draw: random.Random, one_queue: bool) -> None:
+    def __init__(self, plan: Plan, over_peers: bool, draw: random.Random, one_queue: bool) -> None:
         self.draw, self.n = draw, plan.n
         self.taken: list[tuple[int, int]] = []
         self.memories: list[list[list[memoryview]]] = []
         self.ranks: list[Rank] = []
         for number in range(plan.n):
             queue: Any = deque() if one_queue else None
-            self.ranks.append(Rank(self, number, hosts[number], [Stream(queue) for _ in range(4)]))
+            self.ranks.append(Rank(self, number, over_peers, [Stream(queue) for _ in range(4)]))
 
     def take(self, generation: int, capacity: int, steps: int) -> None:
         """Allocate peer memory collectively, after all devices have finished."""
@@ -226,43 +226,35 @@ class Device:
 class Rank:
     """One rank's streams, transports and held memory."""
 
-    def __init__(self, device: Device, number: int, peers: tuple[int, ...], streams: list[Stream]) -> None:
+    def __init__(self, device: Device, number: int, over_peers: bool, streams: list[Stream]) -> None:
         self.device, self.number, self.streams, self.overlap = device, number, streams, True
         self.caller, self.acquired = streams[0], 0
         self.held = memoryview(bytearray(2**20))  # which all passes share
-        self.sent = bytearray(2**22)  # a rank without peers has no peer memory
+        self.sent = bytearray(2**22)  # for point-to-point messages
         transport = self.peers = PeerTransport.__new__(PeerTransport)
-        transport.rank, transport.world, transport.peers = number, device.n, peers
+        transport.rank, transport.world = number, device.n
         transport.stream, transport.signals = streams[1:3]  # type: ignore[assignment]
         transport.device, transport.group, transport.generation = torch.device("cpu"), None, 0  # type: ignore[assignment]
         transport._broken, transport._parity, transport._unread, transport._growth = None, 0, [None, None], 1.0
         transport._capacity = transport._steps = 0
         transport._allocate = self.take  # type: ignore[method-assign]
-        self.links: Any = transport
-        self.far = Far(number, streams[3])
-        if len(peers) < device.n:
-            self.links = HybridTransport.__new__(HybridTransport)
-            self.links.peer, self.links.p2p = transport, self.far
-        self.links.record_event = lambda: Bytes.here.record_event()
+        far: Any = Far(number, streams[3])
+        self.open = transport.channel if over_peers else functools.partial(P2PTransport.channel, far)
 
     def take(self, capacity: int, steps: int) -> None:
-        transport, peers = self.peers, self.peers.peers
+        transport, ranks = self.peers, range(self.device.n)
         base, memories = 10**9 * transport.generation, self.device.memories
         self.device.take(transport.generation, capacity, steps)
         now = memories[transport.generation]
-        transport._flags = SimpleNamespace(buffer_ptrs=[base + 10**6 * (1 + r) for r in peers])
+        transport._flags = SimpleNamespace(buffer_ptrs=[base + 10**6 * (1 + r) for r in ranks])
         transport._memories = [
-            SimpleNamespace(get_buffer=lambda place, *_, parity=parity: Bytes(now[peers[place]][parity]))
-            for parity in range(2)
+            SimpleNamespace(get_buffer=lambda rank, *_, parity=parity: Bytes(now[rank][parity])) for parity in range(2)
         ]
-        if len(peers) == 1:
-            transport._flags, transport._memories = None, [None, None]
 
     def channel(self, recorder: Recorder) -> tuple[Recording, Any]:
         recording = recorder.record(self.number)
-        return recording, self.links.channel(
-            recording, recorder.send_bytes(), lambda size: Bytes(memoryview(self.sent)[:size])
-        )
+        memory: Any = lambda size: Bytes(memoryview(self.sent)[:size])  # noqa: E731
+        return recording, self.open(recording, recorder.send_bytes(), memory)
 
 
 MODES: dict[str, Any] = {
@@ -284,18 +276,6 @@ PLANS |= {f"{name}, kept": keep_received(PLANS[name]) for name in ("ulysses", "u
 PLANS |= {"tangled": tangled_plan(12), "one-sided": one_sided_plan(8)}
 
 
-def hosts_of(n: int, kind: str) -> list[tuple[int, ...]]:
-    """Return, for each rank, the ranks that share its host."""
-    if kind == "one":
-        return [tuple(range(n))] * n
-    if kind == "halves":
-        half = n // 2
-        return [tuple(range(half)) if rank < half else tuple(range(half, n)) for rank in range(n)]
-    if kind == "apart":
-        return [(rank,) for rank in range(n)]
-    return [tuple(r for r in range(n) if r % 2 == rank % 2 and r) if rank else (0,) for rank in range(n)]
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace CUDA's streams and tensors."""
@@ -307,26 +287,25 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "gather_objects", lambda _, value: [value])
 
 
-@pytest.mark.parametrize("kind", ["one", "halves", "scattered", "apart"])
+@pytest.mark.parametrize("over_peers", [True, False])
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.usefixtures("device")
-def test_nothing_hangs_and_every_message_arrives(name: str, kind: str) -> None:
+def test_nothing_hangs_and_every_message_arrives(name: str, over_peers: bool) -> None:
     plan = PLANS[name]
-    hosts = hosts_of(plan.n, kind)
-    passes = [Recorder(each, Target(WORK, TAKES, tuple(hosts))) for each in (plan, backward_plan(plan))]
+    passes = [Recorder(each, Target(WORK, TAKES, over_peers)) for each in (plan, backward_plan(plan))]
     reused = any(each.send_layout(rank).awaits for each in passes for rank in range(plan.n))
-    assert reused or kind != "one" or name not in ("zigzag", "ring", "tasp")
-    for seed in range(4 if kind == "one" else 2):
+    assert reused or not over_peers or name not in ("zigzag", "ring", "tasp")
+    for seed in range(4 if over_peers else 2):
         Flags.state, Far.channels = {}, {}
-        device = Device(plan, hosts, random.Random(seed), one_queue=kind == "one" and seed % 2 == 1)
+        device = Device(plan, over_peers, random.Random(seed), one_queue=over_peers and seed % 2 == 1)
         channels = [[rank.channel(each) for each in passes] for rank in device.ranks]
         for rank in device.ranks:
-            rank.overlap = seed < (2 if kind == "one" else 1)
+            rank.overlap = seed < (2 if over_peers else 1)
         # The host waits only for more memory, so all passes can be issued without running any.
         for number, way in enumerate((0, 1, 1, 0, 0, 1)):
             for rank, both in zip(device.ranks, channels, strict=True):
                 Bytes.here = rank.caller
                 Pass(rank, *both[way], number).run()
         device.finish()
-        assert kind != "one" or name.startswith("all_gather") or any(rank.acquired for rank in device.ranks)
-        assert len(device.taken) == 1 + (passes[1].send_bytes() > passes[0].send_bytes())
+        assert not over_peers or name.startswith("all_gather") or any(rank.acquired for rank in device.ranks)
+        assert len(device.taken) == (1 + (passes[1].send_bytes() > passes[0].send_bytes()) if over_peers else 0)

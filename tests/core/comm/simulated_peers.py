@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_longctx.core.comm.peer_memory import PeerMemory
+from megatron_longctx.lowbit.peer_memory import PeerMemory
 
 
 def one_process(world: int, half_bytes: int) -> list[PeerMemory]:

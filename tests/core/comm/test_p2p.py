@@ -1,13 +1,12 @@
 """Point-to-point messages: over gloo, and over NCCL while kernels run."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.core.comm import Exchange, P2PTransport
+from megatron_longctx.core.comm import P2PTransport
 from megatron_longctx.testing.distributed import run_distributed
 
 
@@ -64,36 +63,6 @@ def _one_way(transport: P2PTransport) -> list[str]:
     return [] if torch.equal(received, expected) else [f"one way: {received}"]
 
 
-def _error(kind: type[Exception], call: Callable[[], object]) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return "not refused"
-
-
-def _misuse(transport: P2PTransport) -> dict[str, str]:
-    rank, peer = transport.rank, (transport.rank + 1) % transport.world
-    good = torch.zeros(4)
-    empty = transport.start([], [])
-    transport.wait(empty)
-    another = P2PTransport(transport.group, torch.device("cpu"))
-    foreign = another.start([], [])
-    errors = {
-        "wait twice": _error(RuntimeError, lambda: transport.wait(empty)),
-        "foreign exchange": _error(RuntimeError, lambda: transport.wait(foreign)),
-        "made by hand": _error(RuntimeError, lambda: transport.wait(Exchange())),
-        "not contiguous": _error(ValueError, lambda: transport.start([(torch.zeros(4, 6)[:, :3], peer)], [])),
-        "not contiguous to receive": _error(ValueError, lambda: transport.start([], [(torch.zeros(4, 6).t(), peer)])),
-        "peer is itself": _error(ValueError, lambda: transport.start([(good, rank)], [])),
-        "peer too large": _error(ValueError, lambda: transport.start([], [(good, transport.world)])),
-        "peer negative": _error(ValueError, lambda: transport.start([(good, -1)], [])),
-        "device": _error(ValueError, lambda: transport.start([(torch.zeros(4, device="meta"), peer)], [])),
-    }
-    another.wait(foreign)
-    return errors
-
-
 def _subgroup(rank: int, world: int) -> list[str]:
     """Peers are numbered in the group, which consists of the last two ranks."""
     if world < 3:
@@ -105,35 +74,17 @@ def _subgroup(rank: int, world: int) -> list[str]:
     return _several_messages(P2PTransport(group, torch.device("cpu")), label=3)
 
 
-def _over_gloo(rank: int, world: int) -> tuple[list[str], dict[str, str]]:
+def _over_gloo(rank: int, world: int) -> list[str]:
     transport = P2PTransport(dist.group.WORLD, torch.device("cpu"))
     assert (transport.rank, transport.world, transport.record_event()) == (rank, world, None)
     wrong = _several_messages(transport) + _overlapping(transport) + _one_way(transport)
-    errors = _misuse(transport)
-    wrong += _several_messages(transport, label=1)  # works as before after the misuse
-    return wrong + _subgroup(rank, world), errors
-
-
-ERRORS = {
-    "wait twice": "waited for twice, or by a transport that did not start it",
-    "foreign exchange": "waited for twice, or by a transport that did not start it",
-    "made by hand": "waited for twice, or by a transport that did not start it",
-    "not contiguous": "message of shape (4, 3) is not contiguous: send a copy",
-    "not contiguous to receive": "message of shape (6, 4) is not contiguous",
-    "peer is itself": "peer={rank}: expected another rank of the group's {world} (this is {rank})",
-    "peer too large": "peer={world}: expected another rank of the group's {world}",
-    "peer negative": "peer=-1: expected another rank of the group's {world}",
-    "device": "message on meta: expected cpu, the transport's own device",
-}
+    return wrong + _subgroup(rank, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_messages_arrive_and_misuse_is_refused(world: int) -> None:
-    for rank, (wrong, errors) in enumerate(run_distributed(_over_gloo, world, world)):
+def test_messages_arrive(world: int) -> None:
+    for rank, wrong in enumerate(run_distributed(_over_gloo, world, world)):
         assert wrong == [], f"rank {rank}"
-        assert errors.keys() == ERRORS.keys()
-        for name, message in ERRORS.items():
-            assert message.format(rank=rank, world=world) in errors[name], f"rank {rank}: {name}"
 
 
 ROUNDS = 20

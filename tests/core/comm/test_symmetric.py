@@ -1,62 +1,47 @@
-"""Peer memory: which ranks can read each other's memory, and batches of flag operations."""
+"""Peer memory: whether ranks can read each other's memory, and batches of flag operations."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_longctx.core.comm import symmetric
-from megatron_longctx.core.comm.symmetric import (
-    RANKS_PER_HOST,
-    FlagOperations,
-    Hosts,
-    group_by_host,
-    isolate_unreadable,
-    ranks_per_host,
-)
+from megatron_longctx.core.comm.symmetric import FlagOperations
 
 
 @pytest.mark.parametrize(
-    ("machines", "per_host", "expected"),
+    ("machines", "devices", "unreadable", "reason"),
     [
-        ("aaaa", None, ((0, 1, 2, 3),)),
-        ("aabb", None, ((0, 1), (2, 3))),
-        ("abab", None, ((0, 2), (1, 3))),
-        ("aaab", None, ((0, 1, 2), (3,))),
-        ("aaaa", 2, ((0, 1), (2, 3))),
-        ("aaaa", 3, ((0, 1, 2), (3,))),
-        ("aabb", 4, ((0, 1), (2, 3))),
-        ("aaabbb", 2, ((0, 1), (2,), (3, 4), (5,))),
+        ("aa", (0, 1), (), None),
+        ("aa", (0, 0), (), None),
+        ("ab", (0, 0), (), "they are on several hosts"),
+        ("aa", (0, None), (), "not all ranks have a CUDA device"),
+        ("aa", (0, 1), (1,), "GPU 1 cannot read the memory of GPU 0"),
     ],
 )
-def test_hosts_are_machines_or_parts_of_them(
-    machines: str, per_host: int | None, expected: tuple[tuple[int, ...], ...]
-) -> None:
-    assert group_by_host(machines, per_host) == expected
+def test_why_ranks_cannot_read_each_others_memory(
+    machines: str, devices: tuple[int | None, ...], unreadable: tuple[int, ...], reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """`unreadable` GPUs cannot read others; every rank gets the same answer."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: mine not in unreadable)
+    ranks = list(zip(machines, devices, strict=True))
+    for machine, device in ranks:
+        monkeypatch.setattr(symmetric.os, "uname", lambda machine=machine: SimpleNamespace(nodename=machine))
 
+        def gathered(_: Any, value: Any) -> list[Any]:
+            if isinstance(value, tuple):
+                assert value in ranks
+                return list(ranks)
+            return [symmetric._unreadable(int(each or 0), [int(d or 0) for d in devices]) for each in devices]
 
-def test_hosts_and_the_reason_why_there_are_several() -> None:
-    assert isolate_unreadable([(0, 1)], [None, None]) == Hosts(((0, 1),), None)
-    hosts = isolate_unreadable([(0, 2), (1, 3)], [None] * 4)
-    assert hosts == Hosts(((0, 2), (1, 3)), "they are on several hosts") and hosts.has_peers
-    assert [hosts.peers_of(rank) for rank in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    assert str(hosts) == "0 2 | 1 3"
-    assert not isolate_unreadable([(0,), (1,)], [None, None]).has_peers
-
-
-def test_a_gpu_that_cannot_read_leaves_its_host_without_peers() -> None:
-    reason = "GPU 1 cannot read the memory of GPU 0"
-    assert isolate_unreadable([(0, 1), (2, 3)], [None, reason, None, None]) == Hosts(((0,), (1,), (2, 3)), reason)
-    assert not isolate_unreadable([(0, 1)], ["no", None]).has_peers
-
-
-def test_ranks_per_host_is_the_same_number_on_all_ranks() -> None:
-    assert ranks_per_host({None}) is None and ranks_per_host({"2"}) == 2
-    for values in ({"0"}, {"two"}, {"-1"}, {"2", "4"}, {"2", None}):
-        with pytest.raises(ValueError, match=RANKS_PER_HOST):
-            ranks_per_host(values)
+        monkeypatch.setattr(symmetric, "gather_objects", gathered)
+        where = torch.device("cpu") if device is None else torch.device("cuda", device)
+        assert symmetric.why_no_peer_memory(None, where) == reason  # type: ignore[arg-type]
 
 
 def test_the_allocator_cache_is_emptied_only_for_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

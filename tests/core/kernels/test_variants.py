@@ -177,8 +177,8 @@ def quantize(draw: Draw, rng: random.Random) -> None:
 
 def peers(draw: Draw, rng: random.Random) -> None:
     """Launch reductions over peers; not on a GPU, where they would wait."""
-    from megatron_longctx.core.comm.peer_memory import PeerMemory
     from megatron_longctx.lowbit.peer_kernels import one_step, two_step
+    from megatron_longctx.lowbit.peer_memory import PeerMemory
 
     world, each = 4, size(rng, 9999) * D
     addresses, state = draw(world, dtype=torch.int64), draw(2, dtype=torch.int64)
@@ -190,8 +190,8 @@ def peers(draw: Draw, rng: random.Random) -> None:
 
 def merged_over_peers(draw: Draw, rng: random.Random) -> None:
     """Launch a merge over peers; not on a GPU, where it would wait."""
-    from megatron_longctx.core.comm.peer_memory import PeerMemory
     from megatron_longctx.inference.peer_merge import PeerMerge
+    from megatron_longctx.lowbit.peer_memory import PeerMemory
 
     addresses, state = draw(4, dtype=torch.int64), draw(2, dtype=torch.int64)
     q = draw(size(rng, 40), KV_HEADS * GROUP, D, dtype=BF16)

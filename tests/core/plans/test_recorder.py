@@ -32,11 +32,6 @@ WORK = Workload(num_heads=4, num_kv_heads=4, head_dim=64, element_bytes=4)
 PACKED = KernelSupport(packed=True, rectangles=True, windows=True)
 
 
-def hosts_of(n: int, way: str) -> tuple[tuple[int, ...], ...] | None:
-    """Return `Target.hosts`: all ranks read each other's memory, or none."""
-    return (tuple(range(n)),) * n if way == "peers" else None
-
-
 @pytest.mark.parametrize("schedule", MODES)
 def test_a_merge_has_few_parts_and_no_part_is_merged_twice(schedule: str) -> None:
     plan = build_plan(schedule, 8, documents([300, 5, 400, 319], window=(200, None)), ModeOptions(40))
@@ -49,16 +44,16 @@ def test_a_merge_has_few_parts_and_no_part_is_merged_twice(schedule: str) -> Non
 
 
 def test_the_first_messages_start_behind_the_first_call() -> None:
-    def types(plan: Plan, hosts: str) -> list[type]:
-        return list(map(type, record(plan, 1, Target(Workload(2, 2, 2), PACKED, hosts_of(2, hosts))).ops))
+    def types(plan: Plan, over_peers: bool) -> list[type]:
+        return list(map(type, record(plan, 1, Target(Workload(2, 2, 2), PACKED, over_peers)).ops))
 
     ring = build_plan("ring", 2, full(8))
-    for hosts in ("messages", "peers"):
-        assert types(ring, hosts) == [Copy, Compute, Send, Wait, Compute, Merge]
+    for over_peers in (False, True):
+        assert types(ring, over_peers) == [Copy, Compute, Send, Wait, Compute, Merge]
     # Messages that overlap nothing are read in place: queries and keys, at the end the outputs.
     ulysses = build_plan("ulysses", 2, full(8))
-    assert types(ulysses, "peers") == [Copy, Acquire, Copy, Release, Compute, Copy, Acquire, Copy, Release]
-    assert Acquire not in types(ulysses, "messages")
+    assert types(ulysses, True) == [Copy, Acquire, Copy, Release, Compute, Copy, Acquire, Copy, Release]
+    assert Acquire not in types(ulysses, False)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
@@ -99,7 +94,7 @@ def test_a_window_costs_the_bytes_of_a_window(schedule: str, n: int) -> None:
         for each in (plan, backward_plan(plan)):
             sent = sum(work.block_bytes(m.block) for step in each.steps for m in step.moves if m.block.kind is Kind.KV)
             assert sent <= (most + groups) * token and (sent == (most + groups) * token or schedule == "tasp")
-        recorded = Recorder(plan, Target(work, PACKED, hosts_of(n, "peers")))
+        recorded = Recorder(plan, Target(work, PACKED, over_peers=True))
         if not groups:
             assert max(sum(each.tokens for each in recorded.record(r).slots) for r in range(n)) <= 4 * WINDOW
             assert recorded.send_bytes() <= 5.5 * WINDOW * token
@@ -144,7 +139,7 @@ def test_footprint_of_a_ring_by_hand() -> None:
     # q, k, v; the other rank's k, v; its own in send memory; two outs and their merged result.
     assert found[0] == found[1] == Footprint(3 * mib, 2 * mib, 0, 2 * mib, 3 * (mib + lse))
     assert found[0].total == 10 * mib + 3 * lse
-    peers = footprint(record(plan, 0, Target(WORK, PACKED, hosts_of(2, "peers"))), WORK)
+    peers = footprint(record(plan, 0, Target(WORK, PACKED, over_peers=True)), WORK)
     assert peers.sent == 4 * mib, "two passes alternate"
     backward = footprint(record(backward_plan(plan), 0, Target(WORK, PACKED)), WORK)
     # q, k, v, out, its gradient, lse; k, v and a gradient of these; k, v and the gradient in send memory.

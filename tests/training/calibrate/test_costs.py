@@ -22,7 +22,7 @@ def test_every_rank_receives_what_others_send(
     n, size = 3, 768
     monkeypatch.setattr("torch.distributed.get_rank", lambda group: group.rank)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: group.n)
-    ranks = ThreadedRanks(n, [range(n)] * n if over_peers else None)
+    ranks = ThreadedRanks(n, over_peers)
     beside: list[int] = []
 
     def work(rank: int) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .symmetric import allocate, free_cached_memory
+from ..core.comm.symmetric import allocate, free_cached_memory
 
 MAX_BLOCKS = 128
 _STEPS = 2
@@ -44,7 +44,8 @@ class PeerMemory:
 
 
 def allocate_peer_memory(group: dist.ProcessGroup, device: torch.device, half_bytes: int, remedy: str) -> PeerMemory:
-    """Allocate memory that all ranks of `group` can write. Collective. `find_hosts` says whether they can.
+    """Allocate memory that all ranks of `group` can write. Collective. `why_no_peer_memory` says whether
+    they can.
 
     Args:
         half_bytes: a multiple of 16. Each rank allocates two halves, and some KiB of flags.
@@ -57,7 +58,7 @@ def allocate_peer_memory(group: dist.ProcessGroup, device: torch.device, half_by
     sizes = (2 * half_bytes, 8 * PeerMemory.num_flags(world))
     free_cached_memory(device, sum(sizes))
     with torch.inference_mode(False):
-        handles = allocate(group, group, device, sizes, remedy)
+        handles = allocate(group, device, sizes, remedy)
         views = [
             [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(world)]
             for handle, size in zip(handles, sizes, strict=True)
