@@ -29,6 +29,7 @@ class Batch:
     tokens, labels, position_ids: int64 `[b, S]`. Labels are the next tokens of the same document.
     loss_mask: fp32 `[b, S]`.
     documents: the lengths of a pack's documents, which sum to S; b is 1. None: every row is one causal sequence.
+    parents: for each document, the number of an earlier one that it continues, or -1; None: none does.
     """
 
     tokens: Tensor
@@ -36,6 +37,7 @@ class Batch:
     loss_mask: Tensor
     position_ids: Tensor
     documents: tuple[int, ...] | None = None
+    parents: tuple[int, ...] | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -49,7 +51,7 @@ class Batch:
     def pin_memory(self) -> Batch:
         """Return a copy in pinned memory. PyTorch's `DataLoader` calls it by this name."""
         pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
-        return Batch(**pinned, documents=self.documents)
+        return Batch(**pinned, documents=self.documents, parents=self.parents)
 
 
 class TrainingData(Dataset[Batch]):

@@ -71,7 +71,7 @@ class _Step:
         num_tokens = self.sequence.whole.num_local_tokens
         if self.groups.pp.size() > 1:
             taken = list(islice(batches, count))
-            counts = {self.sequence.pack(batch.lengths).num_local_tokens for batch in taken}
+            counts = {self.sequence.pack(batch.lengths, batch.parents).num_local_tokens for batch in taken}
             num_tokens, batches = max(counts), iter(taken)
             # Stages exchange the shape of every tensor only if shapes differ. All stages have the same batches.
             self._config.variable_seq_lengths = len(counts) > 1
@@ -199,7 +199,7 @@ def _forward_alone(
 
 def _token_losses(batch: Batch, model: Any, sequence: ShardedSequence) -> tuple[Tensor, dict[str, Tensor], Pack]:
     """Return the losses of this rank's tokens `[b, s]` (on the last stage), its part of the batch, and the pack."""
-    device, pack = local_device(), sequence.pack(batch.lengths)
+    device, pack = local_device(), sequence.pack(batch.lengths, batch.parents)
     local = {name: x.to(device, non_blocking=True) for name, x in sequence.shard_batch(batch.tensors, pack).items()}
     losses = model(local["tokens"], local["position_ids"], None, labels=local["labels"], packed_seq_params=pack)
     return losses, local, pack

@@ -220,12 +220,12 @@ class Trainer:
 
     def _prepare(self, batch: Batch) -> None:
         """Fill the caches of plans ahead of the step that uses the batch, in the loader's thread."""
-        self.sequence.prepare(batch.lengths)
+        self.sequence.prepare(batch.lengths, batch.parents)
         if self.sinks:
             self._imbalance_pct(batch)
 
     def _imbalance_pct(self, batch: Batch) -> float:
-        mask = self.sequence.pack(batch.lengths).mask(window=self.config.model.widest_window)
+        mask = self.sequence.pack(batch.lengths, batch.parents).mask(window=self.config.model.widest_window)
         return self.sequence.attention.plan(mask).imbalance_pct()
 
     def _profiled(self) -> AbstractContextManager[None]:
