@@ -20,6 +20,7 @@ from ..core.comm import on_rank_0
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.corpus import Identity, identity
 from ..mcore.data import Batch, TrainingData, micro_batches
+from ..mcore.objectives import make_objective
 from ..mcore.sequence import ShardedSequence, build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
@@ -84,6 +85,7 @@ class Trainer:
             groups=self.groups,
             micro_batch_size=train.micro_batch_size,
             num_micro_batches=train.global_batch_size // train.micro_batch_size // dp_size,
+            objective=make_objective(train),
         )
         self.validation = None
         if train.eval_interval is not None:
