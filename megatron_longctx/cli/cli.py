@@ -265,6 +265,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--tokenizer-path", help="files of the tokenizer, for all but byte-level")
     data.add_argument("--chat-template", help="a file with a Jinja template (default: the tokenizer's own)")
+    data.add_argument(
+        "--share-prefixes", type=int, metavar="TOKENS",
+        help="store equal beginnings of conversations once, in trees of at most this many tokens",
+    )  # fmt: skip
 
     compare = verbs.add_parser(
         "compare",
@@ -343,7 +347,8 @@ def _run(arguments: argparse.Namespace) -> int | None:
             from ..training.text import Source, prepare
 
             source = Source(arguments.source, arguments.glob, arguments.join)
-            prepare(source, arguments.out, arguments.tokenizer, arguments.tokenizer_path, arguments.chat_template)
+            template, shared = arguments.chat_template, arguments.share_prefixes
+            prepare(source, arguments.out, arguments.tokenizer, arguments.tokenizer_path, template, shared)
         case "compare":
             from ..training.compare import compare
 

@@ -192,7 +192,8 @@ class _Source:
             self.order = TreePacks([each[1:] for each in nodes], data.seq_length, seed)
         except ValueError as error:
             line = nodes[error.document][0]  # type: ignore[attr-defined]
-            expected = f"{str(error).removeprefix('expected ')} ({source_of(prefix)}:{line})"
+            where = source_of(prefix) + f":{line}" * (line > 0)  # 0: of several lines
+            expected = f"{str(error).removeprefix('expected ')} ({where})"
             remedy = "Raise data.seq_length, or shorten the response."
             raise refuse("data.seq_length", data.seq_length, expected, remedy) from None
 

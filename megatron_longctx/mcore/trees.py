@@ -163,6 +163,18 @@ def parts(lengths: Sequence[int], parents: Sequence[int], capacity: int) -> list
     return result
 
 
+def divided(tree: Tree, capacity: int) -> list[Tree]:
+    """Return a tree as trees of at most `capacity` tokens, of which one learns each token. Raises as `parts`."""
+    starts = numpy.cumsum([0, *tree.lengths])
+    found = []
+    for nodes, parents, repeated in parts(tree.lengths, tree.parents, capacity):
+        places = numpy.concatenate([numpy.arange(starts[node], starts[node + 1]) for node in nodes])
+        lengths = tuple(tree.lengths[node] for node in nodes)
+        weights = tree.weights[places] * ~numpy.repeat(repeated, lengths)
+        found.append(Tree(tree.tokens[places], weights, tree.values[places], lengths, parents))
+    return found
+
+
 def following(lengths: Sequence[int], parents: Sequence[int]) -> NDArray[numpy.int64]:
     """Return the place of every token's label, int64 `[S]`; -1 for a token without one."""
     starts = numpy.cumsum([0, *lengths[:-1]])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_longctx.mcore.trees import Example, Tree, following, merged, parts
+from megatron_longctx.mcore.trees import Example, Tree, divided, following, merged, parts
 
 
 def example(tokens: list[int], weights: list[float] | None = None, values: list[float] | None = None) -> Example:
@@ -76,18 +76,8 @@ def test_trees_learn_what_their_sequences_learn(examples: list[Example]) -> None
 
 @given(groups(), st.integers(7, 20))
 def test_parts_of_trees_learn_every_token_once(examples: list[Example], capacity: int) -> None:
-    found = []
-    for tree in merged(examples):
-        starts = numpy.cumsum([0, *tree.lengths])
-        for part in parts(tree.lengths, tree.parents, capacity):
-            spans = [slice(starts[node], starts[node + 1]) for node in part.nodes]
-            weights = [tree.weights[span] * (not again) for span, again in zip(spans, part.repeated, strict=True)]
-            lengths = tuple(tree.lengths[node] for node in part.nodes)
-            assert sum(lengths) <= capacity
-            found.append(Tree(
-                numpy.concatenate([tree.tokens[span] for span in spans]), numpy.concatenate(weights),
-                numpy.concatenate([tree.values[span] for span in spans]), lengths, part.parents,
-            ))  # fmt: skip
+    found = [part for tree in merged(examples) for part in divided(tree, capacity)]
+    assert all(sum(tree.lengths) == len(tree.tokens) <= capacity for tree in found)
     assert learned(found) == learned_apart(examples)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,35 @@ def test_a_tree_that_does_not_fit_repeats_its_prompt_and_learns_no_token_twice(t
         ValueError, match=r"seq_length=9: expected branches of at most 9 tokens; one has 12 \(.*corpus.jsonl:1\)"
     ):
         TrainingData(config_of(tmp_path, **{"data.seq_length": 9}), TOKENIZER, 384)
+
+
+def test_conversations_that_begin_alike_share_it_and_learn_as_before(tmp_path: Path) -> None:
+    """The third conversation goes on after the second one, whose answer both learn. It is longer than 27 tokens."""
+    turns = [
+        ["a long question", "no"],
+        ["a long question", "yes"],
+        ["a long question", "yes", "why", "so"],
+        ["b", "no"],
+    ]
+    template, path = tmp_path / "template", tmp_path / "chats.jsonl"
+    template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    roles = ("user", "assistant") * 2
+    lines = [[{"role": role, "content": x} for role, x in zip(roles, each, strict=False)] for each in turns]
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in lines))
+    weights, tokens = [], []
+    for shared in (60, 27, None):
+        corpus = prepare(Source(str(path)), tmp_path / "corpus", "byte-level", None, str(template), shared)
+        tokens.append(corpus.tokens)
+        if shared is not None:
+            found: Counter[str] = Counter()
+            for text, weight, _ in learned(pass_of(config_of(tmp_path))):
+                found[text] += int(weight)
+            weights.append(found)
+    assert weights[0] == weights[1] and weights[0].total() == 4 + 5 + 9 + 4
+    assert (weights[0]["[a long question]["], weights[0]["[a long question][ye"]) == (3, 2)
+    assert tokens[0] < tokens[1] < tokens[2]
+    with pytest.raises(ValueError, match=r"--share-prefixes=9: expected a number of tokens from 1 on, and conv"):
+        prepare(Source("stdlib"), tmp_path / "apart", "byte-level", share_prefixes=9)
 
 
 def test_packs_of_trees_are_padded_and_cover_all_ranks(tmp_path: Path) -> None:
