@@ -255,6 +255,15 @@ def _parser() -> argparse.ArgumentParser:
         "haystack=FOLDER, chat=true, out=FOLDER, and settings that override the run's"
     )
 
+    logprobs = verbs.add_parser(
+        "logprobs",
+        help="write the log-probabilities of rollouts' tokens under a run's checkpoint",
+        description="Writes a line of tokens and log-probabilities for every branch. docs/training.md explains it.",
+    )
+    logprobs.add_settings(
+        "checkpoint=RUN, data=PREFIX, out=FILE.jsonl, iteration=N, and settings that override the run's"
+    )
+
     data = verbs.add_parser("data", help="convert text to Megatron's indexed dataset")
     data.add_argument("--source", required=True, help="stdlib, pydoc, a text or .jsonl file, or a folder")
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
@@ -343,6 +352,10 @@ def _run(arguments: argparse.Namespace) -> int | None:
             from .evaluate import evaluate
 
             evaluate(arguments.settings)
+        case "logprobs":
+            from .logprobs import logprobs
+
+            logprobs(arguments.settings)
         case "data":
             from ..training.text import Source, prepare
 

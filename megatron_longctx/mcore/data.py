@@ -87,6 +87,12 @@ class TrainingData(Dataset[Batch]):
         stacked = {name: torch.from_numpy(numpy.stack([arrays[name] for arrays, *_ in rows])) for name in rows[0][0]}
         return Batch(**stacked, documents=rows[0][1], parents=rows[0][2])
 
+    @property
+    def size(self) -> int:
+        """The number of samples in one pass over a single dataset."""
+        (source,) = self._sources
+        return source.order.size
+
     def describe(self) -> Iterator[str]:
         """Yield a line for every dataset that says how full its packs are; nothing without packs."""
         for source in self._sources:

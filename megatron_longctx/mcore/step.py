@@ -186,7 +186,7 @@ def _forward_step(
     batches: Iterator[Batch], model: Any, sequence: ShardedSequence, windows: Counter[Window], objective: Objective
 ) -> tuple[Tensor, Any]:
     batch = next(batches)
-    losses, local, pack = _token_losses(batch, model, sequence)
+    losses, local, pack = token_losses(batch, model, sequence)
     rows = len(batch.tokens)
     pairs = sum(count * pack.mask(window=window).pairs for window, count in windows.items())
     work = rows * pack.length, rows * pairs, rows * pack.length**2
@@ -196,11 +196,11 @@ def _forward_step(
 def _forward_alone(
     batches: Iterator[Batch], model: Any, sequence: ShardedSequence, edges: Sequence[int]
 ) -> tuple[Tensor, Any]:
-    losses, local, _ = _token_losses(next(batches), model, sequence)
+    losses, local, _ = token_losses(next(batches), model, sequence)
     return losses, partial(_loss_by_position, local, edges)
 
 
-def _token_losses(batch: Batch, model: Any, sequence: ShardedSequence) -> tuple[Tensor, dict[str, Tensor], Pack]:
+def token_losses(batch: Batch, model: Any, sequence: ShardedSequence) -> tuple[Tensor, dict[str, Tensor], Pack]:
     """Return the losses of this rank's tokens `[b, s]` (on the last stage), its part of the batch, and the pack."""
     device, pack = local_device(), sequence.pack(batch.lengths, batch.parents)
     local = {name: x.to(device, non_blocking=True) for name, x in sequence.shard_batch(batch.tensors, pack).items()}
