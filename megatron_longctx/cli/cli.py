@@ -255,6 +255,15 @@ def _parser() -> argparse.ArgumentParser:
         "haystack=FOLDER, chat=true, out=FOLDER, and settings that override the run's"
     )
 
+    logprobs = verbs.add_parser(
+        "logprobs",
+        help="write the log-probabilities of rollouts' tokens under a run's checkpoint",
+        description="Writes a line of tokens and log-probabilities for every branch. docs/training.md explains it.",
+    )
+    logprobs.add_settings(
+        "checkpoint=RUN, data=PREFIX, out=FILE.jsonl, iteration=N, and settings that override the run's"
+    )
+
     data = verbs.add_parser("data", help="convert text to Megatron's indexed dataset")
     data.add_argument("--source", required=True, help="stdlib, pydoc, a text or .jsonl file, or a folder")
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
@@ -265,6 +274,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--tokenizer-path", help="files of the tokenizer, for all but byte-level")
     data.add_argument("--chat-template", help="a file with a Jinja template (default: the tokenizer's own)")
+    data.add_argument(
+        "--share-prefixes", type=int, metavar="TOKENS",
+        help="store equal beginnings of conversations once, in trees of at most this many tokens",
+    )  # fmt: skip
 
     compare = verbs.add_parser(
         "compare",
@@ -339,11 +352,16 @@ def _run(arguments: argparse.Namespace) -> int | None:
             from .evaluate import evaluate
 
             evaluate(arguments.settings)
+        case "logprobs":
+            from .logprobs import logprobs
+
+            logprobs(arguments.settings)
         case "data":
             from ..training.text import Source, prepare
 
             source = Source(arguments.source, arguments.glob, arguments.join)
-            prepare(source, arguments.out, arguments.tokenizer, arguments.tokenizer_path, arguments.chat_template)
+            template, shared = arguments.chat_template, arguments.share_prefixes
+            prepare(source, arguments.out, arguments.tokenizer, arguments.tokenizer_path, template, shared)
         case "compare":
             from ..training.compare import compare
 

@@ -80,15 +80,15 @@ def show(
     _check_picture("--draw", picture)
     _check_picture("--timeline", timeline)
     config = _with_mode(config)
-    pack = _first_pack(config) if documents is None else _lengths(documents)
-    lengths = [config.data.seq_length] if pack is None else pack
+    pack = _first_pack(config) if documents is None else (_lengths(documents), None)
+    lengths, parents = pack or ([config.data.seq_length], None)
     config = replace(config, data=replace(config.data, seq_length=sum(lengths)))
     cluster = _cluster(config) if config.parallelism.cluster else None
     if timeline and cluster is None:
         raise refuse("--timeline", timeline, "parallelism.cluster=NAME beside it", _REMEDY)
     _check_size("--draw", picture, config)
     _check_size("--timeline", timeline, config)
-    plan = _configured_plan(config, _mask(config, causal, lengths))
+    plan = _configured_plan(config, _mask(config, causal, lengths, parents))
     plan = backward_plan(plan) if backward else plan
     target = _target(config, packed=pack is not None)
     simulation, time = None, "not simulated: name a cluster, as in parallelism.cluster=h200_x8"
@@ -190,8 +190,8 @@ def _check_heads(config: Config) -> None:
     configured_mode(par).check_heads(par.context_parallel_size, workload.num_heads, workload.num_kv_heads)
 
 
-def _first_pack(config: Config) -> list[int] | None:
-    """Return the document lengths of the dataset's first pack; None without packs or without a dataset."""
+def _first_pack(config: Config) -> tuple[Sequence[int], Sequence[int] | None] | None:
+    """Return the lengths and parents of the documents in the first pack; None without packs or without a dataset."""
     data = config.data
     if data.packing == "none":
         return None
@@ -201,9 +201,9 @@ def _first_pack(config: Config) -> list[int] | None:
         return None
     from ..mcore.data import first_pack  # takes seconds to import
 
-    lengths = list(first_pack(config))
-    print(f"the first pack of {data.prefix}, of {len(lengths)} documents; --documents takes others\n")
-    return lengths
+    pack = first_pack(config)
+    print(f"the first pack of {data.prefix}, of {len(pack[0])} documents; --documents takes others\n")
+    return pack
 
 
 def _lengths(documents: str) -> list[int]:
@@ -226,10 +226,12 @@ def _configured_plan(config: Config, mask: masks.Mask) -> Plan:
     return sum_in_nodes(keep_received(plan) if keep else plan, summed_node_size(config))
 
 
-def _mask(config: Config, causal: bool, lengths: Sequence[int] | None = None) -> masks.Mask:
+def _mask(
+    config: Config, causal: bool, lengths: Sequence[int] | None = None, parents: Sequence[int] | None = None
+) -> masks.Mask:
     if causal:
-        return planned_mask(config, lengths)
-    return masks.documents(lengths or [config.data.seq_length], causal=False)
+        return planned_mask(config, lengths, parents)
+    return masks.documents(lengths or [config.data.seq_length], causal=False, parents=parents)
 
 
 def _target(config: Config, packed: bool = False) -> Target:

@@ -87,6 +87,12 @@ _RULES: tuple[_Rule, ...] = (
      "Its forward runs without a graph, so nothing is kept; set it to auto, or recompute=none or layer."),
     ("data.packing", _is_not("none"), ("train.micro_batch_size",), None,
      "A pack is one sequence of many documents; raise data.seq_length instead."),
+    ("train.objective", _is("sft"), ("train.clip_low", "train.clip_high", "train.kl_coeff"), None,
+     "Only policy_gradient reads it."),
+    ("train.objective", _is("policy_gradient"), ("data.format",), ("rollouts",), "Only rollouts have advantages."),
+    ("data.format", _is("rollouts"), ("data.packing",), ("best_fit",), "Trees are packed whole."),
+    ("data.format", _is("rollouts"), ("parallelism.layout",), ("auto", "contiguous", "zigzag", "striped", "balanced"),
+     "Short nodes would leave ranks without tokens."),
     ("data.tokenizer", _is_not("byte-level"), ("data.tokenizer_path",), "a path", "Set data.tokenizer_path."),
     ("inference.exact_reuse", _is(True), ("inference.prefill_chunk",), "a number", "Set it to 2048."),
 )  # fmt: skip

@@ -47,9 +47,13 @@ def workload_of(config: Config) -> Workload:
     )
 
 
-def planned_mask(config: Config, lengths: Sequence[int] | None = None) -> Mask:
-    """Return the mask of the layers with the widest window, for causal documents of `lengths` or one whole sequence."""
-    return documents(lengths or [config.data.seq_length], window=config.model.widest_window)
+def planned_mask(config: Config, lengths: Sequence[int] | None = None, parents: Sequence[int] | None = None) -> Mask:
+    """Return the mask of the layers with the widest window, for causal documents of `lengths` or one whole sequence.
+
+    Args:
+        parents: see `core.plans.mask.documents`.
+    """
+    return documents(lengths or [config.data.seq_length], window=config.model.widest_window, parents=parents)
 
 
 def mode_options(par: ParallelismConfig) -> ModeOptions:

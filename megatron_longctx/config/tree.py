@@ -46,6 +46,9 @@ class DataConfig:
     # documents (the same stream, but attention, positions and labels end with each document) | best_fit (whole
     # documents packed; only documents longer than a sequence are cut)
     packing: str = choice("none", ("none", "documents", "best_fit"))
+    # What a document of the dataset is: a text or a conversation (documents) | a tree of tokens, as a prompt with its
+    # responses, which share it (rollouts)
+    format: str = choice("documents", ("documents", "rollouts"))
     workers: int = number(2, 0, 256)  # processes per rank that read ahead; 0: a thread
     tokenizer: str = choice("byte-level", TOKENIZERS)  # library of the tokenizer
     tokenizer_path: str | None = path(None)  # required by all except byte-level
@@ -98,6 +101,12 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = number(20, 1, _MAX_COUNT)  # optimizer steps of the run
+    # What is minimized: the cross-entropy of learned tokens (sft) | PPO's clipped loss with the rollouts' advantages
+    # (policy_gradient)
+    objective: str = choice("sft", ("sft", "policy_gradient"))
+    clip_low: float = number(0.2, 0, 1)  # how far below 1 the ratio of probabilities may fall
+    clip_high: float = number(0.2, 0, 1e6)  # how far above 1 it may rise
+    kl_coeff: float = number(0.0, 0, 1e6)  # weight of the KL divergence from the rollouts' ref_logprobs
     # An imported or trained run whose latest weights this run starts from, with a new optimizer. Own checkpoints
     # of this run take precedence. The model must be the same except for RoPE, sequence length and vocabulary
     # padding. On the command line, it also sets the model and the tokenizer unless other settings do.

@@ -18,6 +18,7 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from ..config import Config, DataConfig, files
 from ..core.errors import refuse
 from .tokenizer import add_files, tokenizer_digest
+from .trees import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096  # of a dataset's tokens that enter its dige
 Document = tuple[Sequence[int], Sequence[bool] | None]
 """A document's tokens, and which of them count in the loss; None: all."""
 
+SIDES = ("mask", "tree", "advantages", "old_logprobs", "ref_logprobs")
+"""The datasets beside a dataset of tokens: `<prefix>.<side>`, with a number for every token. `tree` has the documents'
+nodes instead: the line of the source, and the lengths and parents of nodes."""
+
 Identity = dict[str, dict[str, Any]]
 """The `value` of each configuration key, and the `sha256` of the content if the value only names it."""
 
@@ -35,7 +40,8 @@ Identity = dict[str, dict[str, Any]]
 class Corpus:
     """The content of `<prefix>.json`, which describes `<prefix>.bin` and `<prefix>.idx`.
 
-    learned: the number of tokens that `<prefix>.mask.bin` marks with 1; None without that file: all.
+    learned: the number of tokens that `<prefix>.mask.bin` does not mark with 0; None without that file: all.
+    source: of trees, the file whose lines they are from.
     """
 
     tokenizer: str
@@ -44,6 +50,7 @@ class Corpus:
     documents: int
     tokens: int
     learned: int | None = None
+    source: str | None = None
 
 
 def write_corpus(documents: Iterable[Iterable[str]], prefix: Path, tokenizer: MegatronTokenizerText) -> Corpus:
@@ -73,26 +80,60 @@ def write_documents(
         masked: whether documents say which tokens are learned. Then `<prefix>.mask.*` is written too: an indexed
             dataset of the same lengths, with one byte per token.
     """
+    sides: dict[str, Any] = {"mask": numpy.uint8} if masked else {}
+    return _write(((ids, {"mask": mask}) for ids, mask in documents), prefix, tokenizer, sides)
+
+
+def write_trees(
+    trees: Iterable[tuple[int, Tree]],
+    prefix: Path,
+    tokenizer: MegatronTokenizerText,
+    columns: Sequence[str] = (),
+    source: str | None = None,
+) -> Corpus:
+    """Write trees of tokens like `write_corpus`, one document each.
+
+    Args:
+        trees: each with the line of `source` that it is from.
+        columns: the names of the trees' values (`SIDES`).
+    """
+    sides = {"mask": numpy.float32, "tree": numpy.int32} | dict.fromkeys(columns, numpy.float32)
+    documents = (
+        (tree.tokens.tolist(), {"mask": tree.weights, "tree": (line, *tree.lengths, *tree.parents)}
+         | dict(zip(columns, tree.values.T, strict=True)))
+        for line, tree in trees
+    )  # fmt: skip
+    return _write(documents, prefix, tokenizer, sides, source)
+
+
+def _write(
+    documents: Iterable[tuple[Sequence[int], Mapping[str, Any]]],
+    prefix: Path,
+    tokenizer: MegatronTokenizerText,
+    sides: Mapping[str, Any],
+    source: str | None = None,
+) -> Corpus:
+    """Write documents of tokens, each with the values of its `sides`, whose dtypes are given."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     partial = f"{prefix}.partial"
-    dtypes = {"": DType.optimal_dtype(tokenizer.vocab_size)} | ({".mask": numpy.uint8} if masked else {})
+    dtypes = {"": DType.optimal_dtype(tokenizer.vocab_size)} | {f".{name}": dtype for name, dtype in sides.items()}
     builders = {kind: IndexedDatasetBuilder(f"{partial}{kind}.bin", dtype=dtype) for kind, dtype in dtypes.items()}
     count = tokens = learned = 0
     try:
-        for ids, mask in documents:
+        for ids, values in documents:
             if not ids:
                 continue
-            builders[""].add_document(numpy.asarray(ids, dtype=dtypes[""]), [len(ids)])
-            if masked:
-                builders[".mask"].add_document(numpy.asarray(mask, dtype=numpy.uint8), [len(ids)])
-                learned += sum(mask or ())
+            for kind, builder in builders.items():
+                array = numpy.asarray(values[kind[1:]] if kind else ids, dtype=dtypes[kind])
+                builder.add_document(array, [len(array)])
+            learned += int(numpy.count_nonzero(values["mask"])) if "mask" in sides else 0
             count, tokens = count + 1, tokens + len(ids)
         if not count:
             expected = "at least one document that is not empty"
             raise ValueError(f"no text for {prefix}: expected {expected}. Check the source.")
         for kind, builder in builders.items():
             builder.finalize(f"{partial}{kind}.idx")
-        for stale in (".json", ".mask.bin", ".mask.idx"):
+        for stale in (".json", *(f".{side}{suffix}" for side in SIDES for suffix in (".bin", ".idx"))):
             Path(f"{prefix}{stale}").unlink(missing_ok=True)
         # The mask first: after a crash, tokens without a mask would all be learned; with another's they are refused.
         for kind in sorted(dtypes, reverse=True):
@@ -102,7 +143,8 @@ def write_documents(
         for file in prefix.parent.glob(f"{prefix.name}.partial.*"):
             file.unlink()
     digest = tokenizer_digest(tokenizer)
-    corpus = Corpus(tokenizer.library, tokenizer.vocab_size, digest, count, tokens, learned if masked else None)
+    marked = learned if "mask" in sides else None
+    corpus = Corpus(tokenizer.library, tokenizer.vocab_size, digest, count, tokens, marked, source)
     note = {key: value for key, value in asdict(corpus).items() if value is not None}
     files.write_text(Path(f"{prefix}.json"), json.dumps(note, indent=2) + "\n")
     return corpus
@@ -117,9 +159,37 @@ class TokenDataset(IndexedDataset):  # type: ignore[misc]
         super().__del__()
 
 
-def mask_prefix(prefix: str) -> str | None:
-    """Return the prefix of the dataset that marks the learned tokens of this one; None if all are learned."""
-    return f"{prefix}.mask" if Path(f"{prefix}.mask.idx").is_file() else None
+def side_prefix(prefix: str, side: str) -> str | None:
+    """Return the prefix of a dataset beside this one (`SIDES`); None if there is none. No `mask`: all is learned."""
+    return f"{prefix}.{side}" if Path(f"{prefix}.{side}.idx").is_file() else None
+
+
+def check_values(config: Config) -> None:
+    """Refuse datasets of rollouts without what the objective needs for every token.
+
+    Raises:
+        ValueError: the message names the dataset and what its lines lack.
+    """
+    needed = {"advantages": ("train.objective", "`advantage` or `reward`", config.train.objective == "policy_gradient"),
+              "ref_logprobs": ("train.kl_coeff", "`ref_logprobs`", config.train.kl_coeff > 0)}  # fmt: skip
+    for _, prefix in config.data.datasets:
+        for side, (key, field, is_needed) in needed.items():
+            if is_needed and side_prefix(prefix, side) is None:
+                value = config.train.objective if side == "advantages" else config.train.kl_coeff
+                expected = f"rollouts with {field} in every response; {prefix} has none"
+                raise refuse(key, value, expected, f"Add them to {source_of(prefix)} and write it again.")
+
+
+def source_of(prefix: str) -> str:
+    """Return the file that a dataset of trees is from."""
+    path = Path(f"{prefix}.json")
+    return str(json.loads(path.read_text()).get("source", prefix)) if path.is_file() else prefix
+
+
+def tree_of(dataset: IndexedDataset, document: int) -> tuple[int, list[int], list[int]]:
+    """Return the line of the source, and the nodes' lengths and parents, of a document of a side `tree`."""
+    line, *nodes = dataset.get(document).tolist()
+    return line, nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :]
 
 
 def split_part(data: DataConfig, part: int, count: int) -> slice:
@@ -165,13 +235,22 @@ def _check_dataset(data: DataConfig, prefix: str) -> int:
     if note and note["tokenizer"] != data.tokenizer:
         wanted = f"{note['tokenizer']}, which {prefix} was written with"
         raise refuse("data.tokenizer", data.tokenizer, wanted, _REMEDY)
-    if (mask := mask_prefix(prefix)) and not numpy.array_equal(_lengths(data, mask), lengths):
-        expected = f"in {prefix}.mask.idx the lengths of {prefix}.idx: a mask for every token"
-        raise refuse("data.prefix", data.prefix, expected, _REMEDY)
+    for side in SIDES:
+        if side == "tree" or not (beside := side_prefix(prefix, side)):
+            continue
+        if not numpy.array_equal(_lengths(data, beside, are_ids=False), lengths):
+            expected = f"in {prefix}.{side}.idx the lengths of {prefix}.idx: a number for every token"
+            raise refuse("data.prefix", data.prefix, expected, _REMEDY)
+    if (tree := side_prefix(prefix, "tree")) and data.format != "rollouts":
+        expected = f"rollouts: {prefix} has trees ({tree}.idx)"
+        raise refuse("data.format", data.format, expected, "Set data.format=rollouts and data.packing=best_fit.")
+    if not tree and data.format == "rollouts":
+        expected = f"a dataset of rollouts; {prefix}.tree.idx is missing"
+        raise refuse("data.prefix", data.prefix, expected, "Write it with `megatron-longctx data`, or set data.format.")
     return tokens
 
 
-def _lengths(data: DataConfig, prefix: str) -> numpy.ndarray:
+def _lengths(data: DataConfig, prefix: str, are_ids: bool = True) -> numpy.ndarray:
     """Return the lengths of a dataset's documents, int64, and check that its files are as its index says."""
     sizes = []
     for suffix in (".idx", ".bin"):
@@ -188,7 +267,7 @@ def _lengths(data: DataConfig, prefix: str) -> numpy.ndarray:
     except Exception as error:  # a corrupt index fails in many ways: assertions, struct and numpy errors
         expected = f"a Megatron index file ({error or type(error).__name__})"
         raise refuse("data.prefix", data.prefix, expected, _REMEDY) from error
-    if not numpy.issubdtype(dataset.index.dtype, numpy.integer):
+    if are_ids and not numpy.issubdtype(dataset.index.dtype, numpy.integer):
         expected = f"token ids that are whole numbers; {prefix}.idx says {numpy.dtype(dataset.index.dtype)}"
         raise refuse("data.prefix", data.prefix, expected, _REMEDY)
     tokens = int(lengths.sum())
@@ -264,10 +343,10 @@ def identity(config: Config, tokenizer: MegatronTokenizerText) -> Identity:
 def dataset_digest(prefix: str) -> str:
     """Return the SHA-256 of a dataset's index, and of the size and 256 evenly spread samples of its tokens.
 
-    The dataset's mask, if it has one, is included in the same way.
+    The datasets beside it (`SIDES`) are included in the same way.
     """
     digest = hashlib.sha256()
-    for each in filter(None, (prefix, mask_prefix(prefix))):
+    for each in filter(None, (prefix, *(side_prefix(prefix, side) for side in SIDES))):
         add_files(digest, [Path(f"{each}.idx")])
         with Path(f"{each}.bin").open("rb") as stream:
             size = stream.seek(0, 2)

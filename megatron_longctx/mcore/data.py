@@ -18,8 +18,9 @@ from ..config import Config, DataConfig, configured_mode, token_unit
 from ..core.errors import refuse
 from ..core.layout import build_layout
 from ..core.plans.mask import documents as pack_mask
-from .corpus import TokenDataset, check_corpus, check_labels, mask_prefix, split_part
-from .packing import Blend, Packs, SampleOrder, Spans, Stream
+from .corpus import SIDES, TokenDataset, check_corpus, check_labels, side_prefix, source_of, split_part, tree_of
+from .packing import Blend, Packs, SampleOrder, Spans, Stream, TreePacks
+from .trees import following
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Batch:
     tokens, labels, position_ids: int64 `[b, S]`. Labels are the next tokens of the same document.
     loss_mask: fp32 `[b, S]`.
     documents: the lengths of a pack's documents, which sum to S; b is 1. None: every row is one causal sequence.
+    parents: for each document, the number of an earlier one that it continues, or -1; None: none does.
+    advantages, old_logprobs, ref_logprobs: fp32 `[b, S]`, of the labels; None where the data have none.
     """
 
     tokens: Tensor
@@ -36,6 +39,10 @@ class Batch:
     loss_mask: Tensor
     position_ids: Tensor
     documents: tuple[int, ...] | None = None
+    parents: tuple[int, ...] | None = None
+    advantages: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -49,7 +56,7 @@ class Batch:
     def pin_memory(self) -> Batch:
         """Return a copy in pinned memory. PyTorch's `DataLoader` calls it by this name."""
         pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
-        return Batch(**pinned, documents=self.documents)
+        return Batch(**pinned, documents=self.documents, parents=self.parents)
 
 
 class TrainingData(Dataset[Batch]):
@@ -77,10 +84,14 @@ class TrainingData(Dataset[Batch]):
             ValueError: the model has no embedding for a token.
         """
         rows = [self._row(sample) for sample in samples]
-        tokens, labels, mask, positions = (
-            torch.from_numpy(numpy.stack(arrays)) for arrays in zip(*(row[:4] for row in rows), strict=True)
-        )
-        return Batch(tokens, labels, mask, positions, rows[0][4])
+        stacked = {name: torch.from_numpy(numpy.stack([arrays[name] for arrays, *_ in rows])) for name in rows[0][0]}
+        return Batch(**stacked, documents=rows[0][1], parents=rows[0][2])
+
+    @property
+    def size(self) -> int:
+        """The number of samples in one pass over a single dataset."""
+        (source,) = self._sources
+        return source.order.size
 
     def describe(self) -> Iterator[str]:
         """Yield a line for every dataset that says how full its packs are; nothing without packs."""
@@ -88,38 +99,69 @@ class TrainingData(Dataset[Batch]):
             if isinstance(packs := source.order, Packs):
                 full = 100 * int(packs.tokens.sum()) / packs.size / self._data.seq_length
                 padding = int((-packs.tokens % self._unit).sum())
+                cut = f"{packs.num_cut:,} documents longer than data.seq_length cut"
+                if isinstance(packs, TreePacks):
+                    cut += f", which repeats {packs.num_repeated:,} tokens of their prefixes"
                 yield (
                     f"{source.prefix}: {packs.size:,} packs, {full:.2f}% full, the least full of "
-                    f"{packs.tokens.min():,} tokens; {padding:,} tokens of padding, {packs.num_cut:,} documents longer "
-                    "than data.seq_length cut"
+                    f"{packs.tokens.min():,} tokens; {padding:,} tokens of padding, {cut}"
                 )
 
-    def _row(
-        self, sample: int
-    ) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray, tuple[int, ...] | None]:
-        """Return a sample's tokens, labels, loss mask and positions, and the lengths of its documents."""
+    def _row(self, sample: int) -> tuple[dict[str, numpy.ndarray], tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return a sample's tensors, named as in `Batch`, and the lengths and parents of its documents."""
         dataset, sample = self._blend.locate(sample)
         source = self._sources[dataset]
         spans = source.spans(sample)
         text = read_tokens(source.tokens, spans).astype(numpy.int64)
         _check_ids(text, spans, source.prefix, self._vocab_size)
+        if spans.parents is not None:
+            return self._tree_row(source, spans, text)
         tokens, following = text[: self._data.seq_length], text[1 : self._data.seq_length + 1]
         labels, mask = numpy.zeros_like(tokens), numpy.zeros(len(tokens), dtype=numpy.float32)
         labels[: len(following)] = following
-        learned = source.learned
+        learned = source.sides.get("mask")
         mask[: len(following)] = 1 if learned is None else read_tokens(learned, spans)[1 : len(following) + 1]
         if self._data.mask_eod_loss:
             mask[tokens == self._eod] = 0
         if self._data.packing == "none":
-            return tokens, labels, mask, numpy.arange(len(tokens)), None
+            return _named(tokens, labels, mask, numpy.arange(len(tokens))), None, None
         ends = numpy.cumsum(spans.lengths)
         lasts = ends[ends <= len(tokens)] - 1  # the tokens after these belong to other documents
         labels[lasts], mask[lasts] = 0, 0
         if padding := -len(tokens) % self._unit:
             tokens = numpy.append(tokens, numpy.full(padding, self._eod))
             labels, mask = (numpy.append(x, numpy.zeros(padding, x.dtype)) for x in (labels, mask))
-        documents = _documents(spans, self._data.seq_length, self._unit)
-        return tokens, labels, mask, numpy.concatenate([numpy.arange(length) for length in documents]), documents
+        documents, _ = _documents(spans, self._data.seq_length, self._unit)
+        positions = numpy.concatenate([numpy.arange(length) for length in documents])
+        return _named(tokens, labels, mask, positions), documents, None
+
+    def _tree_row(
+        self, source: _Source, spans: Spans, text: numpy.ndarray
+    ) -> tuple[dict[str, numpy.ndarray], tuple[int, ...], tuple[int, ...]]:
+        """Return the row of a pack of trees. The label of a node's last token is its first child's first token."""
+        documents, parents = _documents(spans, self._data.seq_length, self._unit)
+        assert parents is not None
+        padding = sum(documents) - len(text)
+        places = following(documents, parents)
+        tokens = numpy.append(text, numpy.full(padding, self._eod))
+        learns = numpy.append(numpy.repeat(~numpy.array(spans.repeated), spans.lengths), numpy.zeros(padding, bool))
+
+        def of_labels(values: numpy.ndarray) -> numpy.ndarray:
+            padded = numpy.append(values, numpy.zeros(padding, values.dtype)) * learns
+            return numpy.where(places < 0, 0, padded[places]).astype(numpy.float32)
+
+        sides = {name: of_labels(read_tokens(dataset, spans)) for name, dataset in source.sides.items()}
+        mask = sides.pop("mask")
+        if self._data.mask_eod_loss:
+            mask[tokens == self._eod] = 0
+        nodes = pack_mask(documents, parents=parents).documents
+        positions = numpy.concatenate([numpy.arange(stop - start) + first for start, stop, first in nodes])
+        labels = numpy.where(places < 0, 0, tokens[places])
+        return _named(tokens, labels, mask, positions) | sides, documents, parents
+
+
+def _named(*arrays: numpy.ndarray) -> dict[str, numpy.ndarray]:
+    return dict(zip(("tokens", "labels", "loss_mask", "position_ids"), arrays, strict=True))
 
 
 def _check_ids(text: numpy.ndarray, spans: Spans, prefix: str, vocab_size: int) -> None:
@@ -141,11 +183,25 @@ class _Source:
     def __init__(self, data: DataConfig, prefix: str, seed: int, part: int) -> None:
         self.prefix = prefix
         self.tokens = TokenDataset(prefix)
-        self.learned = TokenDataset(mask) if (mask := mask_prefix(prefix)) else None
+        found = {side: TokenDataset(beside) for side in SIDES if (beside := side_prefix(prefix, side))}
+        trees = found.pop("tree", None)
+        self.sides = found
         documents = split_part(data, part, len(self.tokens.sequence_lengths))
         self._first = documents.start
         lengths = numpy.array(self.tokens.sequence_lengths[documents])
-        self.order: SampleOrder = (Packs if data.packing == "best_fit" else Stream)(lengths, data.seq_length, seed)
+        self.order: SampleOrder
+        if trees is None:
+            self.order = (Packs if data.packing == "best_fit" else Stream)(lengths, data.seq_length, seed)
+            return
+        nodes = [tree_of(trees, number) for number in range(documents.start, documents.stop)]
+        try:
+            self.order = TreePacks([each[1:] for each in nodes], data.seq_length, seed)
+        except ValueError as error:
+            line = nodes[error.document][0]  # type: ignore[attr-defined]
+            where = source_of(prefix) + f":{line}" * (line > 0)  # 0: of several lines
+            expected = f"{str(error).removeprefix('expected ')} ({where})"
+            remedy = "Raise data.seq_length, or shorten the response."
+            raise refuse("data.seq_length", data.seq_length, expected, remedy) from None
 
     def spans(self, sample: int) -> Spans:
         """Return a sample's spans, with the dataset's own numbers of documents."""
@@ -184,8 +240,8 @@ def check_samples(config: Config, part: int, count: int, key: str) -> None:
             raise refuse(key, count, expected, "Ask for fewer or shorter ones, or give that part more weight or text.")
 
 
-def first_pack(config: Config) -> tuple[int, ...]:
-    """Return the lengths of the documents in the first micro-batch of the first data-parallel rank.
+def first_pack(config: Config) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return the lengths and parents of the documents in the first micro-batch of the first data-parallel rank.
 
     Raises:
         ValueError: datasets are missing, or do not fit the configuration.
@@ -197,10 +253,11 @@ def first_pack(config: Config) -> tuple[int, ...]:
     return _documents(spans, config.data.seq_length, token_unit(config.parallelism))
 
 
-def _documents(spans: Spans, seq_length: int, unit: int) -> tuple[int, ...]:
-    """Return the lengths of the documents in a sample, including padding."""
+def _documents(spans: Spans, seq_length: int, unit: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return the lengths of the documents in a sample, including padding, and their parents."""
     ends = numpy.minimum(numpy.cumsum(spans.lengths), seq_length)
-    return _padded(numpy.diff(ends, prepend=0).tolist(), unit)
+    lengths = _padded(numpy.diff(ends, prepend=0).tolist(), unit)
+    return lengths, None if spans.parents is None else (*spans.parents, *[-1] * (len(lengths) - len(spans.parents)))
 
 
 def _padded(lengths: Sequence[int], unit: int) -> tuple[int, ...]:
@@ -225,9 +282,9 @@ def check_packs(config: Config) -> None:
         assert isinstance(order, Packs)
         sizes = order.longest() if par.layout == "per_document" else order.tokens
         for pack in numpy.flatnonzero(sizes < enough).tolist():
-            mask = pack_mask(_padded(order.documents(pack), unit))
+            mask = pack_mask(_padded(order.lengths(pack), unit))
             layout = build_layout(mode.layout_of(mask, par.layout), n, mask.length, unit, mask.documents)
-            if not all(map(layout.num_tokens, range(n))):
+            if isinstance(order, TreePacks) or not all(map(layout.num_tokens, range(n))):
                 least = f"packs of {enough} tokens, enough for each of the {n} context-parallel ranks to have some"
                 remedy = "Leave such short documents out, set data.packing=documents, or take fewer ranks."
                 expected = f"{least}; {prefix} has one of {order.tokens[pack]}"
@@ -236,7 +293,8 @@ def check_packs(config: Config) -> None:
 
 def read_tokens(dataset: IndexedDataset, spans: Spans) -> numpy.ndarray:
     """Return the tokens of spans, concatenated, with the dataset's own dtype."""
-    pieces = zip(*(values.tolist() for values in spans), strict=True)
+    places = spans.documents, spans.offsets, spans.lengths
+    pieces = zip(*(values.tolist() for values in places), strict=True)
     return numpy.concatenate([dataset.get(*piece) for piece in pieces])
 
 

@@ -1,22 +1,25 @@
-"""A run's losses by position: training's forward pass, without a cache, over held-out text of any length."""
+"""Losses of a run's model by position, and log-probabilities of tokens: training's forward pass, without a cache."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 from ..config import Config, RecomputeConfig
 from ..core.errors import refuse
 from ..inference.evaluation.results import Losses, edges
-from .data import TrainingData
+from .data import Batch, TrainingData
 from .inference import load_model, refuse_training_sizes
 from .model import padded_vocab_size
-from .sequence import build_sequence
-from .step import EvalStep
+from .sequence import ShardedSequence, build_sequence
+from .step import EvalStep, token_losses
 
 _HEAD_CHUNK_TOKENS = 4096
 
@@ -47,6 +50,23 @@ def losses_config(config: Config) -> Config:
         ),
         train=replace(config.train, micro_batch_size=1, global_batch_size=1, eval_interval=None),
     )
+
+
+@torch.no_grad()
+def label_logprobs(model: Any, sequence: ShardedSequence, batch: Batch) -> Tensor:
+    """Return the log-probabilities of a whole micro-batch's labels. Collective over context- and tensor-parallel ranks.
+
+    With `recompute.head_chunk_tokens` (`head.ChunkedHeadGPT`), the logits of that many tokens exist at the same time.
+
+    Args:
+        model: a Megatron GPT with context-parallel attention, and with all of its layers.
+        batch: packs may be trees, which compute shared prefixes once.
+
+    Returns:
+        fp32 `[b, S]`, of the whole sequence on every rank.
+    """
+    losses, _, pack = token_losses(batch, model, sequence)
+    return sequence.attention.gather(-losses.float(), pack.mask(), dim=1)
 
 
 def with_seq_length(config: Config, length: int) -> Config:
@@ -81,6 +101,15 @@ class LossesByPosition:
         data = TrainingData(with_seq_length(self._config, length), self._tokenizer, vocab_size, self._part)
         table = self._step.run(lambda number: data[[number]], range(samples), samples, edges(length)).sum(0)
         return Losses(length, table[:, 0].tolist(), table[:, 1].tolist())
+
+    def logprobs(self) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield every sample of one pass with `label_logprobs`. The samples' order is that of `train.seed`."""
+        vocab_size = padded_vocab_size(self._config.model, self._tokenizer.vocab_size)
+        data = TrainingData(self._config, self._tokenizer, vocab_size, self._part)
+        model = self._step.models[0].eval()
+        for number in range(data.size):
+            batch = data[[number]]
+            yield batch, label_logprobs(model, self._step.sequence, batch)
 
     def release(self) -> None:
         """Free the model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -27,20 +27,22 @@ class PackRotations(Protocol):
 
 
 class Pack(PackedSeqParams):  # type: ignore[misc]
-    """Documents that follow each other and do not attend to each other; `ShardedSequence.pack` makes it.
+    """Documents that follow each other and see only themselves and their parents; `ShardedSequence.pack` makes it.
 
     Pass it to the model as `packed_seq_params`. It belongs to its micro-batch, so layers that are recomputed in
     backward, and pipelines with several micro-batches in flight, use the right documents. All rows of a batch `[b, S]`
     have these documents. For Megatron its format is that of any other batch (`sbhd`).
     """
 
-    def __init__(self, attention: ContextParallelAttention, documents: Sequence[int]) -> None:
-        self.documents = tuple(documents)
-        longest = max(self.documents, default=0)
+    def __init__(
+        self, attention: ContextParallelAttention, documents: Sequence[int], parents: Sequence[int] | None = None
+    ) -> None:
+        self.documents, self.parents = tuple(documents), None if parents is None else tuple(parents)
+        self._masks: dict[tuple[bool, Window], Mask] = {}
+        longest = max((each.position + each.stop - each.start for each in self.mask().documents), default=0)
         super().__init__(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest)
         self.rotations: PackRotations | None = None  # see `ShardedSequence.rotation`
         self._attention = attention
-        self._masks: dict[tuple[bool, Window], Mask] = {}
         self._tokens: dict[torch.device, Tensor] = {}
 
     __eq__ = object.__eq__  # identity: Megatron's class compares fields
@@ -64,7 +66,7 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         """Return the mask of a layer with this window."""
         key = causal, window
         if key not in self._masks:
-            self._masks[key] = mask.documents(self.documents, causal=causal, window=window)
+            self._masks[key] = mask.documents(self.documents, causal=causal, window=window, parents=self.parents)
         return self._masks[key]
 
     def tokens(self, device: torch.device) -> Tensor:
@@ -76,10 +78,13 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         return self._tokens[device]
 
     def positions(self, device: torch.device) -> Tensor:
-        """Return the positions of this rank's tokens in their documents, int64 `[s]`, in slot order."""
-        tokens, stops = self.tokens(torch.device("cpu")), torch.tensor([*accumulate(self.documents)])
-        starts = stops - torch.tensor(self.documents)
-        return _to_device(tokens - starts[torch.bucketize(tokens, stops, right=True)], device)
+        """Return the positions of this rank's tokens, int64 `[s]`, in slot order.
+
+        They count from the beginning of a document, or go on after its parent's last token.
+        """
+        tokens = self.tokens(torch.device("cpu"))
+        starts, stops, first = torch.tensor(self.mask().documents, dtype=torch.int64).view(-1, 3).T.contiguous()
+        return _to_device(tokens + (first - starts)[torch.bucketize(tokens, stops, right=True)], device)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -87,14 +92,16 @@ def _to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def document_lengths(params: PackedSeqParams) -> tuple[int, ...]:
-    """Return the lengths of documents in Megatron's own parameters, which are read from the device once.
+def documents_of(params: PackedSeqParams) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return the lengths of documents in Megatron's own parameters, which are read from the device once, and `parents`.
 
-    Tokens between the end of a document and the padded start of the next one are a separate document.
+    Tokens between the end of a document and the padded start of the next one are a separate document. Parents are the
+    attribute `parents` that a caller may have added: for each document of `cu_seqlens_q`, an earlier one or -1. A
+    document that continues an empty one continues the parent of that.
 
     Raises:
-        ValueError: the format is not thd, keys differ from queries, there is a separate context-parallel group, or the
-            values are not sums of lengths.
+        ValueError: the format is not thd, keys differ from queries, there is a separate context-parallel group, the
+            values are not sums of lengths, or a parent is not an earlier document.
     """
     if params.qkv_format != "thd":
         raise refuse("packed_seq_params.qkv_format", params.qkv_format, "thd", "Give cu_seqlens_q in that format.")
@@ -113,7 +120,29 @@ def document_lengths(params: PackedSeqParams) -> tuple[int, ...]:
             expected = "lengths from 0 on, each at most its padded one"
             raise refuse("packed_seq_params.cu_seqlens_q", f"{stops}, padded {padded}", expected, "Correct them.")
         lengths += [stop - start, last - first - (stop - start)]
-    return tuple(length for length in lengths if length)
+    return tuple(length for length in lengths if length), _parents_of(params, lengths)
+
+
+def _parents_of(params: PackedSeqParams, lengths: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the parents of documents with tokens. `lengths` has each document's and its padding's, in turn."""
+    given = getattr(params, "parents", None)
+    if given is None:
+        return None
+    parents = given.tolist() if isinstance(given, Tensor) else list(given)
+    if len(parents) != len(lengths) // 2:
+        expected = f"{len(lengths) // 2}, one for each document of cu_seqlens_q"
+        raise refuse("packed_seq_params.parents", f"{len(parents)} numbers", expected, "Correct it.")
+    found: list[int] = []
+    numbers: list[int] = []  # of each given document, or of its parent's if it has no tokens
+    for number, parent in enumerate(parents):
+        if not -1 <= parent < number:
+            expected = f"-1 to {number - 1}"
+            raise refuse(f"packed_seq_params.parents[{number}]", parent, expected, "A parent is an earlier document.")
+        above = numbers[parent] if parent >= 0 else -1
+        tokens, padding = lengths[2 * number : 2 * number + 2]
+        numbers.append(len(found) if tokens else above)
+        found += [above] * bool(tokens) + [-1] * bool(padding)
+    return tuple(found)
 
 
 def _cu_seqlens(params: PackedSeqParams, suffix: str) -> list[int]:

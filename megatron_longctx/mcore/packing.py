@@ -8,21 +8,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy
 from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
+from .trees import Part, parts
+
 _PERIOD = 2**16  # samples after which a blend repeats, so that any sample's place is known
 
 
 class Spans(NamedTuple):
-    """The spans of documents that a sample is read from, in its order. int64 `[spans]` each."""
+    """The spans of documents that a sample is read from, in its order. int64 `[spans]` each.
+
+    parents: for each span, the number of the one that it continues, or -1; None: none does.
+    repeated: for each span, whether another sample learns its tokens.
+    """
 
     documents: numpy.ndarray
     offsets: numpy.ndarray
     lengths: numpy.ndarray
+    parents: tuple[int, ...] | None = None
+    repeated: tuple[bool, ...] = ()
 
 
 class SampleOrder(ABC):
@@ -100,11 +109,15 @@ class Packs(SampleOrder):
         super().__init__(seed)
         self._whole = lengths
         counts = -(-lengths // seq_length)
-        self.num_cut = int((counts > 1).sum())
         self._documents = numpy.repeat(numpy.arange(len(lengths), dtype=numpy.int32), counts)
         before = numpy.repeat(numpy.cumsum(counts) - counts, counts)
         self._offsets = (numpy.arange(len(before)) - before) * seq_length
-        self._lengths = numpy.minimum(lengths[self._documents] - self._offsets, seq_length).astype(numpy.int32)
+        pieces = numpy.minimum(lengths[self._documents] - self._offsets, seq_length).astype(numpy.int32)
+        self._pack(pieces, seq_length, int((counts > 1).sum()))
+
+    def _pack(self, lengths: numpy.ndarray, seq_length: int, num_cut: int) -> None:
+        """Pack pieces of these lengths. num_cut: the number of documents that are several pieces."""
+        self._lengths, self.num_cut = lengths, num_cut
         self._longest_first = -numpy.sort(-self._lengths)
         packs = best_fit(self._longest_first, seq_length)
         self.tokens = numpy.bincount(packs, self._longest_first).astype(numpy.int64)
@@ -114,13 +127,16 @@ class Packs(SampleOrder):
 
     def _spans(self, index: int) -> Spans:
         pieces, order = self._pass
-        taken = pieces[self._places_of(int(order[index]))]
+        return self._spans_of(pieces[self._places_of(int(order[index]))])
+
+    def _spans_of(self, taken: numpy.ndarray) -> Spans:
+        """Return the spans of some pieces."""
         documents, offsets, lengths = self._documents[taken], self._offsets[taken], self._lengths[taken]
         continues = offsets + lengths < self._whole[documents]  # the document has a next piece; this one fills its pack
         return Spans(documents.astype(numpy.int64), offsets, lengths + continues.astype(numpy.int64))
 
-    def documents(self, pack: int) -> list[int]:
-        """Return the lengths of documents in a pack, the longest first. Packs are numbered as in `tokens`."""
+    def lengths(self, pack: int) -> list[int]:
+        """Return the lengths of pieces in a pack, the longest first. Packs are numbered as in `tokens`."""
         lengths: list[int] = self._longest_first[self._places_of(pack)].tolist()
         return lengths
 
@@ -136,6 +152,48 @@ class Packs(SampleOrder):
         shuffled = _build_shuffle_index(len(self._lengths), len(self._lengths), random)
         pieces = shuffled[numpy.argsort(-self._lengths[shuffled], kind="stable")]
         return pieces, _build_shuffle_index(self.size, self.size, random)
+
+
+class TreePacks(Packs):
+    """Whole trees packed by `best_fit`. A larger tree is cut between branches, and its parts repeat what they share.
+
+    Args:
+        trees: the lengths and parents of the nodes of every document.
+
+    Raises:
+        ValueError: a branch that is longer than a sequence; the error's `document` is its number.
+    """
+
+    def __init__(self, trees: Sequence[tuple[Sequence[int], Sequence[int]]], seq_length: int, seed: int) -> None:
+        SampleOrder.__init__(self, seed)
+        self._trees = trees
+        self._parts: list[tuple[int, Part]] = []
+        num_cut, whole = 0, 0
+        for number, (lengths, parents) in enumerate(trees):
+            try:
+                found = parts(lengths, parents, seq_length)
+            except ValueError as error:
+                error.document = number  # type: ignore[attr-defined]
+                raise
+            self._parts += [(number, part) for part in found]
+            num_cut, whole = num_cut + (len(found) > 1), whole + sum(lengths)
+        sizes = [sum(trees[number][0][node] for node in part.nodes) for number, part in self._parts]
+        self.num_repeated = sum(sizes) - whole
+        self._pack(numpy.array(sizes, dtype=numpy.int32), seq_length, num_cut)
+
+    def _spans_of(self, taken: numpy.ndarray) -> Spans:
+        rows: list[tuple[int, int, int]] = []
+        parents: list[int] = []
+        repeated: list[bool] = []
+        for piece in taken.tolist():
+            number, part = self._parts[piece]
+            lengths = self._trees[number][0]
+            starts = [0, *accumulate(lengths)]
+            parents += [parent if parent < 0 else parent + len(rows) for parent in part.parents]
+            rows += [(number, starts[node], lengths[node]) for node in part.nodes]
+            repeated += part.repeated
+        documents, offsets, sizes = numpy.array(rows, dtype=numpy.int64).T
+        return Spans(documents, offsets, sizes, tuple(parents), tuple(repeated))
 
 
 def best_fit(lengths: numpy.ndarray, capacity: int) -> numpy.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from ..core.attention import ContextParallelAttention
 from ..core.errors import refuse
 from ..core.plans.mask import Window
 from ..inference.kv_int8 import int8_kv
-from .pack import UNBOUNDED, Pack, PackRotations, document_lengths
+from .pack import UNBOUNDED, Pack, PackRotations, documents_of
 
 
 class Rope(Protocol):
@@ -67,21 +67,26 @@ class ShardedSequence:
         """A plain sequence, as a pack of one document."""
         return Pack(self.attention, (self.length,))
 
-    def pack(self, documents: Sequence[int]) -> Pack:
+    def pack(self, documents: Sequence[int], parents: Sequence[int] | None = None) -> Pack:
         """Return the sequence of documents of these lengths.
 
         Pass it to `shard_batch` and, as `packed_seq_params`, to the model.
 
-        Raises:
-            ValueError: a document without tokens.
-        """
-        pack = self.whole if tuple(documents) == (self.length,) else Pack(self.attention, documents)
-        pack.mask()
-        return pack
+        Args:
+            parents: for each document, the number of an earlier one that it continues and sees, or -1: trees of shared
+                prefixes. A prefix is computed once. A token's position counts from the beginning of its tree, along
+                its own branch.
 
-    def prepare(self, documents: Sequence[int]) -> None:
+        Raises:
+            ValueError: a document without tokens, or a parent that is not an earlier document.
+        """
+        if parents is None and tuple(documents) == (self.length,):
+            return self.whole
+        return Pack(self.attention, documents, parents)
+
+    def prepare(self, documents: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Plan a pack before its use, for the windows of all layers. Any thread may call this."""
-        pack = self.pack(documents)
+        pack = self.pack(documents, parents)
         for window in self.windows:
             self.attention.prepare(pack.mask(window=window))
 
@@ -99,9 +104,10 @@ class ShardedSequence:
         """Return the pack of a model's input: a `pack`, Megatron's own parameters (thd), or None for a plain sequence.
 
         Megatron's parameters are on the device. They are read once, when an object is new or its tensors have changed.
+        They may have an attribute `parents`, as `pack` takes them.
 
         Raises:
-            ValueError: unsupported parameters (see `pack.document_lengths`).
+            ValueError: unsupported parameters (see `pack.documents_of`).
         """
         if params is None:
             return self.whole
@@ -109,7 +115,7 @@ class ShardedSequence:
             return params
         parsed: _ParsedParams | None = getattr(params, "_longctx", None)
         if parsed is None or not parsed.is_current(self, params):
-            parsed = params._longctx = _ParsedParams(self, _versions(params), self.pack(document_lengths(params)))
+            parsed = params._longctx = _ParsedParams(self, _versions(params), self.pack(*documents_of(params)))
         return parsed.pack
 
     def rotation(self, pack: Pack, window: Window = UNBOUNDED) -> Callable[[Tensor], Tensor] | None:
@@ -157,7 +163,7 @@ class _ParsedParams(NamedTuple):
     """The pack that Megatron's parameters describe, stored with them."""
 
     sequence: ShardedSequence
-    versions: list[tuple[Tensor | None, int]]
+    versions: list[tuple[Any, Any]]
     pack: Pack
 
     def is_current(self, sequence: ShardedSequence, params: PackedSeqParams) -> bool:
@@ -166,11 +172,16 @@ class _ParsedParams(NamedTuple):
         return self.sequence is sequence and all(x is y and old == new for (x, old), (y, new) in pairs)
 
 
-def _versions(params: PackedSeqParams) -> list[tuple[Tensor | None, int]]:
-    """Return the parameters' tensors, each with the number of writes to it."""
-    names = (f"cu_seqlens_{of}{suffix}" for of in ("q", "kv") for suffix in ("", "_padded"))
-    tensors: list[Tensor | None] = [getattr(params, name) for name in names]
-    return [(x, 0 if x is None or x.is_inference() else x._version) for x in tensors]
+def _versions(params: PackedSeqParams) -> list[tuple[Any, Any]]:
+    """Return the parameters' tensors, each with the number of writes to it; parents in a list with a copy of it."""
+    names = [f"cu_seqlens_{of}{suffix}" for of in ("q", "kv") for suffix in ("", "_padded")]
+    return [(x, _version(x)) for x in (getattr(params, name, None) for name in (*names, "parents"))]
+
+
+def _version(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return 0 if x.is_inference() else x._version
+    return None if x is None else tuple(x)
 
 
 def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:

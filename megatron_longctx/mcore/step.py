@@ -25,6 +25,8 @@ from ..core.plans.mask import Window
 from ..planner.flops import Work
 from .core_attention import layer_window
 from .data import Batch
+from .objectives import Objective
+from .objectives.sft import sft
 from .pack import Pack
 from .sequence import ShardedSequence
 
@@ -71,7 +73,7 @@ class _Step:
         num_tokens = self.sequence.whole.num_local_tokens
         if self.groups.pp.size() > 1:
             taken = list(islice(batches, count))
-            counts = {self.sequence.pack(batch.lengths).num_local_tokens for batch in taken}
+            counts = {self.sequence.pack(batch.lengths, batch.parents).num_local_tokens for batch in taken}
             num_tokens, batches = max(counts), iter(taken)
             # Stages exchange the shape of every tensor only if shapes differ. All stages have the same batches.
             self._config.variable_seq_lengths = len(counts) > 1
@@ -99,6 +101,7 @@ class TrainStep(_Step):
     """Forward and backward of one step, with model chunks in DDP."""
 
     num_micro_batches: int
+    objective: Objective = sft
 
     def run(self, batches: Iterator[Batch]) -> LossSum:
         """Compute gradients, reduced over ranks and divided by the sum of the loss masks of the whole step.
@@ -107,7 +110,7 @@ class TrainStep(_Step):
             batches: `num_micro_batches` whole micro-batches of any lengths; this rank computes its tokens of each. With
                 pipeline parallelism, all are read before the first is computed.
         """
-        forward = partial(_forward_step, sequence=self.sequence, windows=self._windows)
+        forward = partial(_forward_step, sequence=self.sequence, windows=self._windows, objective=self.objective)
         results = self._run_schedule(forward, batches, self.num_micro_batches, forward_only=False)
         loss = _reduce(results, self.groups, self.sequence.attention.times())
         if loss.num_tokens > 0:
@@ -180,26 +183,26 @@ def local_device() -> torch.device:
 
 
 def _forward_step(
-    batches: Iterator[Batch], model: Any, sequence: ShardedSequence, windows: Counter[Window]
+    batches: Iterator[Batch], model: Any, sequence: ShardedSequence, windows: Counter[Window], objective: Objective
 ) -> tuple[Tensor, Any]:
     batch = next(batches)
-    losses, local, pack = _token_losses(batch, model, sequence)
+    losses, local, pack = token_losses(batch, model, sequence)
     rows = len(batch.tokens)
     pairs = sum(count * pack.mask(window=window).pairs for window, count in windows.items())
     work = rows * pack.length, rows * pairs, rows * pack.length**2
-    return losses, partial(_loss, local["loss_mask"], work)
+    return losses, partial(_loss, local, work, objective)
 
 
 def _forward_alone(
     batches: Iterator[Batch], model: Any, sequence: ShardedSequence, edges: Sequence[int]
 ) -> tuple[Tensor, Any]:
-    losses, local, _ = _token_losses(next(batches), model, sequence)
+    losses, local, _ = token_losses(next(batches), model, sequence)
     return losses, partial(_loss_by_position, local, edges)
 
 
-def _token_losses(batch: Batch, model: Any, sequence: ShardedSequence) -> tuple[Tensor, dict[str, Tensor], Pack]:
+def token_losses(batch: Batch, model: Any, sequence: ShardedSequence) -> tuple[Tensor, dict[str, Tensor], Pack]:
     """Return the losses of this rank's tokens `[b, s]` (on the last stage), its part of the batch, and the pack."""
-    device, pack = local_device(), sequence.pack(batch.lengths)
+    device, pack = local_device(), sequence.pack(batch.lengths, batch.parents)
     local = {name: x.to(device, non_blocking=True) for name, x in sequence.shard_batch(batch.tensors, pack).items()}
     losses = model(local["tokens"], local["position_ids"], None, labels=local["labels"], packed_seq_params=pack)
     return losses, local, pack
@@ -215,13 +218,16 @@ def _loss_by_position(
     return losses.sum(), torch.zeros((), dtype=torch.int), {"loss": torch.stack(sums)}
 
 
-def _loss(mask: Tensor, work: tuple[int, ...], losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _loss(
+    batch: Mapping[str, Tensor], work: tuple[int, ...], objective: Objective, losses: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return a loss in Megatron's three-part form.
 
     Megatron sums numbers of tokens as integers, but a mask may have fractions. With zero tokens it leaves the division
     to `TrainStep.run`.
     """
-    loss_sum = (losses.float() * mask).sum()
+    mask = batch["loss_mask"]
+    loss_sum = (objective(losses, batch) * mask).sum()
     sums = torch.stack((loss_sum.detach().double(), mask.sum(dtype=torch.float64)))
     return loss_sum, torch.zeros((), dtype=torch.int), {"loss": sums, "work": work}
 

@@ -43,8 +43,8 @@ def resolve_schedule(config: Config, folder: Path | None = None) -> tuple[Config
     if par.context_parallel_size == 1:
         return replace(config, parallelism=replace(par, schedule="zigzag", max_attention_gib=None)), None
     cluster, costs, source = _figures(config, folder)
-    lengths = None if config.data.packing == "none" else first_pack(config)
-    ranking = _ranking(config, cluster, costs, lengths, on_gpus=device_type(config) == "cuda")
+    pack = () if config.data.packing == "none" else first_pack(config)
+    ranking = _ranking(config, cluster, costs, pack, on_gpus=device_type(config) == "cuda")
     reason = f"parallelism.schedule=auto takes {ranking[0].name}, priced by {source}:\n{table(ranking)}"
     logger.info(reason)
     return _with_mode(config, ranking[0]), reason
@@ -67,19 +67,19 @@ def resolve_for_cluster(config: Config) -> tuple[Config, list[Candidate]]:
         raise refuse("parallelism.schedule", "auto", "a mode, or parallelism.cluster=NAME to choose one by", remedy)
     data = config.data
     has_data = all(Path(f"{prefix}.idx").is_file() for _, prefix in data.datasets)
-    lengths = first_pack(config) if has_data and data.packing != "none" else None
-    ranking = _ranking(config, _cluster(par), None, lengths, on_gpus=config.train.device != "cpu")
+    pack = first_pack(config) if has_data and data.packing != "none" else ()
+    ranking = _ranking(config, _cluster(par), None, pack, on_gpus=config.train.device != "cpu")
     return _with_mode(config, ranking[0]), ranking
 
 
 def _ranking(
-    config: Config, cluster: Cluster, costs: Costs | None, lengths: Sequence[int] | None, on_gpus: bool
+    config: Config, cluster: Cluster, costs: Costs | None, pack: Sequence[Sequence[int] | None], on_gpus: bool
 ) -> list[Candidate]:
     par, n = config.parallelism, config.parallelism.context_parallel_size
     over_peers = on_gpus and cluster.nodes == 1 and config.attention.transport != "p2p"
     problem = Problem(
         n=n,
-        mask=planned_mask(config, lengths),
+        mask=planned_mask(config, *pack),
         target=Target(workload_of(config), fa4_takes(config.attention.deterministic), over_peers),
         unit=token_unit(par),
         layout=par.layout,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from ..core.errors import refuse
 from ..mcore.corpus import Document
+from ..mcore.trees import Example, Tree, divided, merged
 from ..models.chat import Chat, load_chat
 from .text_files import parsed
 
@@ -46,6 +49,23 @@ def conversations(path: Path, chat: Chat, encode: Callable[[str], Sequence[int]]
             The message has the file and the line.
     """
     return parsed(path, lambda line: _tokens(*_messages(line), chat, encode))
+
+
+def with_shared_beginnings(documents: Iterable[Document], capacity: int) -> Iterator[tuple[int, Tree]]:
+    """Yield conversations as trees of at most `capacity` tokens, in which equal beginnings are stored once.
+
+    All tokens of the conversations are in memory. A longer conversation is a tree of its own.
+    """
+    examples = []
+    for ids, learned in documents:
+        weights = numpy.array([0.0, *(learned or ())[1:]], numpy.float32)
+        example = Example(numpy.array(ids), weights, numpy.zeros((len(ids), 0), numpy.float32))
+        if len(ids) > capacity:
+            yield 0, merged([example])[0]
+        elif ids:
+            examples.append(example)
+    for tree in merged(examples):
+        yield from ((0, part) for part in divided(tree, capacity))
 
 
 def _messages(line: bytes) -> tuple[list[Mapping[str, Any]], int]:

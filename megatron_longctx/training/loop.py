@@ -20,6 +20,7 @@ from ..core.comm import on_rank_0
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.corpus import Identity, identity
 from ..mcore.data import Batch, TrainingData, micro_batches
+from ..mcore.objectives import make_objective
 from ..mcore.sequence import ShardedSequence, build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
@@ -84,6 +85,7 @@ class Trainer:
             groups=self.groups,
             micro_batch_size=train.micro_batch_size,
             num_micro_batches=train.global_batch_size // train.micro_batch_size // dp_size,
+            objective=make_objective(train),
         )
         self.validation = None
         if train.eval_interval is not None:
@@ -220,12 +222,12 @@ class Trainer:
 
     def _prepare(self, batch: Batch) -> None:
         """Fill the caches of plans ahead of the step that uses the batch, in the loader's thread."""
-        self.sequence.prepare(batch.lengths)
+        self.sequence.prepare(batch.lengths, batch.parents)
         if self.sinks:
             self._imbalance_pct(batch)
 
     def _imbalance_pct(self, batch: Batch) -> float:
-        mask = self.sequence.pack(batch.lengths).mask(window=self.config.model.widest_window)
+        mask = self.sequence.pack(batch.lengths, batch.parents).mask(window=self.config.model.widest_window)
         return self.sequence.attention.plan(mask).imbalance_pct()
 
     def _profiled(self) -> AbstractContextManager[None]:

@@ -20,7 +20,15 @@ from ..core.kernels import KernelRequest, auto_order, available
 from ..core.plans import build_plan
 from ..mcore import checkpoint
 from ..mcore.checkpoint import Saved
-from ..mcore.corpus import Identity, check_corpus, check_tokenizer, identity, identity_error, tokenizer_identity
+from ..mcore.corpus import (
+    Identity,
+    check_corpus,
+    check_tokenizer,
+    check_values,
+    identity,
+    identity_error,
+    tokenizer_identity,
+)
 from ..mcore.data import check_packs, check_samples
 from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
@@ -82,6 +90,7 @@ def check_and_identify(config: Config, world_size: int) -> tuple[int | None, Ide
     if config.train.eval_interval is not None:
         check_samples(config, 1, config.train.eval_samples, "train.eval_samples")
     check_packs(config)
+    check_values(config)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     if config.train.check_data:
         check_tokenizer(config.data, tokenizer)

@@ -17,9 +17,10 @@ from tqdm import tqdm
 
 from ..config import DataConfig
 from ..core.errors import is_line, refuse, shown
-from ..mcore.corpus import Corpus, write_corpus, write_documents
+from ..mcore.corpus import Corpus, write_corpus, write_documents, write_trees
 from ..mcore.tokenizer import build_tokenizer
-from .conversations import chat_of, conversations
+from .conversations import chat_of, conversations, with_shared_beginnings
+from .rollouts import ROLLOUT_KEYS, Rollouts
 from .text_files import (
     CONVERSATION_KEYS,
     ENDINGS,
@@ -61,11 +62,24 @@ class Source:
         Raises:
             ValueError: as `documents`.
         """
+        keys, files = self._lines()
+        return files if "text" not in keys and keys & CONVERSATION_KEYS else []
+
+    def rollouts(self) -> list[Path]:
+        """Return the files if all are JSONL, and the first line is a prompt with responses or children.
+
+        Raises:
+            ValueError: as `documents`.
+        """
+        keys, files = self._lines()
+        return files if any(needed <= keys for needed in ROLLOUT_KEYS) else []
+
+    def _lines(self) -> tuple[set[str], list[Path]]:
+        """Return the keys of the first line and the files if all are JSONL."""
         files = [] if self.name in _BUILT_IN else self._files()
         if not files or not all(map(is_jsonl, files)):
-            return []
-        keys = first_keys(next(file for file in files if file.stat().st_size))
-        return files if "text" not in keys and keys & CONVERSATION_KEYS else []
+            return set(), []
+        return first_keys(next(file for file in files if file.stat().st_size)), files
 
     def documents(self) -> Iterator[list[str]]:
         """Return the texts of every document, in an order that depends only on names.
@@ -99,7 +113,12 @@ class Source:
 
 
 def prepare(
-    source: Source, out: Path, library: str, tokenizer_path: str | None = None, chat_template: str | None = None
+    source: Source,
+    out: Path,
+    library: str,
+    tokenizer_path: str | None = None,
+    chat_template: str | None = None,
+    share_prefixes: int | None = None,
 ) -> Corpus:
     """Write `source` as a dataset: `.bin`, `.idx` and `.json`; for conversations also `.mask.bin` and `.mask.idx`.
 
@@ -107,6 +126,7 @@ def prepare(
         out: path without suffix.
         library: a tokenizer library of Megatron-Core; its files are at `tokenizer_path`.
         chat_template: file of the template for conversations; None for the tokenizer's own.
+        share_prefixes: the most tokens of a tree of conversations that begin alike; None writes each alone.
 
     Raises:
         ValueError: a missing or empty source, a JSONL line without text, a pattern that matches nothing or leaves the
@@ -120,10 +140,23 @@ def prepare(
         raise ValueError(f"--tokenizer-path {tokenizer_path}: expected the files of a {library} tokenizer. {remedy}")
     tokenizer = build_tokenizer(library, tokenizer_path)
     progress = partial(tqdm, desc="tokenizing", unit=" documents", disable=not sys.stderr.isatty())
-    if paths := source.conversations():
+    if share_prefixes is not None and (share_prefixes < 1 or not source.conversations()):
+        expected = f"a number of tokens from 1 on, and conversations to share; {source.name} has other documents"
+        raise refuse("--share-prefixes", share_prefixes, expected, "Leave it out; rollouts share their prompts anyway.")
+    if paths := source.rollouts():
+        if chat_template:
+            expected = "none for rollouts, whose texts are tokenized as they are"
+            raise refuse("--chat-template", chat_template, expected, "Leave it out.")
+        rollouts = Rollouts(paths, tokenizer.tokenize, tokenizer.eod)
+        corpus = write_trees(progress(rollouts.trees()), out, tokenizer, rollouts.columns, source.name)
+    elif paths := source.conversations():
         chat = chat_of(chat_template, tokenizer)
         documents = chain.from_iterable(conversations(path, chat, tokenizer.tokenize) for path in paths)
-        corpus = write_documents(progress(documents), out, tokenizer, masked=True)
+        if share_prefixes is None:
+            corpus = write_documents(progress(documents), out, tokenizer, masked=True)
+        else:
+            trees = with_shared_beginnings(progress(documents), share_prefixes)
+            corpus = write_trees(trees, out, tokenizer, source=source.name)
     elif chat_template:
         expected = f"conversations to lay out; the first line of {source.name} is none"
         raise refuse("--chat-template", chat_template, expected, "Leave it out, or give a .jsonl file of `messages`.")

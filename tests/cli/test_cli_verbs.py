@@ -18,7 +18,7 @@ from megatron_longctx.cli import cli
 from tests.shared.jobs import CLI, PATIENCE_S, clean_environment, started
 
 VERBS = (
-    *("train", "plan", "generate", "eval", "serve", "import", "export"),
+    *("train", "plan", "generate", "eval", "logprobs", "serve", "import", "export"),
     *("data", "calibrate", "check", "compare", "doctor", "demo"),
 )
 

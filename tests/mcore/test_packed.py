@@ -128,11 +128,12 @@ class Sharded:
 
     def errors(self, gradients: dict[str, Tensor]) -> dict[str, float]:
         """Return the error of this rank's gradients relative to the norm of the whole gradient."""
-        errors = {}
-        for name, parameter in self.parameters.items():
-            difference = parameter.main_grad.double() - self._part(gradients[name], parameter).double()
-            errors[name] = float(difference.norm() / gradients[name].double().norm().clamp_min(1e-30))
-        return errors
+        return {name: self.error(name, p.main_grad, gradients[name]) for name, p in self.parameters.items()}
+
+    def error(self, name: str, part: Tensor, whole: Tensor) -> float:
+        """Return the error of this rank's part of a parameter or its gradient, relative to the norm of the whole."""
+        difference = part.double() - self._part(whole, self.parameters[name]).double()
+        return float(difference.norm() / whole.double().norm().clamp_min(1e-30))
 
     def _part(self, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
         if not getattr(parameter, "tensor_model_parallel", False):

@@ -28,7 +28,7 @@ def _order(kind: type, lengths: list[int], seq_length: int, seed: int = 3) -> Sa
 
 
 def _spans(order: SampleOrder, samples: range) -> list[list[tuple[int, int, int]]]:
-    return [list(zip(*(x.tolist() for x in order.spans(i)), strict=True)) for i in samples]
+    return [list(zip(*(x.tolist() for x in order.spans(i)[:3]), strict=True)) for i in samples]
 
 
 @pytest.mark.parametrize("seed", [1, 1234])

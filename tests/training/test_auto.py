@@ -79,5 +79,5 @@ def test_packed_data_is_simulated_with_its_first_pack(tmp_path: Path, monkeypatc
         words = (ON_CLUSTER, "data.seq_length=512", f"data.prefix={tmp_path}/corpus", f"data.packing={packing}")
         packed = config(*words)
         resolve_schedule(packed, tmp_path)
-    assert [len(problem.mask.documents) for problem in problems] == [1, len(first_pack(packed))]
-    assert len(first_pack(packed)) > 1
+    assert [len(problem.mask.documents) for problem in problems] == [1, len(first_pack(packed)[0])]
+    assert len(first_pack(packed)[0]) > 1

@@ -1,0 +1,93 @@
+"""The `logprobs` verb: the log-probability of every learned token of rollouts, from a run's checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..config import Config, validate
+from ..core.errors import refuse
+from ..core.plans.mask import documents
+from ..mcore.corpus import check_corpus, check_tokenizer
+from ..mcore.data import Batch, check_packs
+from ..mcore.losses import LossesByPosition, losses_config
+from ..mcore.tokenizer import build_tokenizer
+from ..serving.inference_job import InferenceJob, build_job, split_arguments, start
+from ..training import auto
+
+logger = logging.getLogger(__name__)
+
+OWN_WORDS = ("checkpoint", "iteration", "data", "out")
+
+
+def logprobs(words: Sequence[str]) -> None:
+    """Run the verb.
+
+    Args:
+        words: `checkpoint=RUN data=PREFIX out=FILE.jsonl`, `iteration=N`, and settings that override the run's.
+    """
+    own, settings = split_arguments(words, OWN_WORDS)
+    job = build_job(own, settings, adapted=losses_config)
+    out = Path(own.get("out", ""))
+    if out.suffix != ".jsonl" or out.exists():
+        raise refuse("out", out, "a new file that ends in .jsonl", "Name it with out=FILE.jsonl.")
+    prefix = own.get("data", job.config.data.prefix)
+    data = replace(job.config.data, prefix=prefix, format="rollouts", packing="best_fit", split="100,0,0")
+    if len(data.datasets) != 1:
+        raise refuse("data", prefix, "one dataset", "Name one with data=PREFIX.")
+    train = replace(job.config.train, objective="sft", clip_low=0.2, clip_high=0.2, kl_coeff=0.0)
+    config, _ = auto.resolve_schedule(replace(job.config, data=data, train=train))
+    validate(config, training=False)
+    check_corpus(config.data)
+    check_packs(config)
+    if config.train.check_data:
+        check_tokenizer(config.data, build_tokenizer(data.tokenizer, data.tokenizer_path))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    start(replace(job, config=config, options=(config, out)), _compute)
+
+
+def _compute(job: InferenceJob, groups: Any) -> None:
+    """Compute, on every rank. Rank 0 writes the file, which gets its name when it is complete."""
+    config, out = job.options
+    assert isinstance(config, Config)
+    model = LossesByPosition(config, groups, job.checkpoints, job.iteration)
+    partial, count, writes = out.with_suffix(".partial"), 0, dist.get_rank() == 0
+    with partial.open("w") if writes else nullcontext() as file:
+        for batch, values in model.logprobs():
+            if file is not None:
+                found = list(branches(batch, values[0].tolist()))
+                file.writelines(json.dumps(branch) + "\n" for branch in found)
+                count += len(found)
+    if writes:
+        partial.rename(out)
+        logger.info("%s: the log-probabilities of %s branches", out, f"{count:,}")
+
+
+def branches(batch: Batch, values: Sequence[float]) -> Iterator[dict[str, list[Any]]]:
+    """Yield the tokens of every branch of a pack of trees, and their log-probabilities; None for those not learned.
+
+    Args:
+        values: of the pack's labels.
+    """
+    parents = batch.parents or (-1,) * len(batch.lengths)
+    places = documents(batch.lengths, parents=parents).documents
+    tokens, counts = batch.tokens[0].tolist(), batch.loss_mask[0].tolist()
+    for leaf in sorted({*range(len(places))} - {*parents}):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        ids: list[int] = []
+        found: list[float | None] = [None]
+        for node in path:
+            start, stop, _ = places[node]
+            ids += tokens[start:stop]
+            found += [values[at] if counts[at] else None for at in range(start, stop)]
+        if any(value is not None for value in found):
+            yield {"tokens": ids, "logprobs": found[:-1]}
