@@ -89,9 +89,9 @@ def _hide_gpus(config: Config) -> None:
 
 def _start_ranks(config: Config) -> None:
     # Here, because Megatron takes seconds to import, and bad settings are refused first. Ranks are forks, and have it.
-    from . import auto, loop, preflight  # noqa: F401
-
-    if config.train.device != "cpu" and forks.start_method() == "fork" and forks.sees_gpu():
+    with forks.without_cuda():
+        from . import auto, loop, preflight  # noqa: F401
+    if config.train.device != "cpu" and forks.obstacle() is None and forks.sees_gpu():
         job = forks.in_fork(_accept, config)  # it uses CUDA
     else:
         with forks.one_thread():
@@ -122,9 +122,10 @@ def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
         with blocked(STOP_SIGNALS), rendezvous.listen() as listener:
             # Rank 0 hosts the store, not this process: ranks whose launcher dies must still write a checkpoint.
             logger.info("starting %d %s rank%s; run folder %s", count, job.device, "s" * (count > 1), folder.path)
-            ranks = RankProcesses(
-                worker.run_local, (job, listener, lock), range(count), start_method=forks.start_method()
-            )
+            if obstacle := forks.obstacle():
+                logger.info("ranks are not forks and start some seconds later, because %s", obstacle)
+            how = "spawn" if obstacle else "fork"
+            ranks = RankProcesses(worker.run_local, (job, listener, lock), range(count), start_method=how)
             cleanup.callback(ranks.kill)  # they hold the run's lock
             cleanup.callback(SignalForwarder(ranks.pids, saves=config.train.save).close)
         try:
