@@ -36,7 +36,7 @@ def obstacle() -> str | None:
 
     A lock that another thread holds, also one of torch's, stays locked in a fork. CUDA does not survive a fork.
     """
-    uses_cuda = torch.cuda.is_initialized()
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             uses_cuda |= os.readlink(fd) == "/dev/nvidia-uvm"  # open from CUDA's initialization on
