@@ -91,11 +91,12 @@ def _start_ranks(config: Config) -> None:
     # Here, because Megatron takes seconds to import, and bad settings are refused first. Ranks are forks, and have it.
     with forks.without_cuda():
         from . import auto, loop, preflight  # noqa: F401
-    if config.train.device != "cpu" and forks.obstacle() is None and forks.sees_gpu():
-        job = forks.in_fork(_accept, config)  # it uses CUDA
-    else:
-        with forks.one_thread():
-            job = _accept(config)
+
+        if forks.obstacle() is None and forks.sees_gpu():
+            job = forks.in_fork(_accept, config)  # it uses CUDA
+        else:
+            with forks.one_thread():
+                job = _accept(config)
     folder = RunFolder.of(config)
     with folder.prepare(job.config, job.resumed_step, job.mode_reason) as lock:
         _run_ranks(job, folder, lock)
