@@ -18,6 +18,7 @@ from ..config import Config
 from ..config.gpus import uses_cuda
 from ..core.comm import broadcast_json
 from ..core.errors import JobFailed
+from ..core.kernels.providers import fa4
 from . import forks, rendezvous, worker
 from .compose import compose_config, load_config, override_config
 from .heartbeat import enable_flight_recorder, last_operations, suspects
@@ -93,6 +94,7 @@ def _start_ranks(config: Config) -> None:
         from . import auto, loop, preflight  # noqa: F401
 
         if forks.obstacle() is None and forks.sees_gpu():
+            fa4.package_problem()  # imports it, which the check and Megatron-Core 0.16's ranks would each do
             job = forks.in_fork(_accept, config)  # it uses CUDA
         else:
             with forks.one_thread():
