@@ -10,25 +10,16 @@ from pathlib import Path
 from ..config import (
     Config,
     configured_mode,
+    configured_plan,
     mode_options,
     names_as_keys,
     planned_mask,
-    summed_node_size,
     token_unit,
     workload_of,
 )
 from ..config.cluster import Cluster, load_cluster
 from ..core.errors import refuse
-from ..core.plans import (
-    KernelSupport,
-    Plan,
-    Target,
-    backward_plan,
-    build_plan,
-    keep_received,
-    keeps_received,
-    sum_in_nodes,
-)
+from ..core.plans import KernelSupport, Target, backward_plan
 from ..core.plans import mask as masks
 from ..planner.choose_mode import Problem, rank_modes, table
 from ..planner.cost import Costs
@@ -88,7 +79,8 @@ def show(
         raise refuse("--timeline", timeline, "parallelism.cluster=NAME beside it", _REMEDY)
     _check_size("--draw", picture, config)
     _check_size("--timeline", timeline, config)
-    plan = _configured_plan(config, _mask(config, causal, lengths, parents))
+    _check_heads(config)
+    plan = configured_plan(config, _mask(config, causal, lengths, parents))
     plan = backward_plan(plan) if backward else plan
     target = _target(config, packed=pack is not None)
     simulation, time = None, "not simulated: name a cluster, as in parallelism.cluster=h200_x8"
@@ -214,16 +206,6 @@ def _lengths(documents: str) -> list[int]:
     if not lengths or min(lengths) < 1:
         raise refuse("--documents", documents, "lengths from 1 on, with commas between", "Correct it.")
     return lengths
-
-
-@names_as_keys()
-def _configured_plan(config: Config, mask: masks.Mask) -> Plan:
-    par = config.parallelism
-    _check_heads(config)
-    n, length = par.context_parallel_size, config.data.seq_length
-    plan = build_plan(par.schedule, n, mask, mode_options(par), token_unit(par), par.layout)
-    keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
-    return sum_in_nodes(keep_received(plan) if keep else plan, summed_node_size(config))
 
 
 def _mask(

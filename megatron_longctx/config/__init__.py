@@ -20,6 +20,7 @@ from .parallelism import (
 )
 from .planned import (
     configured_mode,
+    configured_plan,
     data_parallel_size,
     layout_of,
     mode_options,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ..core.errors import refuse
-from ..core.plans import Mask, Workload
+from ..core.plans import Mask, Plan, Workload, build_plan
 from ..core.plans.backward import node_size_to_sum
 from ..core.plans.mask import documents
 from ..core.plans.modes import Mode, ModeOptions, find_mode
@@ -84,6 +84,27 @@ def summed_node_size(config: Config) -> int:
     """
     par = config.parallelism
     return node_size_to_sum(config.sum_in_node, mode_options(par).cluster, par.context_parallel_size)
+
+
+@names_as_keys()
+def configured_plan(config: Config, mask: Mask) -> Plan:
+    """Return the forward plan of an attention call of a layer with this mask, as training executes it.
+
+    Raises:
+        ValueError: the mode refuses its options or sizes, or the cluster cannot be used (see `summed_node_size`).
+    """
+    par = config.parallelism
+    return build_plan(
+        par.schedule,
+        par.context_parallel_size,
+        mask,
+        mode_options(par),
+        token_unit(par),
+        par.layout,
+        keep_received=config.keep_received,
+        batch=config.train.micro_batch_size,
+        sum_in_node=summed_node_size(config),
+    )
 
 
 def layout_of(config: Config) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..config.cluster import Cluster
-from ..core.plans.backward import backward_plan, keep_received, keeps_received, node_size_to_sum, sum_in_nodes
+from ..core.plans.backward import backward_plan, node_size_to_sum
 from ..core.plans.build import build_plan
 from ..core.plans.mask import Mask
 from ..core.plans.modes import MODES, Mode, ModeOptions, SearchContext
@@ -139,10 +139,16 @@ def table(ranking: Sequence[Candidate]) -> str:
 def _simulate(mode: Mode, problem: Problem, cluster: Cluster, costs: Costs, timeline: bool) -> Candidate:
     target, n, length = problem.target, problem.n, problem.mask.length
     mode.check_heads(n, target.workload.num_heads, target.workload.num_kv_heads)
-    plan = build_plan(mode, n, problem.mask, unit=problem.unit, layout=problem.layout)
-    if keeps_received(problem.keep_received, mode.name, n, length, target.workload.batch):
-        plan = keep_received(plan)
-    plan = sum_in_nodes(plan, node_size_to_sum(problem.sum_in_node, problem.options.cluster, n))
+    plan = build_plan(
+        mode,
+        n,
+        problem.mask,
+        unit=problem.unit,
+        layout=problem.layout,
+        keep_received=problem.keep_received,
+        batch=target.workload.batch,
+        sum_in_node=node_size_to_sum(problem.sum_in_node, problem.options.cluster, n),
+    )
     forward = simulate(plan, cluster, target, costs, timeline=timeline)
     backward = simulate(backward_plan(plan), cluster, target, costs, timeline=timeline)
     name = str(mode)

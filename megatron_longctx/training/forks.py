@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,37 +16,75 @@ import torch
 
 from ..core.errors import JobFailed
 
-
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # torch then asks the driver's library of management
 
 
-_THREADS = _threads()  # those of numpy's OpenBLAS, which survives forks, and this one
+def _threads() -> dict[str, str]:
+    """Return the names of this process's threads by their ids, without jemalloc's (of pyarrow), which survive forks."""
+    names = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names[task.name] = (task / "comm").read_text().strip()
+    return {number: name for number, name in names.items() if name != "jemalloc_bg_thd"}
 
 
-def start_method() -> str:
-    """Return how to start processes: `fork`, or `spawn` if a fork of this process could hang or would have no GPU.
+_THREADS = _threads()  # those of numpy's OpenBLAS, which ends them before a fork, and this one
+
+
+def obstacle() -> str | None:
+    """Return why a fork of this process could hang or would have no GPU; None if it can be forked.
 
     A lock that another thread holds, also one of torch's, stays locked in a fork. CUDA does not survive a fork.
     """
-    threads, uses_cuda = _threads() > _THREADS, False
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             uses_cuda |= os.readlink(fd) == "/dev/nvidia-uvm"  # open from CUDA's initialization on
-    return "spawn" if threads or uses_cuda else "fork"
+    if uses_cuda:
+        return "CUDA is initialized in the launcher"
+    started = sorted(name for number, name in _threads().items() if number not in _THREADS)
+    return f"the launcher has started threads ({', '.join(started)})" if started else None
 
 
 def sees_gpu() -> bool:
     """Return whether torch sees a CUDA device. Unlike `torch.cuda.is_available`, it leaves CUDA uninitialized."""
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
+    with _environment(_NVML):
         return torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def without_cuda() -> Iterator[None]:
+    """Let modules be imported that ask for GPUs: they get the right answers, and CUDA stays uninitialized.
+
+    FlashAttention-4 imports `tvm_ffi`, which asks whether there is a GPU, and `quack`, which asks for its compute
+    capability. If this process cannot be forked, or CUDA does not work, nothing is changed.
+    """
+    answers = {} if obstacle() else dict(_NVML)
+    if answers and "QUACK_ARCH" not in os.environ and importlib.util.find_spec("quack") and sees_gpu():
+        capability = in_fork(_capability)
+        answers = answers | {"QUACK_ARCH": capability} if capability else {}
+    with _environment(answers):
+        yield
+
+
+def _capability() -> str | None:
+    try:
+        return "{}{}".format(*torch.cuda.get_device_capability())
+    except RuntimeError:  # the driver does not work
+        return None
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
     finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

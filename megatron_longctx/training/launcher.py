@@ -18,6 +18,7 @@ from ..config import Config
 from ..config.gpus import uses_cuda
 from ..core.comm import broadcast_json
 from ..core.errors import JobFailed
+from ..core.kernels.providers import fa4
 from . import forks, rendezvous, worker
 from .compose import compose_config, load_config, override_config
 from .heartbeat import enable_flight_recorder, last_operations, suspects
@@ -89,13 +90,15 @@ def _hide_gpus(config: Config) -> None:
 
 def _start_ranks(config: Config) -> None:
     # Here, because Megatron takes seconds to import, and bad settings are refused first. Ranks are forks, and have it.
-    from . import auto, loop, preflight  # noqa: F401
+    with forks.without_cuda():
+        from . import auto, loop, preflight  # noqa: F401
 
-    if config.train.device != "cpu" and forks.start_method() == "fork" and forks.sees_gpu():
-        job = forks.in_fork(_accept, config)  # it uses CUDA
-    else:
-        with forks.one_thread():
-            job = _accept(config)
+        if forks.obstacle() is None and forks.sees_gpu():
+            fa4.package_problem()  # imports it, which the check and Megatron-Core 0.16's ranks would each do
+            job = forks.in_fork(_accept, config)  # it uses CUDA
+        else:
+            with forks.one_thread():
+                job = _accept(config)
     folder = RunFolder.of(config)
     with folder.prepare(job.config, job.resumed_step, job.mode_reason) as lock:
         _run_ranks(job, folder, lock)
@@ -122,9 +125,10 @@ def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
         with blocked(STOP_SIGNALS), rendezvous.listen() as listener:
             # Rank 0 hosts the store, not this process: ranks whose launcher dies must still write a checkpoint.
             logger.info("starting %d %s rank%s; run folder %s", count, job.device, "s" * (count > 1), folder.path)
-            ranks = RankProcesses(
-                worker.run_local, (job, listener, lock), range(count), start_method=forks.start_method()
-            )
+            if obstacle := forks.obstacle():
+                logger.info("ranks are not forks and start some seconds later, because %s", obstacle)
+            how = "spawn" if obstacle else "fork"
+            ranks = RankProcesses(worker.run_local, (job, listener, lock), range(count), start_method=how)
             cleanup.callback(ranks.kill)  # they hold the run's lock
             cleanup.callback(SignalForwarder(ranks.pids, saves=config.train.save).close)
         try:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_longctx.core.errors import JobFailed
 from megatron_longctx.training import forks
@@ -18,19 +23,74 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "_THREADS", forks._threads())
 
 
+@contextlib.contextmanager
+def thread(name: str) -> Iterator[None]:
+    """Run a thread that Linux shows by this name."""
+    begun, end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        Path("/proc/thread-self/comm").write_text(name)
+        begun.set()
+        end.wait()
+
+    running = threading.Thread(target=wait)
+    running.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        end.set()
+        running.join()
+
+
 def test_a_process_with_a_new_thread_is_not_forked(alone: None) -> None:
-    assert forks.start_method() == "fork"
-    end = threading.Event()
-    thread = threading.Thread(target=end.wait)
-    thread.start()
-    assert forks.start_method() == "spawn"
-    end.set()
-    thread.join()
+    assert forks.obstacle() is None
+    forks.in_fork(_work, "fine")  # OpenBLAS ends its threads before a fork: none may be taken for one of them
+    with thread("cuda0001"):
+        assert forks.obstacle() == "the launcher has started threads (cuda0001)"
+
+
+def test_threads_of_jemalloc_survive_forks(alone: None) -> None:
+    with thread("jemalloc_bg_thd"):
+        assert forks.obstacle() is None
 
 
 def test_a_process_that_uses_cuda_is_not_forked(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "readlink", lambda fd: "/dev/nvidia-uvm")
-    assert forks.start_method() == "spawn"
+    assert forks.obstacle() == "CUDA is initialized in the launcher"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
+    """A host with a GPU of compute capability 9.0 and the package quack, where nothing has set what it reads."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for name in _READ:
+        monkeypatch.delenv(name, raising=False)
+
+
+_READ = ("PYTORCH_NVML_BASED_CUDA_CHECK", "QUACK_ARCH")  # by torch and by quack
+
+
+def test_modules_that_ask_for_gpus_are_answered_without_cuda(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with forks.without_cuda():
+        assert [os.environ[name] for name in _READ] == ["1", "90"]
+    assert not any(name in os.environ for name in _READ)
+    monkeypatch.setenv("QUACK_ARCH", "100")
+    with forks.without_cuda():
+        assert os.environ["QUACK_ARCH"] == "100", "the user's"
+    assert os.environ["QUACK_ARCH"] == "100"
+
+
+def test_a_driver_that_does_not_work_is_asked_by_nobody_else(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", _broken)
+    with forks.without_cuda():
+        assert not any(name in os.environ for name in _READ)
+
+
+def _broken() -> None:
+    raise RuntimeError("No CUDA GPUs are available")
 
 
 def test_looking_for_gpus_leaves_the_environment_unchanged() -> None:

@@ -20,19 +20,7 @@ from ..errors import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.interface import check_tensors
 from ..layout import Layout
-from ..plans import (
-    Mask,
-    Mode,
-    ModeOptions,
-    Plan,
-    Target,
-    build_plan,
-    find_mode,
-    keep_received,
-    keeps_received,
-    node_size_to_sum,
-    sum_in_nodes,
-)
+from ..plans import Mask, Mode, ModeOptions, Plan, Target, build_plan, find_mode, keeps_received, node_size_to_sum
 from ..plans import mask as masks
 from .execute import Runtime
 from .function import AttentionFunction, AttentionResult, Passes, compile_kinds, forward_pass, shapes_of
@@ -301,9 +289,11 @@ class ContextParallelAttention:
                 return known
         shapes, keep = kind
         runtime = self._runtime(mask, shapes)
-        plan = sum_in_nodes(self.plan(mask), self._devices[shapes.device].summed)
+        what = self.mode, self.world, mask, None, self._unit, self._layout
+        summed = self._devices[shapes.device].summed
+        plan = build_plan(*what, keep_received=keep, sum_in_node=summed)
         target = Target(shapes.workload, runtime.kernel.takes, runtime.over_peers)
-        passes = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, runtime)
+        passes = Passes(plan, target, self.rank, shapes, runtime)
         with self._lock:
             self._kinds.add(kind)
             passes = self._bound.setdefault(key, passes)  # another thread may have been faster

@@ -1,10 +1,11 @@
-"""Build the plan of a mode for a mask."""
+"""Build the plan of a mode for a mask, as it is executed."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from ..layout import build_layout
+from . import backward
 from . import mask as masks
 from .collector import collector_paused
 from .mask import Mask
@@ -20,8 +21,11 @@ def build_plan(
     options: ModeOptions | None = None,
     unit: int = 1,
     layout: str = "auto",
+    keep_received: bool | None = False,
+    batch: int = 1,
+    sum_in_node: int = 0,
 ) -> Plan:
-    """Return the forward plan of a mode for `n` ranks.
+    """Return the forward plan of a mode for `n` ranks, from which `backward_plan` derives the backward plan.
 
     Args:
         schedule: a mode or its name.
@@ -30,13 +34,19 @@ def build_plan(
         unit: the number of tokens of every rank is a multiple of this (see `layout`).
         layout: a name in `layout.LAYOUTS` that the mode supports. "auto" is the mode's own, or balanced for several
             documents.
+        keep_received: whether ranks keep received blocks for backward; None for whether it pays (`keeps_received`).
+        batch: the number of sequences in a call.
+        sum_in_node: the ranks of a node that sum their gradients (`node_size_to_sum`); 0 for none.
 
     Raises:
         ValueError: the schedule is unknown, it refuses the sizes, options or layout, or the plan has too many messages.
     """
     mode = find_mode(schedule, n, options or ModeOptions()) if isinstance(schedule, str) else schedule
     mask = masks.causal(mask) if isinstance(mask, int) else mask
-    return _build_cached(mode, n, mask, unit, mode.layout_of(mask, layout))
+    plan = _build_cached(mode, n, mask, unit, mode.layout_of(mask, layout))
+    if backward.keeps_received(keep_received, mode.name, n, mask.length, batch):
+        plan = backward.keep_received(plan)
+    return backward.sum_in_nodes(plan, sum_in_node)
 
 
 @lru_cache(maxsize=64)

@@ -115,7 +115,7 @@ def _advice(job: Job, capacity: int, host_capacity: int | None) -> str:
 def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
     """Yield settings that need less memory, as text and applied to the job, ordered by their cost in time."""
     now, fetching = job.config.recompute, []
-    if job.keeps_received:
+    if any(job.plan.kept):
         fetching = ["attention.keep_received=false"]
         job = replace(job, config=replace(job.config, attention=replace(job.config.attention, keep_received="false")))
         yield fetching[0], job

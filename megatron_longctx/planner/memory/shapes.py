@@ -5,20 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from ...config import Config, mode_options, names_as_keys, planned_mask, summed_node_size, token_unit, workload_of
+from ...config import Config, configured_plan, planned_mask, token_unit, workload_of
 from ...core.errors import refuse
-from ...core.plans import (
-    Kind,
-    Plan,
-    Recorder,
-    Recording,
-    Target,
-    backward_plan,
-    build_plan,
-    keep_received,
-    keeps_received,
-    sum_in_nodes,
-)
+from ...core.plans import Kind, Plan, Recorder, Recording, Target, backward_plan
 from ...core.plans.kernel_calls import fa4_takes
 from ..footprint import Footprint, footprint
 
@@ -54,13 +43,9 @@ class Job:
     @cached_property
     def plan(self) -> Plan:
         """The forward plan of one attention call, for the layer with the largest mask."""
-        par = self.config.parallelism
-        if par.schedule == "auto":
+        if self.config.parallelism.schedule == "auto":
             raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
-        mask, unit = planned_mask(self.config), token_unit(par)
-        with names_as_keys():
-            plan = build_plan(par.schedule, par.context_parallel_size, mask, mode_options(par), unit, par.layout)
-        return sum_in_nodes(keep_received(plan) if self.keeps_received else plan, summed_node_size(self.config))
+        return configured_plan(self.config, planned_mask(self.config))
 
     @cached_property
     def backward(self) -> Plan:
@@ -91,13 +76,6 @@ class Job:
             return Footprint(**{f.name: max(getattr(each, f.name) for each in of_ranks) for f in fields(Footprint)})
 
         return largest(self.recordings[0]), largest(self.recordings[1])
-
-    @property
-    def keeps_received(self) -> bool:
-        """Whether attention keeps the blocks that it received in forward for backward."""
-        config, par = self.config, self.config.parallelism
-        length, batch = config.data.seq_length, config.train.micro_batch_size
-        return keeps_received(config.keep_received, par.schedule, par.context_parallel_size, length, batch)
 
     @cached_property
     def tokens(self) -> int:
