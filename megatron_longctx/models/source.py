@@ -1,4 +1,4 @@
-"""Published models on disk, whatever their format."""
+"""Published models on disk, in any supported format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import files
-from ..core.errors import install
+from ..config.extras import install
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),

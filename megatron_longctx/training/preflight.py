@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, workload_of
+from ..config.extras import install
 from ..config.gpus import max_gpu_ranks, ranks_per_gpu, uses_cuda
-from ..core.errors import install, refuse
+from ..core.errors import refuse
 from ..core.kernels import KernelRequest, auto_order, available
 from ..core.plans import build_plan
 from ..mcore import checkpoint

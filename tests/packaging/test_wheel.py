@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.core.errors import EXTRAS
+from megatron_longctx.config.extras import EXTRAS
 from tests.core.attention.test_alone import run_alone
 from tests.shared.jobs import PATIENCE_S
 

@@ -1,0 +1,46 @@
+"""The extras of pyproject.toml: the packages that each brings, and the message for one that is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+EXTRAS = {
+    "megatron": ("megatron", "psutil", "packaging", "einops"),
+    "train": ("hydra", "omegaconf", "yaml", "wandb", "matplotlib", "jinja2", "tqdm", "argcomplete"),
+    "gpu": ("transformer_engine", "flash_attn"),
+    "serve": ("starlette", "uvicorn"),
+    "models": ("safetensors", "gguf", "transformers", "tokenizers", "sentencepiece", "tiktoken"),
+    "data": ("backports.zstd",) if sys.version_info < (3, 14) else (),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb_workspaces",),
+    "docs": ("sphinx", "myst_parser", "furo"),
+    "dev": ("pytest", "pytest_timeout", "xdist", "playwright", "hypothesis", "ruff", "mypy", "pre_commit", "triton"),
+}
+"""The modules that each extra of pyproject.toml brings. An extra that includes others does not repeat their modules."""
+
+
+def absent(extra: str) -> list[str]:
+    """Return the modules of an extra that are not installed. It imports none."""
+    return [module for module in EXTRAS[extra] if not _installed(module)]
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is missing
+        return False
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra."""
+    return f"pip install 'megatron-longctx[{extra}]'"
+
+
+def without_extra(error: ModuleNotFoundError) -> str | None:
+    """Return the line for an import that failed because an extra is missing; None if no extra has the module."""
+    module = (error.name or "").split(".")[0]
+    extra = next((extra for extra, modules in EXTRAS.items() if module in (m.split(".")[0] for m in modules)), None)
+    if extra == "megatron":  # the verbs need more than Megatron
+        extra = "train"
+    return extra and f"the package {module} is not installed. Run {install(extra)}."
