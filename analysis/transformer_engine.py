@@ -132,8 +132,9 @@ class TransformerEngineAttention(ContextParallelAttention):
             if self.world > 1:
                 if q.is_cuda:
                     self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                ranks = dist.get_process_group_ranks(self._group)
-                module.set_context_parallel_group(self._group, ranks, self._stream, self._kind)
+                group = self._group_to_send()
+                ranks = dist.get_process_group_ranks(group)
+                module.set_context_parallel_group(group, ranks, self._stream, self._kind)
             self._modules[key] = module
         return self._modules[key]
 

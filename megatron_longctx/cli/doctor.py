@@ -54,7 +54,7 @@ def report() -> dict[str, list[Finding]]:
 
 
 def main() -> int:
-    """Print the table. Return 0, whatever the findings."""
+    """Print the table. Return 0, also if something is missing."""
     findings = report()
     marks = {True: "yes", False: "no", None: ""}
     width = max(len(each.name) for section in findings.values() for each in section)
@@ -188,7 +188,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    # Only its version: importing megatron.core takes seconds, and only the room mcore may.
+    # Only its version: importing megatron.core takes seconds, and only the wing mcore may.
     megatron = _version("megatron-core")
     yield Finding("Megatron-Core", megatron is not None, megatron or "not installed")
     yield _transformer_engine()

@@ -1,11 +1,11 @@
-"""Everything that depends on Megatron-Core, which only this room imports: layer specs, groups, batches, checkpoints.
+"""Everything that depends on Megatron-Core, which only this wing imports: layer specs, groups, batches, checkpoints.
 
 - `spec.with_context_parallel` puts context-parallel attention into a layer spec. All layers of a model share its
   `sequence.ShardedSequence`; `rope`, `pack` and `core_attention` support it.
 - `model`, `step` and `optimizer` build and train a model from a configuration. `data` and `corpus` read and write
   Megatron's datasets. `checkpoint` and its files save at any parallel sizes and load at any others.
 - `recompute`, `head` and `row_parallel` are layers with recomputation, chunks and low-bit sums.
-- `inference` gives a run's layers to the engine of the room `inference`; `direct` runs them without autograd.
+- `inference` gives a run's layers to the engine of the wing `inference`; `direct` runs them without autograd.
 - `version` handles the differences between supported releases, `cpu` what Megatron needs without a GPU.
 """
 

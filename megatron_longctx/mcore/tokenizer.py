@@ -16,7 +16,7 @@ from ..config.extras import install
 
 BYTE_LEVEL_EOD = 256
 _BYTE_LEVEL_PAD = 257
-_TIKTOKEN_SPECIAL = 1000  # tokens that Megatron-Core puts before those of the file
+_TIKTOKEN_SPECIAL = 1000  # tokens that Megatron-Core puts before the file's
 _PACKAGES = {
     "huggingface": "transformers",
     "megatron": "transformers",

@@ -1,4 +1,4 @@
-"""Published models on disk, whatever their format."""
+"""Published models on disk, in any supported format."""
 
 from __future__ import annotations
 

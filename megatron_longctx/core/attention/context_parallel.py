@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import comm
 from ..comm import AttentionTimes, BufferPool, StreamClock, Transport
+from ..comm.collectives import not_owned
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.interface import check_tensors
@@ -33,7 +34,7 @@ _MAX_BOUND = 64
 """The number of kinds of calls that stay prepared, least recently used first out. Each packed batch is a new kind."""
 
 _Kind = tuple[Shapes, bool]
-"""A kind of call, whatever its mask: its shapes, and whether it keeps received blocks."""
+"""A kind of call, with any mask: its shapes, and whether it keeps received blocks."""
 
 
 class ContextParallelAttention:
@@ -42,7 +43,7 @@ class ContextParallelAttention:
     One object serves every layer: they share its buffers and its stream.
 
     `torch.compile` does not look into a call: the graph ends before it and another one begins after it. So all ranks
-    exchange messages in the order of the pass, whatever a compiler reorders. `fullgraph=True` is not possible.
+    exchange messages in the order of the pass, which no compiler changes. `fullgraph=True` is not possible.
 
     Args:
         group: the context-parallel process group, a device mesh of one dimension, or None for one rank.
@@ -86,7 +87,8 @@ class ContextParallelAttention:
         for name, value in (("keep_received", keep_received), ("sum_in_node", sum_in_node)):
             if value not in (None, True, False):
                 raise refuse(name, value, "True, False or None", "None chooses what is faster.")
-        self._group = group = group_of(group)
+        group = group_of(group)
+        self._group = None if group is None else not_owned(group)
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world = dist.get_world_size(group) if group is not None else 1
         options = options or ModeOptions()
@@ -164,14 +166,14 @@ class ContextParallelAttention:
         return shard(x, self.layout(mask), self.rank, dim)
 
     def gather(self, x: Tensor, mask: Mask | int, dim: int = 0) -> Tensor:
-        """Return the tokens of the whole sequence, in its order, of which `x` has this rank's in `dim`.
+        """Return the tokens of the whole sequence, in its order. `x` has this rank's tokens in `dim`.
 
         It is the inverse of `shard`. All ranks call it together, and each gets the whole. It is not differentiable.
 
         Raises:
             ValueError: `x` requires gradients, or has another number of tokens than this rank.
         """
-        return gather(x, self.layout(mask), self._group if self.world > 1 else None, self.rank, dim)
+        return gather(x, self.layout(mask), self._group_to_send(), self.rank, dim)
 
     def __call__(
         self,
@@ -307,8 +309,8 @@ class ContextParallelAttention:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4 or x.shape[0] != expected:
                 raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}: expected [{expected}, b, heads, d], since rank {self.rank} of "
-                    f"{self.world} holds {expected} of {mask.length} tokens in the {layout.name} layout. Shard the "
+                    f"{name} has shape {tuple(x.shape)}: expected [{expected}, b, heads, d], because rank {self.rank} "
+                    f"of {self.world} holds {expected} of {mask.length} tokens in the {layout.name} layout. Shard the "
                     "sequence by this layout and give the mask of all of it."
                 )
         check_tensors(q, k, v)
@@ -323,7 +325,7 @@ class ContextParallelAttention:
         if request not in self._runtimes:
             kernel = choose(self._kernel, request)
             if device not in self._devices:
-                group = self._group if self.world > 1 else None
+                group = self._group_to_send()
                 transport = None if group is None else comm.choose_transport(self._transport, group, device)
                 waits, passes = StreamClock(device), StreamClock(device)
                 waits.running = passes.running = self._measures_times
@@ -332,16 +334,21 @@ class ContextParallelAttention:
             self._runtimes[request] = Runtime(kernel, transport, pool, waits, passes, self._overlap)
         return self._runtimes[request]
 
+    def _group_to_send(self) -> dist.ProcessGroup | None:
+        """Return the group; None for one rank alone, which sends nothing."""
+        return self._group() if self._group is not None and self.world > 1 else None
+
     def _ranks_to_sum(self) -> int:
         """Return how many ranks of a node sum their gradients. All ranks call this together; the first one logs it.
 
         None uses the cluster's description if the ranks of a node really are on one machine.
         """
-        if not self._summed or self._group is None:
+        group = self._group_to_send()
+        if not self._summed or group is None:
             return 0
         from ..comm.symmetric import on_one_machine
 
-        sums = self._sum_in_node or on_one_machine(self._group, self._summed)
+        sums = self._sum_in_node or on_one_machine(group, self._summed)
         if self.rank == 0:
             which = f"every {self._summed} neighbouring ranks (sum_in_node={self._sum_in_node})"
             if sums:

@@ -1,9 +1,10 @@
-"""Collectives on small values, most of which also work without a group, and set-up by all ranks or none."""
+"""Collectives on small values, most of them also without a group, and set-up by all ranks or none."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +21,22 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 class PeerMemoryError(RuntimeError):
     """Peer memory cannot be set up, or can no longer be used."""
+
+
+def not_owned(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
+    """Return what returns `group` and does not keep it alive, so its threads end with `destroy_process_group`.
+
+    A thread of gloo that still frees a message while Python shuts down needs the interpreter, and aborts the process.
+    """
+    reference = weakref.ref(group)
+
+    def get() -> dist.ProcessGroup:
+        found = reference()
+        if found is None:
+            raise RuntimeError("the process group of this attention was destroyed: make another attention")
+        return found
+
+    return get
 
 
 def all_reduce_sum(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..plans.plan import NUM_FIELDS
 from ..plans.recording import Recording
 from ..plans.send_layout import Message as SentMessage
+from .collectives import not_owned
 
 Memory = Callable[[int], Tensor]
 """Returns send memory of the given number of bytes that does not move during a pass."""
@@ -62,7 +63,7 @@ class Channel(Protocol):
 
 
 class Transport:
-    """Carries the messages between the ranks of a process group, all of which construct it together.
+    """Carries the messages between the ranks of a process group, which construct it together.
 
     Args:
         group: the ranks that send to each other.
@@ -74,8 +75,12 @@ class Transport:
     """Whether ranks read each other's memory; otherwise messages are sent."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self._group, self.device = not_owned(group), device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group()
 
     def record_event(self) -> torch.cuda.Event | None:
         """Return an event after all work issued so far to the caller's stream; None on CPU."""

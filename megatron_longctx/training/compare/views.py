@@ -22,7 +22,7 @@ _ABOUT = "Runs of one group side by side, by mode (job type): bars are of the la
 
 
 def write_dashboard(runs: Sequence[Run], path: Path) -> None:
-    """Write a page that opens without a network or a server. Losses are compared with those of the first run.
+    """Write a page that opens without a network or a server. Losses are compared with the first run's.
 
     Raises:
         ValueError: the runs have no common steps.

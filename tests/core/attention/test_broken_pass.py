@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.core.attention.context_parallel import _DeviceState
 from megatron_longctx.core.comm import BufferPool, PeerMemoryError, PeerTransport, StreamClock
+from megatron_longctx.core.comm.collectives import not_owned
 from megatron_longctx.testing.distributed import run_distributed
 
 CPU = torch.device("cpu")
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 def _transport() -> Any:
     peers = PeerTransport.__new__(PeerTransport)
-    peers.group, peers.generation = dist.group.WORLD, 1  # type: ignore[assignment]
+    peers._group, peers.generation = not_owned(dist.group.WORLD), 1  # type: ignore[arg-type]
     peers.rank, peers.world, peers.device = dist.get_rank(), dist.get_world_size(), CPU
     peers._broken, peers._key, peers._capacity, peers._steps = None, "inference.transport", 2**20, 64
     return peers

@@ -8,6 +8,7 @@ of one rank.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -219,6 +220,21 @@ class Rank:
             return errors[0], errors[1], str(error)
         return errors[0], errors[1], "not refused"
 
+    def after_its_group(self) -> tuple[bool, str]:
+        """Whether a group ends when it is destroyed although its attention remains, and the error of a later call."""
+        group = dist.new_group()
+        attention, ended = ContextParallelAttention(group, kernel="reference"), weakref.ref(group)
+        mask, whole = causal(4 * self.n), random_qkv(4 * self.n, 1, 2, 1, 8, torch.float32)
+        q, k, v = (attention.shard(x, mask).requires_grad_() for x in whole[:3])
+        attention(q, k, v, mask=mask).sum().backward()
+        dist.destroy_process_group(group)
+        del group
+        try:
+            attention(q, k, v, mask=mask)
+        except RuntimeError as error:
+            return ended() is None, str(error)
+        return ended() is None, "no error"
+
     def refusals(self) -> dict[str, str]:
         case = Case("zigzag", (4 * self.n + 3,), (4, 2))
         attention = self.attention(case)
@@ -271,6 +287,7 @@ def _run(number: int, n: int) -> dict[str, Any]:
             found["gradients", schedule, keep] = rank.gradients_of_all_kinds(schedule, keep)
     found["saved"] = [rank.saved(keep) for keep in (False, True, None)]
     found["int8"] = [rank.int8(schedule) for schedule in FEW]
+    found["after its group"] = rank.after_its_group()
     found["refusals"] = rank.refusals()
     found["buffers"] = {schedule: rank.buffers(schedule) for schedule in MODES}
     return found
@@ -366,19 +383,25 @@ def test_keys_and_values_are_sent_in_8_bits_only_in_inference(ranks: list[dict[s
             assert "kv_format=given: expected none in a call with gradients" in refused
 
 
+def test_a_group_ends_when_it_is_destroyed_although_its_attention_remains(ranks: list[dict[str, Any]]) -> None:
+    """Otherwise gloo's threads run until Python has shut down, where one that frees a message aborts the process."""
+    for ended, error in (found["after its group"] for found in ranks):
+        assert ended and "the process group of this attention was destroyed" in error
+
+
 def test_wrong_input_is_refused_on_every_rank(n: int, ranks: list[dict[str, Any]]) -> None:
     length = 4 * n + 3
     layout, longer = (layout_of("zigzag", n, tokens) for tokens in (length, length + 2 * n))
     for rank, found in enumerate(ranks):
         s = layout.num_tokens(rank)
-        where = f"since rank {rank} of {n} holds {s} of {length} tokens in the {layout.name} layout"
+        where = f"because rank {rank} of {n} holds {s} of {length} tokens in the {layout.name} layout"
         expected = {
             "one token too many": f"q has shape ({s + 1}, 2, 4, 8): expected [{s}, b, heads, d], {where}",
             "another length": f"expected [{longer.num_tokens(rank)}, b, heads, d]",
             "too few dimensions": f"q has shape ({s}, 2, 4): expected [{s}, b, heads, d], {where}",
             "heads of keys and values differ": f"k ({s}, 2, 2, 8), v ({s}, 2, 1, 8): expected q [s, b, h, d]",
             "batches differ": f"q ({s}, 2, 4, 8) and k ({s}, 1, 2, 8) differ in batch or head dim",
-            "heads do not divide": "3 query heads over 2 KV heads",
+            "heads do not divide": "3 query heads over 2 KV heads: expected a multiple of the KV heads, each of",
             "dtypes differ": "v torch.float32 on cpu; convert them to one",
             "heads that cannot be shared": "query heads",
             "kernel": "kernel='cudnn' cannot be used here",
