@@ -73,6 +73,8 @@ class ModelConfig:
     init_std: float = number(0.02, 1e-6, 10)  # standard deviation of initial weights
     # Layers around attention: auto (TransformerEngine's on GPUs if installed, else Megatron's local layers)
     implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
+    # Megatron's class: GPTModel, or the HybridModel of Megatron-Core 0.19 with the same weights and checkpoints
+    builder: str = choice("gpt", ("gpt", "hybrid"))
 
     # Multi-latent attention and mixtures of experts have Megatron's fields, under its names.
 

@@ -39,7 +39,7 @@ _BALANCING = ("none", "aux_loss", "seq_aux_loss")  # `experts.SummedLossRouter` 
 REFUSED: dict[str, tuple[Any, str]] = {
     "experimental_attention_variant": (None, "These are other kinds of attention; unset it."),
     "mtp_num_layers": (None, f"Unset it: it shifts tokens in {_ZIGZAG}."),
-    "is_hybrid_model": (False, f"State-space layers exchange tokens in {_ZIGZAG}."),
+    "is_hybrid_model": (False, "Give with_context_parallel the spec of the whole stack, not of a layer."),
     "hybrid_context_parallel": (False, "It packs sequences that have no plan; unset it."),
     "mrope_section": (None, "Tokens have one position here; unset it."),
     "fused_single_qkv_rope": (False, "RoPE is applied in core attention; unset it."),
@@ -56,11 +56,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
 """The only supported value of each field, and the remedy for other values."""
 
 
-def _check_supported(config: TransformerConfig, deterministic: bool) -> None:
+def _check_supported(config: TransformerConfig, deterministic: bool, in_stack: bool) -> None:
     """Raise ValueError for a setting that would make results differ from Megatron's."""
     for name, (supported, remedy) in REFUSED.items():
         value = getattr(config, name, supported)
-        if value != supported:
+        if value != supported and not (in_stack and name == "is_hybrid_model"):
             expected = "null" if supported is None else supported
             raise refuse(name, value, f"{expected} with context-parallel attention", remedy)
     if config.deterministic_mode and not deterministic:
@@ -137,6 +137,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
 
     Args:
         sequence: shared by all layers of the model; pass it through the spec (see `spec.with_context_parallel`).
+        in_stack: whether the layer is in a stack that refuses unsupported layers (see `stack.with_layers`).
         The others are Megatron's own.
 
     Attributes:
@@ -163,6 +164,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        in_stack: bool = False,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -172,7 +174,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             raise refuse("attention_type", attention_type, "self", "Use it for self-attention only.")
         if dropout != 0:
             raise refuse("attention_dropout", dropout, "0 with context-parallel attention", "Set it to 0.")
-        _check_supported(config, sequence.attention.deterministic)
+        _check_supported(config, sequence.attention.deterministic, in_stack)
         world = pg_collection.cp.size() if pg_collection is not None else sequence.attention.world
         if world != sequence.attention.world:
             expected = f"the sequence's {sequence.attention.world}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
 from ..core.comm.collectives import all_gather_single, reduce_scatter_single
@@ -55,8 +55,13 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, head: 
     return losses
 
 
-class ChunkedHeadGPT(GPTModel):  # type: ignore[misc]
-    """Megatron's GPT with the loss of `chunked_cross_entropy`. Without labels it returns logits as usual.
+def with_chunked_head(model: type) -> type:
+    """Return a class of Megatron's GPT (`GPTModel`, `HybridModel`) with `ChunkedHead`."""
+    return type(f"Chunked{model.__name__}", (ChunkedHead, model), {})
+
+
+class ChunkedHead(LanguageModule):  # type: ignore[misc]
+    """A language model with the loss of `chunked_cross_entropy`. Without labels it returns logits as usual.
 
     Args:
         chunk_tokens: see `Head`. The others are Megatron's own.
@@ -66,20 +71,26 @@ class ChunkedHeadGPT(GPTModel):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._head = Head(self.pg_collection.tp, self.config.sequence_parallel, chunk_tokens)
 
-    def _postprocess(self, *, hidden_states: Tensor, labels: Tensor | None, **others: Any) -> Tensor:
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Run Megatron's model; with labels, its output layer returns losses instead of logits."""
+        run = super().forward
         if labels is None or not self.post_process:
-            plain: Tensor = super()._postprocess(hidden_states=hidden_states, labels=labels, **others)
-            return plain
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        labels = labels.transpose(0, 1).contiguous()
-        # Call the layer with another forward: its hooks wait for weights that are gathered during the forward pass.
-        self.output_layer.forward = lambda x: chunked_cross_entropy(x, weight, labels, self._head)
+            return run(*args, labels=labels, **kwargs)  # type: ignore[no-any-return]
+
+        def losses(hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+            own = self.output_layer.weight if weight is None else weight
+            return chunked_cross_entropy(hidden, own, labels.transpose(0, 1).contiguous(), self._head), None
+
+        # The layer is called with another forward: its hooks wait for weights that are gathered during forward.
+        self.output_layer.forward = losses
         try:
-            losses: Tensor = self.output_layer(hidden_states)
+            return run(*args, labels=labels, **kwargs)  # type: ignore[no-any-return]
         finally:
             del self.output_layer.forward  # uncovers the method of its class
-        return losses.transpose(0, 1).contiguous()
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return the losses `[b, s]` that the output layer has returned in the place of logits."""
+        return logits.transpose(0, 1).contiguous()
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

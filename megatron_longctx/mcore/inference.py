@@ -274,6 +274,7 @@ def load_model(
     iteration: int | None = None,
 ) -> tuple[GPTModel, MegatronTokenizerText]:
     """Load a run's model onto this rank's device, and its tokenizer. See `build_engine`."""
+    config = replace(config, model=replace(config.model, builder="gpt"))  # the checkpoints of both are equal
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
     gpt = build_model(config, transformer_config(config), groups, sequence, vocab_size)

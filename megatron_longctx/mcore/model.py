@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -22,11 +23,12 @@ from ..config import LATENT_KEYS, Config, ModelConfig
 from ..core.errors import refuse
 from ..models.rope_frequencies import frequencies_of
 from .experts import expert_settings
-from .head import ChunkedHeadGPT
+from .head import with_chunked_head
 from .rope import ShardedRotaryEmbedding
 from .row_parallel import RowReductions
 from .sequence import ShardedSequence
 from .spec import block_spec
+from .version import require_hybrid_model
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ def uses_transformer_engine(model: ModelConfig) -> bool:
 
 
 def transformer_config(config: Config) -> TransformerConfig:
-    """Return Megatron's configuration of the model and its parallelism.
+    """Return Megatron's configuration of the model and its parallelism, for `model.builder`.
 
     Fusions that need TransformerEngine or Apex are on if these are installed; on CPU all are off.
     """
@@ -84,7 +86,7 @@ def transformer_config(config: Config) -> TransformerConfig:
     if config.recompute.mode == "layer":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     kind = MLATransformerConfig if model.latent else TransformerConfig
-    return kind(
+    gpt = kind(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -132,6 +134,12 @@ def transformer_config(config: Config) -> TransformerConfig:
         **_latent_settings(config),
         **recompute,
     )
+    if model.builder == "hybrid":
+        require_hybrid_model()
+        from .hybrid import as_hybrid
+
+        return as_hybrid(gpt)
+    return gpt
 
 
 def _latent_settings(config: Config) -> dict[str, Any]:
@@ -158,26 +166,39 @@ def build_model(
     groups: ProcessGroupCollection,
     sequence: ShardedSequence,
     vocab_size: int,
-) -> GPTModel:
-    """Build this pipeline stage's part of the GPT, with context-parallel attention, and RoPE for its layout."""
+) -> LanguageModule:
+    """Build this pipeline stage's part of the GPT, with context-parallel attention, and RoPE for its layout.
+
+    Args:
+        megatron: the result of `transformer_config`.
+    """
     model = config.model
     use_te = uses_transformer_engine(model)
     if torch.distributed.get_rank() == 0:
         logger.info("transformer layers: %s", "TransformerEngine" if use_te else "Megatron-Core (local)")
     chunk = config.recompute.head_chunk_tokens
     frequencies = frequencies_of(model)
-    gpt_class = GPTModel if chunk is None else functools.partial(ChunkedHeadGPT, chunk_tokens=chunk)
-    gpt: GPTModel = gpt_class(
+    layers = block_spec(
+        megatron,
+        sequence,
+        transformer_engine=use_te,
+        recompute=config.recompute,
+        reductions=RowReductions.of(config.reduction),
+        post_norms=model.post_norms,
+        latent_frequencies=frequencies[0],
+    )
+    if model.builder == "hybrid":
+        from .hybrid import HybridGPT, pattern
+
+        kind: type = HybridGPT
+        layer_settings: dict[str, Any] = {"hybrid_stack_spec": layers, "hybrid_layer_pattern": pattern(megatron)}
+    else:
+        kind, layer_settings = GPTModel, {"transformer_layer_spec": layers}
+    if chunk is not None:
+        kind, layer_settings["chunk_tokens"] = with_chunked_head(kind), chunk
+    gpt: LanguageModule = kind(
         config=megatron,
-        transformer_layer_spec=block_spec(
-            megatron,
-            sequence,
-            transformer_engine=use_te,
-            recompute=config.recompute,
-            reductions=RowReductions.of(config.reduction),
-            post_norms=model.post_norms,
-            latent_frequencies=frequencies[0],
-        ),
+        **layer_settings,
         vocab_size=vocab_size,
         max_sequence_length=config.data.seq_length,
         pre_process=groups.pp.rank() == 0,

@@ -16,6 +16,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -61,7 +62,7 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
         super().__init__(config, *args, **kwargs)
         self._store = store
         core = getattr(self.self_attention, "core_attention", None)
-        if not isinstance(core, ContextParallelCoreAttention):
+        if not isinstance(core, ContextParallelCoreAttention) and not isinstance(self.self_attention, IdentityOp):
             expected = "context-parallel core attention in every layer"
             remedy = f"This layer has {type(core).__name__}: apply with_context_parallel to its spec first."
             raise refuse("recompute.mode", "attention_output", expected, remedy)
@@ -72,10 +73,11 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
         if not (self.training and torch.is_grad_enabled()):
             return run(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         tape = AttentionTape(self._store)
-        core: ContextParallelCoreAttention = self.self_attention.core_attention
+        core: ContextParallelCoreAttention | None = getattr(self.self_attention, "core_attention", None)
+        recording = nullcontext if core is None else lambda: core.taped(tape)  # none in a stack's layer of an MLP
 
         def taped(hidden: Tensor) -> Tensor:
-            with core.taped(tape), self._skip_unread_output() if tape.replaying else nullcontext():
+            with recording(), self._skip_unread_output() if tape.replaying else nullcontext():
                 output, _ = run(hidden, *args, **kwargs)
             tape.rewind()
             return output  # type: ignore[no-any-return]

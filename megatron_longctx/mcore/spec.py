@@ -23,6 +23,7 @@ from .recompute import with_mlp_tiles, with_recompute
 from .rope import LatentSelfAttention
 from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
+from .stack import is_stack, with_layers
 from .stores import HostStore, Store
 from .version import as_builder, copy_spec, mlp_spec
 
@@ -31,6 +32,9 @@ def with_context_parallel(
     layer: ModuleSpec, sequence: ShardedSequence, latent_frequencies: Frequencies | None = None
 ) -> ModuleSpec:
     """Return a copy of a transformer layer's spec whose self-attention computes context-parallel attention.
+
+    The spec may also be of a stack (Megatron's `HybridModel`): its layers of attention change, and its Mamba and
+    gated-delta-net layers are refused when they are built.
 
     Every spec with a `self_attention` submodule is supported: those of Megatron's local and TransformerEngine layers
     and specs derived from them, also with multi-latent attention (MLA). Megatron's router of experts becomes
@@ -42,6 +46,10 @@ def with_context_parallel(
     Raises:
         ValueError: a spec without self-attention, or of MLA with fused projections.
     """
+    if is_stack(layer):
+        return with_layers(
+            layer, lambda each: with_context_parallel(each, sequence, latent_frequencies), _with_summed_losses
+        )
     attention = getattr(layer.submodules, "self_attention", None)
     if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
         raise ValueError(f"layer spec of {layer.module}: expected a self_attention with a core_attention to replace.")
@@ -54,8 +62,14 @@ def with_context_parallel(
         attention.module = LatentSelfAttention
         attention.params = {**attention.params, "sequence": sequence, "frequencies": latent_frequencies}
     attention.submodules.core_attention = ModuleSpec(ContextParallelCoreAttention, params={"sequence": sequence})
+    return _with_summed_losses(layer)
+
+
+def _with_summed_losses(layer: ModuleSpec) -> ModuleSpec:
+    """Return a layer's spec with `experts.SummedLossRouter`, if it has experts; the spec itself is not changed."""
     mlp = mlp_spec(layer)
     if (summed := with_summed_losses(mlp)) is not mlp:
+        layer = copy_spec(layer)
         layer.submodules.mlp = as_builder(summed)
     return layer
 
@@ -80,8 +94,8 @@ def block_spec(
     reductions: RowReductions | None = None,
     post_norms: bool = False,
     latent_frequencies: Frequencies | None = None,
-) -> TransformerBlockSubmodules:
-    """Return the spec of this pipeline stage's layers, local or TransformerEngine's, with context-parallel attention.
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """Return the spec of this pipeline stage's layers, or of a hybrid model's stack, with context-parallel attention.
 
     Args:
         recompute: what layers store for backward; the mode `layer` is part of `config` instead.
@@ -120,10 +134,15 @@ def block_spec(
     if recompute.mode.startswith("attention_output"):
         layer = with_recompute(layer, HostStore() if recompute.mode.endswith("offload") else Store())
     layer = with_reductions(layer, reductions or RowReductions())
+    experts = config.num_moe_experts
+    expert_layer = None if experts is None else _with_experts(layer, experts, final_norm, transformer_engine)
+    if config.is_hybrid_model:
+        from .hybrid import stack_spec  # needs Megatron-Core 0.19
+
+        return stack_spec(layer, expert_layer, final_norm)
     layers = [layer] * get_num_layers_to_build(config)
-    if config.num_moe_experts is not None:
+    if expert_layer is not None:
         first = get_transformer_layer_offset(config)
-        expert_layer = _with_experts(layer, config.num_moe_experts, final_norm, transformer_engine)
         layers = [expert_layer if config.moe_layer_freq[first + i] else layer for i in range(len(layers))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
 

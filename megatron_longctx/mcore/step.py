@@ -127,7 +127,8 @@ class TrainStep(_Step):
     def _windows(self) -> Counter[Window]:
         """The number of layers, over all stages, with each window."""
         config = self._config
-        return Counter(layer_window(config, number + 1) for number in range(config.num_layers))
+        step = 2 if config.is_hybrid_model else 1  # every second layer of a stack is an MLP
+        return Counter(layer_window(config, number + 1) for number in range(0, config.num_layers, step))
 
 
 @dataclass(frozen=True)

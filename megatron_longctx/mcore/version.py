@@ -14,11 +14,20 @@ from typing import Any
 
 from megatron.core.transformer import ModuleSpec
 
+from ..core.errors import refuse
+
 RELEASE: tuple[int, int] = tuple(map(int, version("megatron-core").split(".")[:2]))  # type: ignore[assignment]
 _NEW = RELEASE >= (0, 19)
 
 SAVE_ARGUMENTS = {"async_strategy": "mcore"} if _NEW else {}
 """Arguments of `dist_checkpointing.save`. By default, 0.19 saves asynchronously with a package that may be missing."""
+
+
+def require_hybrid_model() -> None:
+    """Raise ValueError unless this release has `HybridModel`."""
+    if not _NEW:
+        remedy = "Leave it, or install Megatron-Core 0.19, which needs Python 3.12; checkpoints are equal."
+        raise refuse("model.builder", "hybrid", f"gpt with Megatron-Core {RELEASE[0]}.{RELEASE[1]}", remedy)
 
 
 def common_state_loader() -> tuple[Any, str]:

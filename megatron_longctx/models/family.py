@@ -14,7 +14,7 @@ from .weights import Weight
 
 # Keys of `ModelConfig` that do not change the function that a model computes.
 _NO_EFFECT = (
-    *("name", "vocab_multiple", "init_std", "implementation", "head_dim", "vocab_size"),
+    *("name", "vocab_multiple", "init_std", "implementation", "builder", "head_dim", "vocab_size"),
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_dtype"),
     *("moe_layer_freq", "moe_first_dense_layers"),  # the layers that they select are compared instead
 )

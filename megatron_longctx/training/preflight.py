@@ -33,6 +33,7 @@ from ..mcore.data import check_packs, check_samples
 from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
+from ..mcore.version import require_hybrid_model
 from ..planner import memory
 from .run_folder import RunFolder
 
@@ -85,6 +86,8 @@ def check_and_identify(config: Config, world_size: int) -> tuple[int | None, Ide
         raise refuse("logging.tensorboard", True, "the package tensorboard, which is not installed here", remedy)
     if uses_transformer_engine(config.model):
         require_transformer_engine()
+    if config.model.builder == "hybrid":
+        require_hybrid_model()
     check_mode(config, config.data.seq_length, "data.seq_length", needs_tokens=config.data.packing != "best_fit")
     check_corpus(config.data)
     if config.train.eval_interval is not None:

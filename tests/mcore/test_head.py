@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.head import ChunkedHeadGPT, Head, chunked_cross_entropy
+from megatron_longctx.mcore.head import Head, chunked_cross_entropy, with_chunked_head
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.tolerances import relative_error
 from tests.mcore import tiny_gpt
@@ -114,7 +115,7 @@ def test_errors_are_megatrons_and_all_logits_never_exist() -> None:
 
 def _trained(rank: int) -> dict[bool, list[float]]:
     """Return losses of steps with one parameter per bucket, keyed by whether communication is overlapped."""
-    tiny_gpt.GPTModel = partial(ChunkedHeadGPT, chunk_tokens=5)
+    tiny_gpt.GPTModel = partial(with_chunked_head(GPTModel), chunk_tokens=5)
     losses = {}
     for overlap in (False, True):
         trainer = tiny_gpt.Trainer(tiny_gpt.Layout(overlap=overlap, bucket_size=1))
