@@ -83,6 +83,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("damage", "words"), [pytest.param(*case[1:], id=case[0]) for case in DAMAGE])
 def test_damaged_corpora_are_refused(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
     prefix = tmp_path / "corpus"

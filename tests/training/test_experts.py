@@ -196,7 +196,6 @@ def test_flops_count_only_active_experts() -> None:
         ({TP: 2, EP: 2, ETP: 5}, "expert_tensor_parallel_size=5: expected a divisor of model.moe_ffn_hidden_size=48"),
         ({TP: 2, "parallelism.sequence_parallel": False}, "parallelism.sequence_parallel=False: expected true with"),
         ({TP: 2, "model.bias": True}, "expert_tensor_parallel_size=null: expected 1 with model.bias=true"),
-        ({"recompute.mlp_tile_tokens": 8}, "recompute.mlp_tile_tokens=8: expected null with model.num_moe_experts=4"),
         ({"reduction.down_projection": "int8"}, "down_projection=int8: expected none with model.num_moe_experts=4"),
     ],
 )  # fmt: skip

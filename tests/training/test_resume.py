@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,6 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
             "chain complete": job("chain"),
             "tied single again": job("tied", tied),
             "chain other batch": job("chain", {"train.global_batch_size": 4, "train.steps": 12}, fails=True),
-            "chain other length": job("chain", {"data.seq_length": 90, "train.steps": 12}, fails=True),
             "unsharded longer": job("unsharded", unsharded | LONGER),
             "chain other model": job("chain", {"model.hidden_size": 64, "train.steps": 12}, fails=True),
             "chain other optimizer": job("chain", {**unsharded, "train.steps": 12}, fails=True),
@@ -158,7 +156,6 @@ def test_refusals_name_both_values(root: Path, runs: Runs) -> None:
     batch = runs["chain other batch"].error or ""
     assert batch.startswith("ValueError: train.global_batch_size=4: expected 8, with which")
     assert batch.endswith("has been trained so far. Set it back, or start a run of another run.name.")
-    assert (runs["chain other length"].error or "").startswith("ValueError: data.seq_length=90: expected 100, with wh")
     assert "hidden_size: checkpoint 32, model 64" in (runs["chain other model"].error or "")
     assert "'distributed', expected 'fp32'" in (runs["chain other optimizer"].error or "")
     assert checkpoint.latest(root / "chain" / "checkpoints") == STEPS
@@ -170,12 +167,3 @@ def test_refused_before_any_rank_starts(root: Path, runs: Runs) -> None:
     assert preflight.check(changed(config, {"run.name": "new"}), 1) is None
     with pytest.raises(ValueError, match=r"attention\.transport=peer: expected auto or p2p on CPUs"):
         preflight.check(changed(config, {"attention.transport": "peer"}), 1)
-    other = {"model.hidden_size": 64, "model.rope_base": 2000.0}
-    with pytest.raises(ValueError, match=r"hidden_size: checkpoint 32, model 64; rope_base: checkpoint 1000.0, model"):
-        preflight.check(changed(config, other), 1)
-    damaged = root / "damaged" / "checkpoints"
-    shutil.copytree(root / "chain" / "checkpoints", damaged)
-    largest = max(damaged.glob("iter_0000010/*.distcp"), key=lambda path: path.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"bytes, expected"):
-        preflight.check(changed(config, {"run.name": "damaged"}), 1)

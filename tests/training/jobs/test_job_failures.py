@@ -198,26 +198,6 @@ def test_missing_dataset(no_ranks: Callable[..., str]) -> None:
     )
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    ("suffix", "damage", "expected"),
-    [
-        (".idx", b"", "expected files that are not empty"),
-        (".idx", b"not an index at all, but long enough to be read as one", "expected a Megatron index file"),
-        (".bin", b"cut short", "bytes in"),
-    ],
-)
-def test_corrupt_dataset(
-    no_ranks: Callable[..., str], workplace: Path, suffix: str, damage: bytes, expected: str
-) -> None:
-    for name in (".bin", ".idx", ".json"):
-        shutil.copy(workplace / f"data/tiny{name}", workplace / f"copy{name}")
-    (workplace / f"copy{suffix}").write_bytes(damage)
-    err = no_ranks("data.prefix=copy")
-    assert err.startswith("data.prefix=copy: expected ") and expected in err
-    assert err.endswith("Write it with `megatron-longctx data`, or set data.prefix to another.")
-
-
 @pytest.mark.parametrize(
     ("words", "given", "expected", "remedy"),
     [

@@ -61,11 +61,6 @@ def test_gelu_has_two_matrices_and_head_dim_need_not_follow_the_hidden_size() ->
     )
 
 
-def test_batch_scales_linearly() -> None:
-    one, four = (training_flops(LLAMA3_8B, 128256, _causal(LLAMA3_8B, 2048, batch)) for batch in (1, 4))
-    assert (four.causal, four.dense) == (4 * one.causal, 4 * one.dense)
-
-
 def test_documents_and_windows_count_visible_pairs() -> None:
     model = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, num_kv_heads=1, ffn_hidden_size=8)
     # Documents of 3 and 2 tokens: 6 + 3 visible pairs. In the second layer the window is one token: 5 + 3. In 2 layers
