@@ -35,7 +35,7 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
     """
 
     def __init__(
-        self, attention: ContextParallelAttention, documents: Sequence[int], parents: Sequence[int] | None = None
+        self, attention: ContextParallelAttention, documents: Sequence[int], *, parents: Sequence[int] | None = None
     ) -> None:
         self.documents, self.parents = tuple(documents), None if parents is None else tuple(parents)
         self._masks: dict[tuple[bool, Window], Mask] = {}
@@ -92,16 +92,14 @@ def _to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def documents_of(params: PackedSeqParams) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return the lengths of documents in Megatron's own parameters, which are read from the device once, and `parents`.
+def document_lengths(params: PackedSeqParams) -> tuple[int, ...]:
+    """Return the lengths of documents in Megatron's own parameters, which are read from the device once.
 
-    Tokens between the end of a document and the padded start of the next one are a separate document. Parents are the
-    attribute `parents` that a caller may have added: for each document of `cu_seqlens_q`, an earlier one or -1. A
-    document that continues an empty one continues the parent of that.
+    Tokens between the end of a document and the padded start of the next one are a separate document.
 
     Raises:
-        ValueError: the format is not thd, keys differ from queries, there is a separate context-parallel group, the
-            values are not sums of lengths, or a parent is not an earlier document.
+        ValueError: the format is not thd, keys differ from queries, there is a separate context-parallel group, or the
+            values are not sums of lengths.
     """
     if params.qkv_format != "thd":
         raise refuse("packed_seq_params.qkv_format", params.qkv_format, "thd", "Give cu_seqlens_q in that format.")
@@ -120,29 +118,42 @@ def documents_of(params: PackedSeqParams) -> tuple[tuple[int, ...], tuple[int, .
             expected = "lengths from 0 on, each at most its padded one"
             raise refuse("packed_seq_params.cu_seqlens_q", f"{stops}, padded {padded}", expected, "Correct them.")
         lengths += [stop - start, last - first - (stop - start)]
-    return tuple(length for length in lengths if length), _parents_of(params, lengths)
+    return tuple(length for length in lengths if length)
 
 
-def _parents_of(params: PackedSeqParams, lengths: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the parents of documents with tokens. `lengths` has each document's and its padding's, in turn."""
-    given = getattr(params, "parents", None)
-    if given is None:
-        return None
-    parents = given.tolist() if isinstance(given, Tensor) else list(given)
-    if len(parents) != len(lengths) // 2:
-        expected = f"{len(lengths) // 2}, one for each document of cu_seqlens_q"
-        raise refuse("packed_seq_params.parents", f"{len(parents)} numbers", expected, "Correct it.")
-    found: list[int] = []
+def tree_of(params: PackedSeqParams, parents: Sequence[int] | Tensor) -> tuple[list[int], list[int]]:
+    """Return the lengths and parents of documents in Megatron's own parameters, with the parents that a caller gives.
+
+    Positions go on after a parent's last token, not after its padding: padding is a separate document. A document that
+    continues an empty one continues the parent of that.
+
+    Args:
+        parents: for each document of `cu_seqlens_q`, the number of an earlier one that it continues, or -1.
+
+    Raises:
+        ValueError: as `document_lengths`, or a parent that is not an earlier document.
+    """
+    document_lengths(params)
+    stops = _cu_seqlens(params, "")
+    padded = _cu_seqlens(params, "_padded") or stops
+    given = parents.tolist() if isinstance(parents, Tensor) else list(parents)
+    if len(given) != len(stops) - 1:
+        expected = f"{len(stops) - 1}, one for each document of cu_seqlens_q"
+        raise refuse("packed_seq_params.parents", f"{len(given)} numbers", expected, "Correct it.")
+    lengths: list[int] = []
+    above: list[int] = []
     numbers: list[int] = []  # of each given document, or of its parent's if it has no tokens
-    for number, parent in enumerate(parents):
+    bounds = zip(pairwise(stops), pairwise(padded), given, strict=True)
+    for number, ((start, stop), (first, last), parent) in enumerate(bounds):
         if not -1 <= parent < number:
             expected = f"-1 to {number - 1}"
             raise refuse(f"packed_seq_params.parents[{number}]", parent, expected, "A parent is an earlier document.")
-        above = numbers[parent] if parent >= 0 else -1
-        tokens, padding = lengths[2 * number : 2 * number + 2]
-        numbers.append(len(found) if tokens else above)
-        found += [above] * bool(tokens) + [-1] * bool(padding)
-    return tuple(found)
+        continued = numbers[parent] if parent >= 0 else -1
+        numbers.append(len(lengths) if stop > start else continued)
+        for length, each in ((stop - start, continued), (last - first - (stop - start), -1)):
+            lengths += [length] * (length > 0)
+            above += [each] * (length > 0)
+    return lengths, above
 
 
 def _cu_seqlens(params: PackedSeqParams, suffix: str) -> list[int]:

@@ -16,7 +16,7 @@ from ..core.attention import ContextParallelAttention
 from ..core.errors import refuse
 from ..core.plans.mask import Window
 from ..inference.kv_int8 import int8_kv
-from .pack import UNBOUNDED, Pack, PackRotations, documents_of
+from .pack import UNBOUNDED, Pack, PackRotations, document_lengths, tree_of
 
 
 class Rope(Protocol):
@@ -82,7 +82,7 @@ class ShardedSequence:
         """
         if parents is None and tuple(documents) == (self.length,):
             return self.whole
-        return Pack(self.attention, documents, parents)
+        return Pack(self.attention, documents, parents=parents)
 
     def prepare(self, documents: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Plan a pack before its use, for the windows of all layers. Any thread may call this."""
@@ -107,7 +107,7 @@ class ShardedSequence:
         They may have an attribute `parents`, as `pack` takes them.
 
         Raises:
-            ValueError: unsupported parameters (see `pack.documents_of`).
+            ValueError: unsupported parameters (see `pack.document_lengths`).
         """
         if params is None:
             return self.whole
@@ -115,7 +115,9 @@ class ShardedSequence:
             return params
         parsed: _ParsedParams | None = getattr(params, "_longctx", None)
         if parsed is None or not parsed.is_current(self, params):
-            parsed = params._longctx = _ParsedParams(self, _versions(params), self.pack(*documents_of(params)))
+            parents = getattr(params, "parents", None)
+            pack = self.pack(document_lengths(params)) if parents is None else self.pack(*tree_of(params, parents))
+            parsed = params._longctx = _ParsedParams(self, _versions(params), pack)
         return parsed.pack
 
     def rotation(self, pack: Pack, window: Window = UNBOUNDED) -> Callable[[Tensor], Tensor] | None:

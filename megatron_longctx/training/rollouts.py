@@ -38,7 +38,7 @@ class Rollouts:
 
     def __init__(self, paths: Sequence[Path], encode: Callable[[str], Sequence[int]], eod: int) -> None:
         self._paths, self._encode, self._eod = paths, encode, eod
-        first = next(parsed(paths[0], self._responses), [])
+        first = next((line for path in paths for line in parsed(path, self._responses)), [])
         self.columns = tuple(name for name in _COLUMNS if first and name in first[0][-1])
 
     def trees(self) -> Iterator[tuple[int, Tree]]:

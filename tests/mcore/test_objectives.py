@@ -35,7 +35,7 @@ def test_the_policy_gradient_is_ppos(kl: float, is_old: bool) -> None:
     found = objective(losses, batch)
     total = 0.0
     for at in range(39):
-        now, advantage = -float(losses[0, at]), float(advantages[0, at])
+        now, advantage = -float(losses.detach()[0, at]), float(advantages[0, at])
         ratio = math.exp(now - float(old[0, at])) if is_old else 1.0
         expected = -min(ratio * advantage, min(max(ratio, 0.8), 1.3) * advantage)
         distance = float(ref[0, at]) - now

@@ -18,7 +18,7 @@ from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.mcore import groups, optimizer
 from megatron_longctx.mcore.data import Batch
 from megatron_longctx.mcore.model import build_model, transformer_config
-from megatron_longctx.mcore.pack import documents_of
+from megatron_longctx.mcore.pack import tree_of
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.step import TrainStep
 from megatron_longctx.testing.distributed import run_distributed
@@ -218,10 +218,10 @@ def test_megatrons_own_parameters_may_have_parents() -> None:
     stops, padded = torch.tensor([0, 5, 5, 8, 12]), torch.tensor([0, 8, 8, 16, 24])
     params = PackedSeqParams("thd", stops, stops, padded, padded)
     params.parents = [-1, 0, 1, 0]
-    expected = (5, 3, 3, 5, 4, 4), (-1, -1, 0, -1, 0, -1)
-    assert documents_of(params) == expected
+    expected = [5, 3, 3, 5, 4, 4], [-1, -1, 0, -1, 0, -1]
+    assert tree_of(params, params.parents) == expected
     pack = sequence.pack_of(params)
-    assert (pack.documents, pack.parents) == expected and sequence.pack_of(params) is pack
+    assert (pack.documents, pack.parents) == tuple(map(tuple, expected)) and sequence.pack_of(params) is pack
     params.parents[3] = 2
     assert sequence.pack_of(params).parents == (-1, -1, 0, -1, 2, -1)
     params.parents = torch.tensor([-1, -1, -1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_longctx.planner.cost import Costs
 from megatron_longctx.training import auto
 from megatron_longctx.training.auto import resolve_schedule
 from megatron_longctx.training.compose import compose_config
+from megatron_longctx.training.text import Source, prepare
 from tests.shared.training import changed, tiny_corpus
 
 ON_CLUSTER = "parallelism.cluster=h200_x8"
@@ -75,9 +77,14 @@ def test_packed_data_is_simulated_with_its_first_pack(tmp_path: Path, monkeypatc
         return choose_mode(problem, *rest)
 
     monkeypatch.setattr(auto, "choose_mode", recorded_choice)
+    words = (ON_CLUSTER, "data.seq_length=512", f"data.prefix={tmp_path}/corpus")
     for packing in ("none", "best_fit"):
-        words = (ON_CLUSTER, "data.seq_length=512", f"data.prefix={tmp_path}/corpus", f"data.packing={packing}")
-        packed = config(*words)
+        packed = config(*words, f"data.packing={packing}")
         resolve_schedule(packed, tmp_path)
     assert [len(problem.mask.documents) for problem in problems] == [1, len(first_pack(packed)[0])]
     assert len(first_pack(packed)[0]) > 1
+    (tmp_path / "tree.jsonl").write_text(json.dumps({"prompt": "a" * 101, "responses": ["b" * 9, "c" * 19]}))
+    prepare(Source(f"{tmp_path}/tree.jsonl"), tmp_path / "corpus", "byte-level")
+    resolve_schedule(config(*words, "data.packing=best_fit", "data.format=rollouts"), tmp_path)
+    alone = sum(length * (length + 1) // 2 for length in (100, 11, 21))  # with the prompt's last token and the end
+    assert problems[-1].mask.pairs == alone + 100 * (11 + 21)
