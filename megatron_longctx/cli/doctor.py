@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ..config.extras import EXTRAS, absent, install
 
+_ON_GPUS = (2, 11)  # the release of torch that is tested on GPUs
 _HEAD_DIM, _HEADS, _KV_HEADS = 128, 32, 8  # of llama3_8b: the report has the kernels that support these
 
 
@@ -77,7 +78,10 @@ def _system() -> Iterator[Finding]:
 
     build = torch.version.cuda or torch.version.hip
     torch_build = f"{torch.__version__} ({f'built for CUDA {build}' if build else 'CPU build'})"
-    yield Finding("torch", None, torch_build + _untested("torch", torch.__version__))
+    untested = _untested("torch", torch.__version__)
+    if not untested and build and _release(torch.__version__) != _ON_GPUS:
+        untested = f"; tested on CPUs, and with {'.'.join(map(str, _ON_GPUS))} on GPUs"
+    yield Finding("torch", None, torch_build + untested)
 
 
 def _untested(name: str, installed: str) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.utils import _ReaderView
 
 from .version import common_state_loader
 
-# The classes that torch 2.11 to 2.13 and Megatron-Core 0.16 and 0.19 write into `.metadata`, besides dtypes.
+# The classes that torch 2.11 to 2.15 and Megatron-Core 0.16 and 0.19 write into `.metadata`, besides dtypes.
 _METADATA_CLASSES = (
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),

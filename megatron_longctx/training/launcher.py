@@ -93,7 +93,7 @@ def _start_ranks(config: Config) -> None:
     with forks.without_cuda():
         from . import auto, loop, preflight  # noqa: F401
 
-        if forks.obstacle() is None and forks.sees_gpu():
+        if forks.sees_gpu() and forks.obstacle() is None:  # without NVML, the first initializes CUDA
             fa4.package_problem()  # imports it, which the check and Megatron-Core 0.16's ranks would each do
             job = forks.in_fork(_accept, config)  # it uses CUDA
         else:

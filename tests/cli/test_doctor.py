@@ -61,7 +61,7 @@ def test_findings_of_any_machine() -> None:
 
 @pytest.mark.parametrize(
     ("installed_version", "tested"),
-    [("2.11.0", True), ("2.13.1+cu130", True), ("2.14.0", False), ("2.14.0a0+nv26.10", False), ("2.10.2", False)],
+    [("2.11.0", True), ("2.15.1+cu132", True), ("2.16.0", False), ("2.16.0a0+nv26.12", False), ("2.10.2", False)],
 )
 def test_an_untested_torch_is_named(installed_version: str, tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The range is the one in pyproject.toml, which pip also uses."""
@@ -70,6 +70,16 @@ def test_an_untested_torch_is_named(installed_version: str, tested: bool, monkey
     monkeypatch.setattr(torch, "__version__", installed_version)
     detail = findings_by_name()["torch"].detail
     assert detail.startswith(installed_version) and ("NOT TESTED: torch" in detail) is not tested
+
+
+def test_a_torch_that_no_gpu_has_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "requires", lambda _: ["torch<2.16,>=2.11"])
+    for build, installed, named in (("13.0", "2.13.0", True), ("13.0", "2.11.0", False), (None, "2.13.0", False)):
+        monkeypatch.setattr(torch, "__version__", installed)
+        monkeypatch.setattr(torch.version, "cuda", build)
+        monkeypatch.setattr(torch.version, "hip", None)
+        detail = findings_by_name()["torch"].detail
+        assert ("; tested on CPUs, and with 2.11 on GPUs" in detail) is named
 
 
 def test_every_kernel_provider_is_listed_with_a_reason_if_it_is_not_usable() -> None:

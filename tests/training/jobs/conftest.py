@@ -33,7 +33,7 @@ def no_start(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail if this process starts ranks."""
     from megatron_longctx.training import launcher
 
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("ranks were started")
+    def fail(*_: object, start_method: str, **__: object) -> None:
+        raise AssertionError(f"ranks were started by {start_method}")
 
     monkeypatch.setattr(launcher, "RankProcesses", fail)

@@ -16,7 +16,7 @@ import pytest
 from megatron_longctx.cli import cli
 from megatron_longctx.config import names
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.training import preflight
+from megatron_longctx.training import forks, preflight
 from megatron_longctx.training.compose import compose_config, load_config
 from tests.shared.jobs import CLI, TINY, Job, finished, latest_checkpoint, started, steps_recorded
 
@@ -146,6 +146,17 @@ def resuming(jobs: Jobs, no_start: None, tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_unchanged_run_resumes(resuming: list[str]) -> None:
     with pytest.raises(AssertionError, match="ranks were started"):
         cli.main(["train", *resuming])
+
+
+def test_a_launcher_that_cannot_be_forked_says_why(
+    resuming: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for obstacle, how in ((None, "fork"), ("CUDA is initialized in the launcher", "spawn")):
+        monkeypatch.setattr(forks, "obstacle", lambda obstacle=obstacle: obstacle)
+        with pytest.raises(AssertionError, match=f"ranks were started by {how}"):
+            cli.main(["train", *resuming])
+        said = [line for line in caplog.messages if line.startswith("ranks are not forks")]
+        assert said == [f"ranks are not forks and start some seconds later, because {obstacle}"][: obstacle is not None]
 
 
 def test_a_checkpoint_of_another_model_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
