@@ -48,7 +48,7 @@ WORK = Workload(8, 8, 64)
 
 @pytest.mark.parametrize("derive", [transpose, backward_plan, keep_received, lambda plan: sum_in_nodes(plan, 2)])
 def test_backward_plans_are_refused_where_forward_plans_are_expected(derive: Callable[[Plan], Plan]) -> None:
-    with pytest.raises(ValueError, match="zigzag is a backward plan: expected a forward plan"):
+    with pytest.raises(AssertionError):
         derive(transpose(build_plan("zigzag", 2, 8)))
 
 
