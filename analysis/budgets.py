@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_longctx"
 GOALS = {"core": 8_000, "the package": 29_000, "tests": 30_000}
-LIMITS = {"the package": 36_970, "tests": 34_300}
+LIMITS = {"the package": 36_990, "tests": 34_300}
 WING, FILE, FUNCTION = 9_000, 400, 60
 LONG = ("transformer_config",)
 """Functions that are longer and are to be cut."""
