@@ -18,7 +18,7 @@ from megatron_longctx.core.attention import AttentionResult, ContextParallelAtte
 from megatron_longctx.core.errors import refuse
 from megatron_longctx.core.plans import Mask
 from megatron_longctx.core.plans import mask as masks
-from megatron_longctx.core.plans.mask import FAR
+from megatron_longctx.core.plans.slices import FAR
 from megatron_longctx.mcore.sequence import ShardedSequence
 
 BASELINES = ("te_p2p", "te_all_gather", "te_a2a")

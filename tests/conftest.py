@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import megatron_longctx.config  # noqa: F401 (registers all modes before tests are parametrized by them)
+
 settings.register_profile("default", deadline=None)  # a busy machine only makes tests slower
 settings.load_profile("default")
 

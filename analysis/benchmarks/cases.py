@@ -15,6 +15,7 @@ import torch
 from megatron_longctx.core.errors import refuse
 from megatron_longctx.core.plans import ALL_HEADS, Mask, Workload
 from megatron_longctx.core.plans import mask as masks
+from megatron_longctx.planner.cost import attention_flops
 
 from .report import check_least, numbers
 
@@ -62,7 +63,7 @@ class Case:
     @property
     def flops(self) -> float:
         """The FLOPs of visible pairs, forward and backward, for the whole sequence."""
-        return sum(self.workload.flops(self.mask.pairs, ALL_HEADS, backward) for backward in (False, True))
+        return sum(attention_flops(self.workload, self.mask.pairs, ALL_HEADS, backward) for backward in (False, True))
 
     def share(self, n: int) -> Case:
         """Return the case for one device that is compared with `n` devices.

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from .. import __version__
 from ..config import TOKENIZERS
@@ -142,6 +142,9 @@ class _VerbParser(argparse.ArgumentParser):
         return super().format_help()
 
 
+_Verbs: TypeAlias = "argparse._SubParsersAction[_VerbParser]"
+
+
 def _settings_help() -> str:
     from ..training.compose import recipes
 
@@ -160,7 +163,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb", parser_class=_VerbParser)
+    for add in (_add_jobs, _add_plan, _add_measurements, _add_models, _add_files):
+        add(verbs)
+    return parser
 
+
+def _add_jobs(verbs: _Verbs) -> None:
     train = verbs.add_parser("train", help="train or resume on this host's devices, or under torchrun or Slurm")
     train.add_settings()
     hydra_options.add_options(train)
@@ -175,6 +183,11 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument("kind", choices=("train", "serve", "sweep"), help="submit launch/KIND.sbatch")
     submit.add_argument("words", nargs=argparse.REMAINDER, help="options of sbatch (--nodes=4), and settings")
 
+    demo = verbs.add_parser("demo", help="train on real text with 4 context-parallel ranks and with 1, and compare")
+    demo.add_settings("key=value settings for both runs, for example train.steps=10")
+
+
+def _add_plan(verbs: _Verbs) -> None:
     plan = verbs.add_parser("plan", help="print what each rank holds, sends and attends to, step by step")
     plan.add_settings()
     hydra_options.add_options(plan)
@@ -202,6 +215,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--device-gib", type=float, help="memory of a device (default: that of the cluster)")
 
+
+def _add_measurements(verbs: _Verbs) -> None:
     calibrate = verbs.add_parser(
         "calibrate", help="measure links, kernels and modes for a model on these ranks, and store them for `auto`"
     )
@@ -229,6 +244,10 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance", type=float, help="largest relative difference (default: 1e-5 in fp32, 2e-2 in bf16)"
     )
 
+    verbs.add_parser("doctor", help="list what is installed and usable on this machine")
+
+
+def _add_models(verbs: _Verbs) -> None:
     generate = verbs.add_parser("generate", help="continue a prompt, or chat, with a run's checkpoint")
     generate.add_settings(
         "checkpoint=RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and settings that override the run's"
@@ -264,6 +283,8 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoint=RUN, data=PREFIX, out=FILE.jsonl, iteration=N, and settings that override the run's"
     )
 
+
+def _add_files(verbs: _Verbs) -> None:
     data = verbs.add_parser("data", help="convert text to Megatron's indexed dataset")
     data.add_argument("--source", required=True, help="stdlib, pydoc, a text or .jsonl file, or a folder")
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
@@ -294,32 +315,34 @@ def _parser() -> argparse.ArgumentParser:
 
     wandb_runs.add_verb(verbs)
 
-    verbs.add_parser("doctor", help="list what is installed and usable on this machine")
 
-    demo = verbs.add_parser("demo", help="train on real text with 4 context-parallel ranks and with 1, and compare")
-    demo.add_settings("key=value settings for both runs, for example train.steps=10")
-    return parser
+def _train(arguments: argparse.Namespace) -> None:
+    from ..training import launcher
+
+    if arguments.preflight is None:
+        launcher.train(arguments.settings, arguments.resolved)
+    elif arguments.preflight < 1:
+        ranks = arguments.preflight
+        raise ValueError(f"--preflight={ranks}: expected 1 or more. Give the job's number of ranks.")
+    else:
+        folder = launcher.preflight_only(arguments.settings, arguments.resolved, arguments.preflight)
+        print(f"run folder: {folder.path}")
+
+
+def _submit(arguments: argparse.Namespace) -> None:
+    from .submit import submit
+
+    words = [word for word in arguments.words if word != "--dry-run"]
+    submit(arguments.kind, words, arguments.dry_run or words != arguments.words)
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
     """Run the parsed verb. Imports only its module, since Megatron takes seconds to import."""
     match arguments.verb:
         case "train":
-            from ..training import launcher
-
-            if arguments.preflight is None:
-                launcher.train(arguments.settings, arguments.resolved)
-            elif arguments.preflight < 1:
-                ranks = arguments.preflight
-                raise ValueError(f"--preflight={ranks}: expected 1 or more. Give the job's number of ranks.")
-            else:
-                folder = launcher.preflight_only(arguments.settings, arguments.resolved, arguments.preflight)
-                print(f"run folder: {folder.path}")
+            _train(arguments)
         case "submit":
-            from .submit import submit
-
-            words = [word for word in arguments.words if word != "--dry-run"]
-            submit(arguments.kind, words, arguments.dry_run or words != arguments.words)
+            _submit(arguments)
         case "plan":
             from .plan import run
 

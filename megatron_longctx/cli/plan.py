@@ -21,6 +21,7 @@ from ..config.cluster import Cluster, load_cluster
 from ..core.errors import refuse
 from ..core.plans import KernelSupport, Target, backward_plan
 from ..core.plans import mask as masks
+from ..planner.calibration import head_sizes
 from ..planner.choose_mode import Problem, rank_modes, table
 from ..planner.cost import Costs
 from ..planner.describe import describe, describe_placement, summary
@@ -123,7 +124,7 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
     heads = problem.target.workload
     title = (
         f"{config.model.name}: {config.data.seq_length:,} tokens, {problem.n} ranks of {cluster.name}, "
-        f"heads {heads.num_heads}:{heads.num_kv_heads} x {heads.head_sizes}, {'causal' if causal else 'full'}"
+        f"heads {heads.num_heads}:{heads.num_kv_heads} x {head_sizes(heads)}, {'causal' if causal else 'full'}"
     )
     print(f"{title}; one attention layer, simulated\n{table(ranking)}")
     if drawn:

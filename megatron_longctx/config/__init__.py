@@ -5,6 +5,7 @@ remedy. `planned` derives the mode, the mask, the workload and the data-parallel
 composes configurations from recipes, and `sweep` makes the jobs of a sweep. `extras` are the optional packages.
 """
 
+from . import tasp
 from .bounds import TYPE_NAMES, has_type, keys_of
 from .checks import check_inference, check_model, check_value, validate
 from .model import LATENT_KEYS, MAX_TOKENS, ModelConfig, RopeScaling, layer_list

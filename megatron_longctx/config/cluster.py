@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from ..core.errors import refuse
-from ..core.plans.links import Rings
 from .files import bundled, read_yaml
-from .rings import choose_rings
+from .rings import Rings, choose_rings
 
 GIB = 2**30
 _MAX = 10**6  # GiB, GiB/s, TFLOP/s, seconds, nodes: more than any cluster has

@@ -7,8 +7,11 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-from ..core.plans.hamiltonian import hamiltonian_cycles, hamiltonian_paths
-from ..core.plans.links import Links, Rings
+from ..core.plans.plan import Links
+from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
+
+Rings = tuple[tuple[int, ...], ...]
+"""Rings that each list all ranks. A rank sends to the next rank of the ring, the last to the first."""
 
 _MAX_OF_A_MESH = 64  # ranks; for more, cycles take seconds to find and have never been faster
 _LEAST_GAIN = 1.01  # several rings must be faster than one ring by more than this factor

@@ -15,7 +15,7 @@ from ..core.errors import refuse
 from ..core.layout import Layout
 from ..core.plans import Block, Document, Kind, Mask, Plan, Slice
 from ..core.plans.cache_modes import CACHE_MODES
-from ..core.plans.mask import FAR, band_between
+from ..core.plans.slices import FAR, band_between
 from ..core.plans.visibility import Visibility
 from .cache_manager import ScheduledChunk
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import InferenceConfig
-from ..core.comm import broadcast_from_first, gather_objects
+from ..core.comm import gather_objects
 from ..core.errors import refuse
 from .cache_manager import CacheManager, ScheduledChunk
 from .cached_attention import CachedAttention, CachedModel
@@ -178,7 +178,9 @@ class Decoder:
         self._attention.begin_replicated(pages, fields[_SLOT])
         logits = self._model.logits(fields[_TOKEN], fields[_POSITION], fields[_ENDS, :tiles])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
-        return logits, broadcast_from_first(self._attention.group, ids)
+        if self._attention.world > 1:
+            dist.broadcast(ids, group=self._attention.group, group_src=0)
+        return logits, ids
 
     def _replay(self, size: int, tile: int) -> tuple[Tensor, Tensor]:
         key = size, tile

@@ -13,7 +13,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from ..config import ParallelismConfig
-from ..core.comm.collectives import timeout_of
 from ..core.errors import refuse
 from . import cpu
 
@@ -119,3 +118,12 @@ def _check(tensor: int, context: int, pipeline: int, seed: int) -> None:
         raise refuse("tensor x context x pipeline", sizes, expected, remedy)
     if parallel_state.model_parallel_is_initialized():
         raise refuse("process groups", "initialized", "none", "Call megatron_longctx.mcore.groups.destroy() first.")
+
+
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
+    """Return the timeout of the collectives of `group`, by default of all ranks. (New groups get torch's default.)"""
+    group = group or dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit

@@ -29,10 +29,16 @@ class Calibration:
     environment: dict[str, Any] = field(default_factory=dict)  # what it was measured on, and when
 
 
+def head_sizes(workload: Workload) -> str:
+    """Return the head dim as text, with that of values if it differs: 128 or 192v128."""
+    d, e = workload.head_dim, workload.value_dim
+    return str(d) if e == d else f"{d}v{e}"
+
+
 def calibration_path(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:
     """Return the file for a device, a number of ranks and a transport (peer or p2p), for any batch size."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")
-    shape = f"{workload.num_heads}x{workload.num_kv_heads}x{workload.head_sizes}-{workload.element_bytes}bytes"
+    shape = f"{workload.num_heads}x{workload.num_kv_heads}x{head_sizes(workload)}-{workload.element_bytes}bytes"
     return (folder or cache_folder()) / f"{name}-{ranks}ranks-{transport}-{shape}.json"
 
 

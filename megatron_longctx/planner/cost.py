@@ -13,8 +13,8 @@ from ..config.cluster import GIB as GIB
 from ..config.cluster import Device
 from ..core.errors import refuse
 from ..core.plans.kernel_calls import KernelCall
-from ..core.plans.mask import FAR
-from ..core.plans.plan import Heads
+from ..core.plans.plan import Heads, Kind
+from ..core.plans.slices import FAR
 from ..core.plans.workload import Workload as Workload
 
 _TILE = 128
@@ -130,7 +130,7 @@ class Costs:
 
     def _rated_seconds(self, pairs: int, heads: Heads, workload: Workload, backward: bool) -> float:
         rate = self.backward_tflops if backward else self.forward_tflops
-        return self.call_s + workload.flops(pairs, heads, backward) / (rate * 1e12)
+        return self.call_s + attention_flops(workload, pairs, heads, backward) / (rate * 1e12)
 
     def _shortest_call(self, backward: bool) -> float:
         tables = self._tables.items()
@@ -218,3 +218,13 @@ def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float], log: bool =
     low, high = xs[i - 1], xs[i]
     share = math.log(x / low) / math.log(high / low) if log else (x - low) / (high - low)
     return ys[i - 1] + share * (ys[i] - ys[i - 1])
+
+
+def attention_flops(workload: Workload, pairs: float, heads: Heads, backward: bool) -> float:
+    """Return the FLOPs of query-key pairs.
+
+    A pair takes 2 per head channel of two matrix products, or of five in backward (three over queries and keys).
+    """
+    count = len(workload.head_range(Kind.Q, heads)) * workload.batch
+    d, e = workload.head_dim, workload.value_dim
+    return 2.0 * pairs * count * (3 * d + 2 * e if backward else d + e)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..core.plans.mask import indices_within
 from ..core.plans.plan import Attend, Kind, Plan
 from ..core.plans.recorder import Recorder
 from ..core.plans.recording import Recording
+from ..core.plans.slices import indices_within
 from ..core.plans.workload import Target
 from .cost import Workload
 from .footprint import row_bytes
@@ -39,7 +39,7 @@ def summary(plan: Plan, workload: Workload) -> list[str]:
         for way in (0, 1)
     )
     return [
-        f"  balance  the busiest rank computes {plan.imbalance_pct():.1f}% more than the average",
+        f"  balance  the busiest rank computes {imbalance_pct(plan):.1f}% more than the average",
         f"  bytes    a rank sends {sent} and receives {received} at most, in one layer",
     ]
 
@@ -55,7 +55,7 @@ def describe(plan: Plan, target: Target | None = None, beside: Sequence[str] = (
     nodes = f"  nodes    {plan.sum_in_node} ranks each sum their gradients for other nodes before they send them"
     lines = [
         f"{plan.name} {direction}: {plan.n} ranks, {plan.mask.length} tokens ({plan.queries.name}), {plan.mask} mask, "
-        f"{len(plan.steps)} steps, {plan.idle_fraction():.1%} of rank-time idle",
+        f"{len(plan.steps)} steps, {idle_fraction(plan):.1%} of rank-time idle",
         *([nodes] if plan.sum_in_node else []),
         *beside,
         "",
@@ -98,7 +98,7 @@ def _visible(attend: Attend) -> str:
 
 
 def _totals(plan: Plan, target: Target | None) -> list[str]:
-    pairs = [plan.pairs(rank) for rank in range(plan.n)]
+    pairs = rank_pairs(plan)
     mean, moves = sum(pairs) / plan.n or 1, moved_tokens(plan)
     lines = ["totals", f"  {'rank':>4} {'pairs':>16} {'load':>7}  tokens sent / received"]
     workload = target.workload if target else None
@@ -162,8 +162,9 @@ def document_shards(plan: Plan) -> Iterator[DocumentShard]:
 
 def describe_placement(plan: Plan, workload: Workload, simulation: Simulation | None = None) -> str:
     """Return a table of every rank's tokens, documents, pairs, bytes sent and simulated time, and their imbalance."""
-    sent = [sum(map(workload.block_bytes, (m.block for moves in plan.sends(r) for m in moves))) for r in range(plan.n)]
-    tokens, pairs = map(plan.queries.num_tokens, range(plan.n)), [plan.pairs(rank) for rank in range(plan.n)]
+    blocks = [[move.block for moves in plan.sends(rank) for move in moves] for rank in range(plan.n)]
+    sent = [sum(b.tokens * workload.token_bytes(b.kind, b.heads) for b in some) for some in blocks]
+    tokens, pairs = map(plan.queries.num_tokens, range(plan.n)), rank_pairs(plan)
     columns: dict[str, list[float]] = {"tokens": [*tokens], "pairs": pairs, "MiB sent": [each / 2**20 for each in sent]}
     if simulation is not None:
         columns["computing ms"] = [1e3 * seconds for seconds in simulation.compute_s]
@@ -177,3 +178,27 @@ def describe_placement(plan: Plan, workload: Workload, simulation: Simulation | 
     above = ", ".join(f"{name} {by:.1f}%" for name, by in zip(columns, excess, strict=True) if name != "MiB sent")
     count = f"{len(plan.mask.documents)} documents in the {plan.queries.name} layout"
     return "\n".join([f"{count}; the maximum above the average: {above}", *lines])
+
+
+def weighted_pairs(attend: Attend) -> float:
+    """Return the pairs of a call, multiplied by its share of the heads."""
+    return attend.pairs / attend.heads.parts
+
+
+def rank_pairs(plan: Plan) -> list[float]:
+    """Return the query-key pairs that each rank computes, weighted by its share of the heads."""
+    return [
+        sum(weighted_pairs(attend) for step in plan.steps for attend in step.attends[rank]) for rank in range(plan.n)
+    ]
+
+
+def imbalance_pct(plan: Plan) -> float:
+    """Return by how many percent the work of the busiest rank exceeds the average."""
+    work = rank_pairs(plan)
+    return 100 * (max(work) * plan.n / sum(work) - 1) if sum(work) else 0.0
+
+
+def idle_fraction(plan: Plan) -> float:
+    """Return the share of rank-time spent waiting if every step lasts as long as its busiest rank."""
+    busiest = sum(max(sum(weighted_pairs(a) for a in attends) for attends in step.attends) for step in plan.steps)
+    return 1 - sum(rank_pairs(plan)) / (plan.n * busiest) if busiest else 0.0

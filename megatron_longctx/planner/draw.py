@@ -11,7 +11,7 @@ from ..core.errors import refuse
 from ..core.plans.plan import Block, Plan
 from .choose_mode import Candidate
 from .cost import GIB
-from .describe import document_shards
+from .describe import document_shards, idle_fraction, rank_pairs, weighted_pairs
 from .simulate import Simulation
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def draw_placement(plan: Plan, path: Path) -> None:
             place = left[rank] + tokens / 2, rank
             axes.text(*place, str(number), ha="center", va="center", fontsize=8, bbox=_LABEL_BOX)
         left[rank] += tokens
-    for rank in range(plan.n) if plan.n <= 32 else ():
-        share = plan.pairs(rank) * plan.n / max(plan.mask.pairs, 1)
+    for rank, pairs in enumerate(rank_pairs(plan) if plan.n <= 32 else ()):
+        share = pairs * plan.n / max(plan.mask.pairs, 1)
         axes.text(left[rank], rank, f"  {share:.1%} of an equal share of the pairs", va="center", fontsize=8)
     axes.set_title(f"{plan.queries.name} layout: {len(plan.mask.documents)} documents over {plan.n} ranks", fontsize=10)
     _label(axes, "tokens; numbers: documents, hatched where other ranks hold a part", "rank")
@@ -154,11 +154,11 @@ def draw_on(axes: Axes, plan: Plan) -> None:
     scale = 1.0 / max(plan.mask.pairs / plan.n, 1)
     waiting: dict[str, Any] = {"color": "#e9e9e9", "hatch": "////", "edgecolor": "#c4c4c4", "linewidth": 0}
     for t, step in enumerate(plan.steps):
-        width = max(sum(a.work for a in attends) for attends in step.attends) * scale
+        width = max(sum(weighted_pairs(a) for a in attends) for attends in step.attends) * scale
         for rank, attends in enumerate(step.attends):
             left = start
             for attend in attends:
-                share = attend.work * scale
+                share = weighted_pairs(attend) * scale
                 axes.barh(rank, share, left=left, height=0.78, color=colours[t], edgecolor="white", linewidth=0.6)
                 if share > 0.045 and plan.n <= 16:
                     homes = sorted({key.home for key in attend.keys})
@@ -170,7 +170,7 @@ def draw_on(axes: Axes, plan: Plan) -> None:
         start += width
         if width:
             axes.axvline(start, color="#888888", linewidth=0.5, linestyle=":")
-    axes.set_title(f"{plan.name}, {plan.n} ranks: load per rank ({plan.idle_fraction():.1%} idle)", fontsize=10)
+    axes.set_title(f"{plan.name}, {plan.n} ranks: load per rank ({idle_fraction(plan):.1%} idle)", fontsize=10)
     _label(axes, "time (1 = perfectly shared work); numbers: home rank of the keys; grey: waiting", "rank")
     axes.set_yticks(range(plan.n) if plan.n <= 16 else range(0, plan.n, max(1, plan.n // 8)))
     axes.set_ylim(plan.n - 0.5, -0.5)

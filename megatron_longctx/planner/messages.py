@@ -61,7 +61,8 @@ class Messages:
         if not moves:
             return [-1.0] * self.n, before
         sources, destinations = (np.array([move[i] for move in moves]) for i in (1, 2))
-        sizes = np.array([self.workload.block_bytes(move[0]) for move in moves], float)
+        token_bytes = self.workload.token_bytes
+        sizes = np.array([b.tokens * token_bytes(b.kind, b.heads) for b, *_ in moves], float)
         may_start, starts, count = np.array(ready), np.zeros(self.n), np.zeros(self.n)
         both = np.maximum(may_start[sources], may_start[destinations])
         for ranks in (sources, destinations):

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from ..config.cluster import Cluster, Resource
 from ..core.errors import refuse
-from ..core.plans.collector import collector_paused
-from ..core.plans.plan import Plan
+from ..core.plans.plan import Plan, collector_paused
 from ..core.plans.recorder import Recorder
 from ..core.plans.recording import Acquire, Compute, Copy, Merge, Op, Recording, Release, Send, Wait
 from ..core.plans.workload import Target

@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from ..config import Config
 from ..config.cluster import GIB
-from ..core.comm import broadcast_json, on_rank_0
+from ..core.comm import on_rank_0
 from ..core.errors import refuse
 from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
 from ..inference.session import Session, check_length
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize
 from ..models.chat import Chat, Message, load_chat
+from ..training.broadcast import broadcast_json
 from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_arguments, start
 from .text_stream import TextStream
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ..config import ServeConfig
-from ..core.comm import broadcast_json
 from ..core.errors import refuse
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Request, Scheduler
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize, max_token_chars
 from ..models.chat import load_chat
+from ..training.broadcast import broadcast_json
 from ..training.rendezvous import RankInfo
 from ..training.signals import handled_signals
 from .http_api.access import build_access

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from ..config import Config
 from ..config.gpus import uses_cuda
-from ..core.comm import broadcast_json
 from ..core.errors import JobFailed
 from ..core.kernels.providers import fa4
 from . import forks, rendezvous, worker
+from .broadcast import broadcast_json
 from .compose import compose_config, load_config, override_config
 from .heartbeat import enable_flight_recorder, last_operations, suspects
 from .job import Job

@@ -24,6 +24,7 @@ from ..mcore.objectives import make_objective
 from ..mcore.sequence import ShardedSequence, build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
+from ..planner.describe import imbalance_pct
 from ..planner.flops import peak_tflops
 from . import heartbeat, preflight
 from .loader import Loader
@@ -228,7 +229,7 @@ class Trainer:
 
     def _imbalance_pct(self, batch: Batch) -> float:
         mask = self.sequence.pack(batch.lengths, batch.parents).mask(window=self.config.model.widest_window)
-        return self.sequence.attention.plan(mask).imbalance_pct()
+        return imbalance_pct(self.sequence.attention.plan(mask))
 
     def _profiled(self) -> AbstractContextManager[None]:
         step = self.step + 1

@@ -38,7 +38,7 @@ WHOLE_MESSAGES = {
     **{
         f"parallelism.schedule={given}": (
             f"parallelism.schedule={given}: expected one of auto, all_gather, double_ring, helper, ring, zigzag, "
-            f"striped, tasp, ulysses, usp. Did you mean parallelism.schedule={meant}?"
+            f"striped, ulysses, usp, tasp. Did you mean parallelism.schedule={meant}?"
         )
         for given, meant in (("allgather", "all_gather"), ("p2p", "ring"))
     },

@@ -16,7 +16,7 @@ from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.core.plans.recording import Compute, Copy
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManager
-from megatron_longctx.planner.describe import moved_tokens
+from megatron_longctx.planner.describe import moved_tokens, rank_pairs
 from megatron_longctx.planner.simulate import simulate
 from tests.inference.histories import batch_with_past, random_batch, random_family
 
@@ -142,7 +142,7 @@ def test_one_hop_takes_three_steps_and_the_ring_n_plus_one(n: int) -> None:
 
 def test_new_tokens_are_balanced_over_the_ranks_whatever_the_cache_holds() -> None:
     plan = batch_with_past(4, [(64,), (7, 1, 1)], (64, 32), page=8, max_contiguous=0).plan("pass_kv")
-    pairs = [plan.pairs(rank) for rank in range(4)]
+    pairs = rank_pairs(plan)
     assert max(pairs) - min(pairs) <= 0.02 * max(pairs)
 
 
@@ -155,7 +155,7 @@ def test_few_new_tokens_take_few_operations_and_hardly_more_work(mode: str) -> N
     issued = [simulate(b.plan(mode), load_cluster("h200_x8"), Target(HEADS, PACKED)).operations for b in (rows, cut)]
     exchanges = {"pass_kv": 3, "pass_q": 4, "one_hop": 2}[mode]
     assert issued[0] <= 5 + 2 + exchanges and issued[0] <= issued[1]
-    pairs, even = ([b.plan(mode).pairs(rank) for rank in range(4)] for b in (rows, cut))
+    pairs, even = (rank_pairs(b.plan(mode)) for b in (rows, cut))
     assert sum(pairs) == sum(even) and max(pairs) <= 1.001 * max(even)
 
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
-from megatron_longctx.core.comm.collectives import timeout_of
 from megatron_longctx.mcore import cpu
+from megatron_longctx.mcore.groups import timeout_of
 from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.jobs import PATIENCE_S
 

@@ -29,7 +29,7 @@ from megatron_longctx.core.plans import (
 from megatron_longctx.core.plans.mask import causal, documents, full
 from megatron_longctx.core.plans.recording import Compute, Merge
 from megatron_longctx.core.plans.visibility import Visibility
-from megatron_longctx.planner.cost import GIB, Costs, KernelSample, MessageSample
+from megatron_longctx.planner.cost import GIB, Costs, KernelSample, MessageSample, attention_flops
 from megatron_longctx.planner.footprint import footprint
 from megatron_longctx.planner.simulate import simulate
 
@@ -190,7 +190,12 @@ def test_kernel_calls_take_the_time_of_the_tiles_that_they_touch() -> None:
 
     def pairs(call: KernelCall, backward: bool = False) -> float:
         tflops = priced.backward_tflops if backward else priced.forward_tflops
-        return priced.call_seconds(call, ALL_HEADS, one, backward) * tflops * 1e12 / one.flops(1, ALL_HEADS, backward)
+        return (
+            priced.call_seconds(call, ALL_HEADS, one, backward)
+            * tflops
+            * 1e12
+            / attention_flops(one, 1, ALL_HEADS, backward)
+        )
 
     packed = KernelSupport(packed=True, rectangles=True, windows=True)
     (whole,), (pack,), (window,) = (

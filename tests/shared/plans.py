@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from megatron_longctx.core.layout import contiguous
 from megatron_longctx.core.plans import Attend, Block, Kind, Move, Plan, Slice, Step
-from megatron_longctx.core.plans.mask import FAR, causal, full
+from megatron_longctx.core.plans.mask import causal, full
+from megatron_longctx.core.plans.slices import FAR
 
 
 def with_moves(plan: Plan, t: int, edit: Callable[[list[Move]], Iterable[Move]]) -> Plan:

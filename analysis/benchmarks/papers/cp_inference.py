@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from analysis.benchmarks.fit import Coefficients, Prompt, fit, prompts, score, slower
 from megatron_longctx.core.plans.plan import ALL_HEADS
-from megatron_longctx.planner.cost import GIB
+from megatron_longctx.planner.cost import GIB, attention_flops
 
 from . import decoding, tensor_parallel
 from .cp_inference_rules import RuleInputs, algorithm_1, algorithm_5
@@ -55,7 +55,7 @@ def table_5() -> Table:
     rows: list[list[Cell]] = []
     for new in theirs:
         local, keys = new / 4, 128000 / 4
-        work = HEADS.flops(local * keys, ALL_HEADS, False) / (ATTENTION_TFLOPS * 1e12)
+        work = attention_flops(HEADS, local * keys, ALL_HEADS, False) / (ATTENTION_TFLOPS * 1e12)
         query, kv = local * 16 * 128 * 2, keys * 2 * 128 * 2
         sent = {"pass_kv": (kv, None), "pass_q": (query, 3 * (query + local * 16 * 4))}
         for mode, (size, results), (send, attend, exchange) in zip(sent, sent.values(), theirs[new], strict=True):
@@ -91,7 +91,10 @@ def long_contexts() -> Table:
     for length in (128, 256, 512, 1000):
         for n in (8, 16):
             ours = [first_token(n, length * 1000, gibps=rate) for rate in (RDMA, TCP)]
-            flops = 2 * WEIGHTS * length * 1e3 + LAYERS * HEADS.flops((length * 1e3) ** 2 / 2, ALL_HEADS, False) * TP
+            flops = (
+                2 * WEIGHTS * length * 1e3
+                + LAYERS * attention_flops(HEADS, (length * 1e3) ** 2 / 2, ALL_HEADS, False) * TP
+            )
             rate = flops / (n * TP) / ours[0] / 1e12
             them = 502 if (length, n) == (1000, 16) else None
             figures = (cell(ours[0], "d", 1), paper(theirs.get((length, n)), 1), cell(ours[1], "d", 1))

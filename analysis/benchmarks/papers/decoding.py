@@ -8,7 +8,7 @@ from functools import cache
 from megatron_longctx.core.plans import Block, KernelSupport, Kind, Move, Target, Workload
 from megatron_longctx.core.plans.kernel_calls import KernelCall
 from megatron_longctx.core.plans.plan import ALL_HEADS, Heads
-from megatron_longctx.planner.cost import GIB, Costs
+from megatron_longctx.planner.cost import GIB, Costs, attention_flops
 from megatron_longctx.planner.messages import Messages
 from megatron_longctx.planner.simulate import Simulation, simulate
 
@@ -55,7 +55,9 @@ class ReadingCosts(Costs):
     def seconds_of(self, keys: int, pairs: int, workload: Workload = HEADS) -> float:
         """Return the seconds of a call that reads `keys` keys and computes `pairs` pairs."""
         read = keys * workload.token_bytes(Kind.KV) / MEMORY_BYTES
-        return self.call_s + max(read, workload.flops(pairs, ALL_HEADS, False) / (self.forward_tflops * 1e12))
+        return self.call_s + max(
+            read, attention_flops(workload, pairs, ALL_HEADS, False) / (self.forward_tflops * 1e12)
+        )
 
 
 COSTS = ReadingCosts(ATTENTION_TFLOPS, ATTENTION_TFLOPS)
@@ -85,7 +87,7 @@ def one_exchange(n: int, cached: int, sequences: int) -> float:
     outs = [Block(Kind.OUT, rank, 0, sequences, origin=rank) for rank in range(n)]
     moves = tuple(Move(outs[rank], rank, (rank + t) % n) for t in range(1, n) for rank in range(n))
     _, done = Messages(n, cluster(n, RDMA), HEADS, COSTS).exchange(moves, [seconds] * n, [seconds] * n)
-    merged = (n + 1) * HEADS.block_bytes(outs[0])
+    merged = (n + 1) * outs[0].tokens * HEADS.token_bytes(outs[0].kind, outs[0].heads)
     return max(done) + merged / (COSTS.merge_gibps * GIB)
 
 

@@ -13,6 +13,7 @@ import torch
 from megatron_longctx.core.plans.plan import ALL_HEADS
 from megatron_longctx.lowbit.quantize import Format, RawFormat
 from megatron_longctx.lowbit.quantized import formats
+from megatron_longctx.planner.cost import attention_flops
 from megatron_longctx.planner.flops import peak_tflops
 
 from .page import Cell, Table, cell, paper
@@ -56,7 +57,7 @@ def prefill(model: Llama, n: int, tokens: int, gpu: str, bits: int | None = None
     peak = peak_tflops(gpu)
     assert peak is not None
     rate = n * MATMUL_SHARE * peak * 1e12 / model.layers
-    attention = model.workload.flops(tokens * (tokens + 1) / 2, ALL_HEADS, False)
+    attention = attention_flops(model.workload, tokens * (tokens + 1) / 2, ALL_HEADS, False)
     sums = _SUMS * model.layers * sent(tokens * model.hidden, n, bits) / LINKS[gpu]
     return Prefill(model.linear_flops(tokens) / rate, attention / rate, sums)
 

@@ -12,7 +12,7 @@ from megatron_longctx.core.plans import Workload
 from megatron_longctx.core.plans.plan import ALL_HEADS
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.planner.cost import Costs
+from megatron_longctx.planner.cost import Costs, attention_flops
 from megatron_longctx.planner.simulate import simulate
 
 TP = 8
@@ -49,7 +49,7 @@ def batch(n: int, new: int, cached: int, sequences: int = 1) -> Batch:
 def attention(n: int, new: int, cached: int, mode: str, gibps: float) -> float:
     """Return the seconds of a layer's attention."""
     if n == 1:
-        return HEADS.flops(new * (new / 2 + cached), ALL_HEADS, False) / (ATTENTION_TFLOPS * 1e12)
+        return attention_flops(HEADS, new * (new / 2 + cached), ALL_HEADS, False) / (ATTENTION_TFLOPS * 1e12)
     return simulate(batch(n, new, cached).plan(mode), cluster(n, gibps), HEADS, costs()).seconds
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_longctx.config.cluster import Cluster, load_cluster
 from megatron_longctx.config.rings import choose_rings, decompositions
+from megatron_longctx.config.tasp import Tasp
 from megatron_longctx.core.plans import (
     KernelSupport,
     Kind,
@@ -25,7 +26,6 @@ from megatron_longctx.core.plans import (
     sum_in_nodes,
 )
 from megatron_longctx.core.plans.mask import causal, full
-from megatron_longctx.core.plans.modes.tasp import Tasp
 from megatron_longctx.planner.cost import Costs
 from megatron_longctx.planner.simulate import Simulation, simulate
 
@@ -179,7 +179,14 @@ def _summed(mode: str, cluster: Cluster, length: int) -> tuple[Cell, ...]:
 
     def crossing(plan: Plan) -> float:
         moves = (move for step in plan.steps for move in step.moves if move.block.kind is Kind.DKV)
-        return sum(workload.block_bytes(b) for b, source, home in moves if source // node != home // node) / 2**20
+        return (
+            sum(
+                b.tokens * workload.token_bytes(b.kind, b.heads)
+                for b, source, home in moves
+                if source // node != home // node
+            )
+            / 2**20
+        )
 
     plan = build_plan(mode, cluster.n, length, ModeOptions(cluster=cluster))
     plans = (backward_plan(plan), backward_plan(sum_in_nodes(plan, node)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_longctx.core.kernels import AttentionKernel, KernelRequest, choose, dense_call
 from megatron_longctx.core.plans import KernelCall, Segment
-from megatron_longctx.core.plans.mask import FAR
+from megatron_longctx.core.plans.slices import FAR
 
 Outputs = tuple[Tensor, Tensor, None, None]
 

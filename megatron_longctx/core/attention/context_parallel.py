@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import comm
 from ..comm import AttentionTimes, BufferPool, StreamClock, Transport
 from ..comm.collectives import not_owned
+from ..comm.symmetric import on_one_machine
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.interface import check_tensors
 from ..layout import Layout
-from ..plans import Mask, Mode, ModeOptions, Plan, Target, build_plan, find_mode, keeps_received, node_size_to_sum
-from ..plans import mask as masks
+from ..plans import Mask, Mode, ModeOptions, Plan, Target, backward, build_plan, find_mode
 from .execute import Runtime
 from .function import AttentionFunction, AttentionResult, Passes, compile_kinds, forward_pass, shapes_of
 from .kv_format import MakeFormat, Shapes
@@ -97,7 +97,8 @@ class ContextParallelAttention:
         self._kernel, self._unit, self._layout, self._transport = kernel, unit, layout, transport
         self._kv_format, self._keep_received = kv_format, keep_received
         self._overlap = overlap
-        self._sum_in_node, self._summed = sum_in_node, node_size_to_sum(sum_in_node, options.cluster, self.world)
+        self._sum_in_node = sum_in_node
+        self._summed = backward.node_size_to_sum(sum_in_node, options.cluster, self.world)
         self._measures_times = False
         self._devices: dict[torch.device, _DeviceState] = {}
         self._runtimes: dict[KernelRequest, Runtime] = {}
@@ -209,20 +210,8 @@ class ContextParallelAttention:
                 in a call with gradients.
         """
         if torch.compiler.is_compiling():
-            return _uncompiled(self, q, k, v, mask, scale, sink, result, inference)
-        return self._attend(q, k, v, mask, scale, sink, result, inference)
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask | int,
-        scale: float | None,
-        sink: Tensor | None,
-        result: AttentionResult | None,
-        inference: bool,
-    ) -> Tensor:
+            options = {"mask": mask, "scale": scale, "sink": sink, "result": result, "inference": inference}
+            return _uncompiled(self, q, k, v, **options)
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sink) if x is not None)
         kv_format = self._kv_format if inference and self.world > 1 else None
         if kv_format is not None and differentiated:
@@ -258,7 +247,7 @@ class ContextParallelAttention:
 
     def keeps_received(self, length: int, batch: int = 1) -> bool:
         """Whether differentiated calls over `batch` sequences keep received blocks."""
-        return keeps_received(self._keep_received, self.mode.name, self.world, length, batch)
+        return backward.keeps_received(self._keep_received, self.mode.name, self.world, length, batch)
 
     def _passes(
         self,
@@ -271,7 +260,7 @@ class ContextParallelAttention:
         may_keep: bool = False,
         kv_format: MakeFormat | None = None,
     ) -> Passes:
-        mask = masks.causal(mask) if isinstance(mask, int) else mask
+        mask = Mask.causal(mask) if isinstance(mask, int) else mask
         self._check(q, k, v, mask)
         _check_sink(sink, q)
         keep = may_keep and self.keeps_received(mask.length, q.shape[1])
@@ -346,8 +335,6 @@ class ContextParallelAttention:
         group = self._group_to_send()
         if not self._summed or group is None:
             return 0
-        from ..comm.symmetric import on_one_machine
-
         sums = self._sum_in_node or on_one_machine(group, self._summed)
         if self.rank == 0:
             which = f"every {self._summed} neighbouring ranks (sum_in_node={self._sum_in_node})"
@@ -360,9 +347,9 @@ class ContextParallelAttention:
 
 
 @_disable_dynamo
-def _uncompiled(attention: ContextParallelAttention, *arguments: Any) -> Tensor:
+def _uncompiled(attention: ContextParallelAttention, *tensors: Tensor, **options: Any) -> Tensor:
     """Attend, where a compiler may not look. (`torch.compiler.disable` would load the compiler with this module.)"""
-    return attention._attend(*arguments)
+    return attention(*tensors, **options)
 
 
 class _DeviceState(NamedTuple):

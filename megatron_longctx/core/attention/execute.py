@@ -4,36 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..comm import BufferPool, Channel, StreamClock, Transport, timed
+from ..comm import BufferPool, Channel, StreamClock, SymmetricExchange, Transport, timed
 from ..kernels import AttentionKernel, Partial, merge_partials, sum_partials
 from ..kernels.batched_copy import BatchedCopy, Pair
 from ..plans import Kind, Recorder
+from ..plans import recording as ops
 from ..plans.plan import NUM_FIELDS
-from ..plans.recording import (
-    Acquire,
-    Compute,
-    Copy,
-    Memory,
-    Merge,
-    Op,
-    Place,
-    Release,
-    Rows,
-    Send,
-    Wait,
-    rows_read,
-    rows_written,
-)
 from .kv_format import Fields, Shapes, TensorSpec
 from .registers import EXCHANGE, SCALE, TEMPLATE, Get, Registers, Values
-
-if TYPE_CHECKING:
-    from ..comm import SymmetricExchange
 
 Step = Callable[[Values], object]
 
@@ -83,13 +66,13 @@ class Pass:
                 recorder.send_bytes(),
                 lambda num_bytes: runtime.pool.get("sent", (num_bytes,), torch.uint8),
             )
-        self._channel = cast("SymmetricExchange", channel)  # used for messages alone
+        self._channel = cast(SymmetricExchange, channel)  # used for messages alone
         self._registers = Registers(self.recording, shapes, runtime.pool, channel, packed)
         self._steps = self._prepare()
         self._results = {kind: self._registers.fields(rows) for kind, rows in self.recording.own.items()}
         self._kept = [[self._registers.raw(rows) for rows in entry] for entry in self.recording.kept]
         self._own = self._registers.known(Kind)
-        self._stored = [(m.number, n) for m, n in self._registers.known(Memory) if m.place is Place.KEPT]
+        self._stored = [(m.number, n) for m, n in self._registers.known(ops.Memory) if m.place is ops.Place.KEPT]
 
     def run(self, own: dict[Kind, Fields], scale: float, kept: Sequence[Fields] = ()) -> Replay:
         """Run the pass.
@@ -122,7 +105,7 @@ class Pass:
 
     def _prepare(self) -> list[Step]:
         """Return the operations as functions, with allocations before the first use of memory, and with marks."""
-        recording, ready = self.recording, set[Memory]()
+        recording, ready = self.recording, set[ops.Memory]()
         marks = set(recording.after.values())
         # Messages fill kept memory: they start after the first mark, and so after all earlier uses of the same bytes.
         steps = [self._allocate(memory) for memory in recording.kept_memory]
@@ -130,8 +113,8 @@ class Pass:
             steps.append(self._mark(-1))
         ended = self._last_uses()
         for i, op in enumerate(recording.ops):
-            for memory in {rows.memory for rows in rows_written(op)} - ready:
-                if memory.place in (Place.SUM, Place.RESULT):
+            for memory in {rows.memory for rows in ops.rows_written(op)} - ready:
+                if memory.place in (ops.Place.SUM, ops.Place.RESULT):
                     ready.add(memory)
                     steps.append(self._allocate(memory))
             steps.append(self._step(op, i))
@@ -143,32 +126,32 @@ class Pass:
 
     def _last_uses(self) -> dict[int, list[int]]:
         """Return, keyed by operation, the registers of calls' outputs and sums that nothing needs after it."""
-        last: dict[Memory, int] = {}
+        last: dict[ops.Memory, int] = {}
         for i, op in enumerate(self.recording.ops):
-            last |= dict.fromkeys((rows.memory for rows in (*rows_read(op), *rows_written(op))), i)
+            last |= dict.fromkeys((rows.memory for rows in (*ops.rows_read(op), *ops.rows_written(op))), i)
         remain = {rows.memory for rows in self.recording.own.values()}
         remain |= {rows.memory for entry in self.recording.kept for rows in entry}
         ended: dict[int, list[int]] = {}
         for memory, i in last.items():
-            if memory.place in (Place.CALL, Place.SUM) and memory not in remain:
+            if memory.place in (ops.Place.CALL, ops.Place.SUM) and memory not in remain:
                 ended.setdefault(i, []).append(self._registers.number(memory))
         return ended
 
-    def _step(self, op: Op, i: int) -> Step:
+    def _step(self, op: ops.Op, i: int) -> Step:
         match op:
-            case Copy():
+            case ops.Copy():
                 return self._copy(op, i)
-            case Compute():
+            case ops.Compute():
                 return self._backward(op) if self.recording.backward else self._forward(op)
-            case Merge():
+            case ops.Merge():
                 return self._merge(op)
-            case Send():
+            case ops.Send():
                 return self._send(op)
-            case Wait():
+            case ops.Wait():
                 return self._wait
-            case Acquire():
+            case ops.Acquire():
                 return self._acquire(op)
-            case Release():
+            case ops.Release():
                 return lambda _: self._channel.release(op.step)
 
     # Memory.
@@ -180,12 +163,12 @@ class Pass:
 
         return clear
 
-    def _allocate(self, memory: Memory) -> Step:
+    def _allocate(self, memory: ops.Memory) -> Step:
         number, shapes = self._registers.number(memory), self._shapes
-        if memory.place is Place.HELD:
+        if memory.place is ops.Place.HELD:
             makers = [spec.empty for spec in shapes.specs(memory.kind, memory.tokens, memory.heads)]
         else:
-            dtype = shapes.sum_dtype if memory.place is Place.SUM else shapes.dtype
+            dtype = shapes.sum_dtype if memory.place is ops.Place.SUM else shapes.dtype
             specs = shapes.result_specs(memory.kind, memory.tokens, memory.heads, dtype)
             makers = [_empty_lse(spec) if len(spec.shape) == 3 else spec.empty for spec in specs]
 
@@ -194,7 +177,7 @@ class Pass:
 
         return allocate
 
-    def _copy(self, op: Copy, i: int) -> Step:
+    def _copy(self, op: ops.Copy, i: int) -> Step:
         registers, copies, both = self._registers, self._copies, list[tuple[Get, Get]]()
         for into, source in op.pairs:
             alike = registers.is_packed(into.memory) == registers.is_packed(source.memory)
@@ -211,7 +194,7 @@ class Pass:
 
     # Kernel calls and results.
 
-    def _forward(self, op: Compute) -> Step:
+    def _forward(self, op: ops.Compute) -> Step:
         run, call, number = self._runtime.kernel.forward, op.call, self._registers.number(op.outputs[0])
         queries, keys = self._registers.raw(op.queries), self._registers.fields(op.keys)
 
@@ -221,7 +204,7 @@ class Pass:
 
         return forward
 
-    def _backward(self, op: Compute) -> Step:
+    def _backward(self, op: ops.Compute) -> Step:
         run, call = self._runtime.kernel.backward, op.call
         of_keys, of_queries = map(self._registers.number, op.outputs)
         queries, keys = self._registers.raw(op.queries), self._registers.fields(op.keys)
@@ -238,7 +221,7 @@ class Pass:
 
         return backward
 
-    def _merge(self, op: Merge) -> Step:
+    def _merge(self, op: ops.Merge) -> Step:
         kind, into, heads = op.into.kind, self._registers.fields(op.into), self._shapes.heads
         first = heads(kind, op.into.heads).start
         parts = [
@@ -267,7 +250,7 @@ class Pass:
 
         return mark
 
-    def _send(self, op: Send) -> Step:
+    def _send(self, op: ops.Send) -> Step:
         channel, step, overlap, wait = self._channel, op.step, self._runtime.overlap, self._wait
         passed, receives = self._registers.tensors(self.recording.passed[step]), self._targets(step)
         mark = self._registers.number(("mark", self.recording.after[step]))
@@ -290,13 +273,13 @@ class Pass:
         """Return what gets the targets of a step's messages, or their shapes if they are read in the peers' memory."""
         receives = self.recording.receives[step]
         if all(each.into is not None for each in receives):
-            return self._registers.tensors([cast(Rows, each.into) for each in receives])
+            return self._registers.tensors([cast(ops.Rows, each.into) for each in receives])
         specs = [
             x for each in receives for x in self._shapes.specs(each.block.kind, each.block.tokens, each.block.heads)
         ]
         return lambda _: specs
 
-    def _acquire(self, op: Acquire) -> Step:
+    def _acquire(self, op: ops.Acquire) -> Step:
         channel, receives = self._channel, self._targets(op.step)
         filled = self._registers.number(("acquired", op.step))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels import CallKind
 from ..kernels.no_grad import first_order
 from ..plans import Kind, Plan, Recorder, Target, Workload, backward_plan, record
-from ..plans.mask import FAR
+from ..plans.slices import FAR
 from .execute import Pass, Runtime
 from .kv_format import Fields, KVFormat, Shapes, plain_kv
 

@@ -34,9 +34,7 @@ def token_numbers(layout: Layout, rank: int, device: torch.device | str | None =
 
 def shard(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
     """Return a rank's tokens of a tensor that has those of the whole sequence in `dim`."""
-    if x.shape[dim] != layout.length:
-        expected = f"{layout.length} tokens in dimension {dim}, those of the whole sequence"
-        raise refuse("x", f"a tensor {list(x.shape)}", expected, "Give the mask of this sequence, or another dim.")
+    _check_tokens(x, dim, layout.length, "those of the whole sequence")
     return x.index_select(dim, token_numbers(layout, rank, x.device))
 
 
@@ -45,9 +43,7 @@ def gather(x: Tensor, layout: Layout, group: dist.ProcessGroup | None, rank: int
     if x.requires_grad and torch.is_grad_enabled():
         raise refuse("x", "a tensor that requires gradients", "one without", "Pass x.detach(): none would flow back.")
     own = layout.num_tokens(rank)
-    if x.shape[dim] != own:
-        expected = f"{own} tokens in dimension {dim}, those of rank {rank}"
-        raise refuse("x", f"a tensor {list(x.shape)}", expected, "Give the mask of this sequence, or another dim.")
+    _check_tokens(x, dim, own, f"those of rank {rank}")
     rows = x.movedim(dim, 0)
     most = max(map(layout.num_tokens, range(layout.n)))
     padded = rows.new_zeros(most, *rows.shape[1:])
@@ -57,3 +53,9 @@ def gather(x: Tensor, layout: Layout, group: dist.ProcessGroup | None, rank: int
     for each in range(layout.n):
         whole[token_numbers(layout, each, x.device)] = parts[each, : layout.num_tokens(each)]
     return whole.movedim(0, dim)
+
+
+def _check_tokens(x: Tensor, dim: int, tokens: int, which: str) -> None:
+    if x.shape[dim] != tokens:
+        expected = f"{tokens} tokens in dimension {dim}, {which}"
+        raise refuse("x", f"a tensor {list(x.shape)}", expected, "Give the mask of this sequence, or another dim.")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -54,28 +51,6 @@ def all_gather_rows(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
     gathered = values.new_empty(n * values.numel())
     all_gather_single(gathered, values, group=group)
     return gathered.view(n, -1)
-
-
-def broadcast_from_first(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
-    """Broadcast the `values` of the group's first rank in place; without a group, return them unchanged."""
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.broadcast(values, group=group, group_src=0)
-    return values
-
-
-def broadcast_json(value: Any = None) -> Any:
-    """Broadcast rank 0's JSON value to all ranks, tuples as lists. Every rank waits for all others.
-
-    JSON, because unpickling can execute code.
-    """
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    text = json.dumps(value).encode() if dist.get_rank() == 0 else b""
-    size = torch.tensor([len(text)], device=device)
-    dist.all_reduce(size)
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
-    data = data.to(device)
-    dist.broadcast(data, src=0)
-    return json.loads(data.cpu().numpy().tobytes())
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
@@ -134,12 +109,3 @@ def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], what: str, reme
             f"{what} failed on {named} of the group's {len(failures)}: {failures[ranks[0]]}. {remedy}"
         )
     return result  # type: ignore[return-value]
-
-
-def timeout_of(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
-    """Return the timeout of the collectives of `group`, by default of all ranks. (New groups get torch's default.)"""
-    group = group or dist.group.WORLD
-    assert group is not None
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    limit: datetime.timedelta = group._get_backend(device).options._timeout
-    return limit

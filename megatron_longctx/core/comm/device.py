@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -68,7 +68,7 @@ class AttentionTimes(NamedTuple):
 
 
 class StreamClock:
-    """Adds up the time between `start` and `stop`; on CUDA as the caller's stream runs, without making the host wait.
+    """Adds up the time of `with` blocks; on CUDA as the caller's stream runs, without making the host wait.
 
     Attributes:
         running: whether `timed` uses this clock. Whoever sets it has to call `take` from time to time.
@@ -83,7 +83,7 @@ class StreamClock:
         self._since = 0.0
         self.running = False
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         if self._cuda:
             begin, end = (self._event() for _ in range(2))
             begin.record(torch.cuda.current_stream(self._device))
@@ -91,7 +91,7 @@ class StreamClock:
         else:
             self._since = time.perf_counter()
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._cuda:
             self._pairs[-1][1].record(torch.cuda.current_stream(self._device))
         else:
@@ -116,13 +116,4 @@ class StreamClock:
 
 def timed(clock: StreamClock | None) -> AbstractContextManager[object]:
     """Time the enclosed work of the caller's stream if `clock` is running."""
-    return nullcontext() if clock is None or not clock.running else _running(clock)
-
-
-@contextmanager
-def _running(clock: StreamClock) -> Iterator[None]:
-    clock.start()
-    try:
-        yield
-    finally:
-        clock.stop()
+    return nullcontext() if clock is None or not clock.running else clock

@@ -23,7 +23,7 @@ from ..plans.recording import Recording
 from .collectives import PeerMemoryError, all_or_none, gather_objects
 from .device import synchronize
 from .p2p import Exchange, Transport
-from .symmetric import FlagOperations, allocate, free_cached_memory, memory_remedy
+from .symmetric import FlagOperations, allocate, free_cached_memory
 
 _READY, _READ = 0, 1
 _INITIAL_STEPS = 64
@@ -52,9 +52,13 @@ class PeerTransport(Transport):
     ) -> None:
         super().__init__(group, device)
         self._growth, self._key = growth, key
+        self._remedy = (
+            f"Choose {key}=p2p, which needs none, or let ranks send less: shorter sequences, more context-parallel "
+            "ranks, another schedule."
+        )
         self._broken: str | None = None
         self.stream, self.signals = all_or_none(
-            group, lambda: (_stream(device), _stream(device)), "setting up peer memory", memory_remedy(key)
+            group, lambda: (_stream(device), _stream(device)), "setting up peer memory", self._remedy
         )
         self.generation = 0
         self._capacity = self._steps = 0
@@ -141,13 +145,12 @@ class PeerTransport(Transport):
     def _allocate(self, capacity: int, steps: int) -> None:
         sizes = [max(1, capacity)] * 2 + [2 * steps * self.world * 2 * 4]
         what = f"setting up peer memory (2 x {capacity / 2**30:.2f} GiB on every rank)"
-        remedy = memory_remedy(self._key)
         try:
-            all_or_none(self.group, lambda: synchronize(self.device), what, remedy)
+            all_or_none(self.group, lambda: synchronize(self.device), what, self._remedy)
             # Now no rank reads the old memory, which is freed here.
             self._memories, self._flags = [], None
             free_cached_memory(self.device, sum(sizes))
-            *self._memories, self._flags = allocate(self.group, self.device, sizes, remedy, what)
+            *self._memories, self._flags = allocate(self.group, self.device, sizes, self._remedy, what)
         except PeerMemoryError:
             self._memories, self._flags = [], None
             raise

@@ -60,14 +60,6 @@ def _unreadable(mine: int, others: Sequence[int]) -> str | None:
     return None
 
 
-def memory_remedy(key: str) -> str:
-    """Return the remedy for peer memory that cannot be allocated for attention; `key` is the setting that chose it."""
-    return (
-        f"Choose {key}=p2p, which needs none, or let ranks send less: shorter sequences, more context-parallel ranks, "
-        "another schedule."
-    )
-
-
 def allocate(
     group: dist.ProcessGroup,
     device: torch.device,

@@ -7,8 +7,7 @@ The room works on tensors of one process: it knows no ranks, process groups or p
 - `choose("auto", KernelRequest(...))` returns an `AttentionKernel`; `available(...)` explains why others are not used.
 - `kernel.forward` returns (out, lse) of one call; `merge_partials` merges results over disjoint keys in one pass.
 - `kernel.backward` takes the GLOBAL (out, lse) and returns one call's part of the gradients; `sum_partials` adds them.
-- The room also has `paged` attention for decode, `quantize_kv` (8-bit keys and values), `rotate` (RoPE) and
-  `batched_copy`.
+- `batched_copy` makes several copies by one launch.
 
 To add a provider, add one file to `providers/` with a subclass of `AttentionKernel` or `PackedKernel` (`name`, `takes`,
 `why_not`, `_forward`, `_backward`, and a `speed` if `auto` may choose it).

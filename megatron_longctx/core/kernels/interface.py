@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..plans.kernel_calls import KernelCall, KernelSupport, Segment
-from ..plans.mask import FAR
+from ..plans.slices import FAR
 from .no_grad import no_grad
 
 PROVIDERS: dict[str, type["AttentionKernel"]] = {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plans.kernel_calls import KernelCall, KernelSupport, Segment
-from ..plans.mask import FAR
+from ..plans.slices import FAR
 from .interface import AttentionKernel, BlockInputs, dense_call
 
 

@@ -52,11 +52,8 @@ def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> Non
         partials: outputs over disjoint sets of keys; 0 wherever their lse is -inf. fp32 or lower, or all fp64.
         out: `[s, b, h, d]`, any strides and float dtype; may be the memory of a partial.
         lse: `[s, b, h]` fp32 (fp64 for fp64 partials), any strides.
-
-    Raises:
-        ValueError: too many partials.
     """
-    _check(partials)
+    assert len(partials) <= MAX_PARTIALS
     if out.numel() == 0:
         return
     impl = _fused() if _fusable(partials, out) and lse.dtype == torch.float32 else None
@@ -79,11 +76,8 @@ def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
 
     Args:
         out: `[s, b, h, d]`, any strides and float dtype; may be the memory of a partial.
-
-    Raises:
-        ValueError: too many partials.
     """
-    _check(partials)
+    assert len(partials) <= MAX_PARTIALS
     if out.numel() == 0:
         return
     impl = _fused() if _fusable(partials, out) else None
@@ -108,11 +102,6 @@ def _merge_into(acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> N
     difference = torch.where(new == -torch.inf, -torch.inf, new - acc_lse)
     acc_out.lerp_(out.to(acc_out.dtype), torch.sigmoid(difference).unsqueeze(-1))
     acc_lse.copy_(torch.maximum(acc_lse, new) - logsigmoid(difference.abs()))
-
-
-def _check(partials: Sequence[Partial]) -> None:
-    if len(partials) > MAX_PARTIALS:
-        raise ValueError(f"{len(partials)} partials: expected {MAX_PARTIALS} at most. Merge some of them first.")
 
 
 def _fusable(partials: Sequence[Partial], out: Tensor) -> bool:

@@ -10,10 +10,11 @@
 from .backward import backward_plan, keep_received, keeps_received, node_size_to_sum, sum_in_nodes, transpose
 from .build import build_plan
 from .kernel_calls import KernelCall, KernelSupport, Segment, kernel_calls
-from .mask import Document, Mask, Slice
+from .mask import Document, Mask
 from .modes import MODES, Mode, ModeOptions, find_mode
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
 from .recorder import Recorder, record
 from .recording import Recording
+from .slices import Slice
 from .verify import PlanError, verify
 from .workload import Target, Workload

@@ -8,9 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..errors import refuse
-from .collector import collector_paused
-from .links import Links
-from .plan import Attend, Block, Heads, Kind, Move, Plan, Step, trim
+from .plan import Attend, Block, Heads, Kind, Links, Move, Plan, Step, collector_paused, trim
 
 KEPT_TOKENS = 32_768
 """The most tokens of a rank (times sequences) for which ulysses keeps what it receives, unless told otherwise. Keeping
@@ -36,11 +34,8 @@ def keep_received(plan: Plan) -> Plan:
 
     Queries are kept if one call of one rank computes all of their attention. Then this rank has their whole out and
     lse, which backward needs. Others (with helpers, or with several calls) travel again.
-
-    Raises:
-        ValueError: `plan` is a backward plan already.
     """
-    _check_forward(plan)
+    assert not plan.backward
     kept: list[set[Block]] = [set() for _ in range(plan.n)]
     computed: list[list[tuple[Block, Attend]]] = []
     for _, rank, attend in plan.calls():
@@ -52,11 +47,6 @@ def keep_received(plan: Plan) -> Plan:
             if all(call is attend for _, call in others):
                 kept[rank].update(away)
     return replace(plan, kept=tuple(tuple(sorted(blocks)) for blocks in kept))
-
-
-def _check_forward(plan: Plan) -> None:
-    if plan.backward:
-        raise ValueError(f"plan {plan.name} is a backward plan: expected a forward plan. Give the forward plan.")
 
 
 def calls_by_home(plan: Plan) -> list[list[tuple[Block, Attend]]]:
@@ -89,12 +79,8 @@ def node_size_to_sum(setting: bool | None, cluster: Links | None, n: int) -> int
 
 
 def sum_in_nodes(plan: Plan, ranks: int) -> Plan:
-    """Return the forward plan whose backward sums in nodes of `ranks` ranks (see `Plan.sum_in_node`); 0 for no sums.
-
-    Raises:
-        ValueError: `plan` is a backward plan already.
-    """
-    _check_forward(plan)
+    """Return the forward plan whose backward sums in nodes of `ranks` ranks (see `Plan.sum_in_node`); 0 for no sums."""
+    assert not plan.backward
     return replace(plan, sum_in_node=ranks) if ranks else plan
 
 
@@ -104,9 +90,6 @@ def backward_plan(plan: Plan) -> Plan:
 
     Keys and values arrive while a rank works on the first part of its own block, and the last gradients travel while it
     works on the rest.
-
-    Raises:
-        ValueError: `plan` is a backward plan already.
     """
     backward = transpose(plan)
     if len(backward.steps) < 2 or any(backward.steps[-1].attends):
@@ -137,11 +120,8 @@ def transpose(plan: Plan) -> Plan:
     of another node and sends the sum.
 
     Blocks in `plan.kept` do not travel again; for kept queries only the gradient of out does.
-
-    Raises:
-        ValueError: `plan` is a backward plan already.
     """
-    _check_forward(plan)
+    assert not plan.backward
     gradients = _gradient_moves(plan)
     inputs = {Kind.KV: (Kind.KV,), Kind.Q: (Kind.Q_GRAD, Kind.GRAD) if plan.kept else (Kind.Q_GRAD,)}
     steps: list[Step] = []

@@ -6,11 +6,9 @@ from functools import lru_cache
 
 from ..layout import build_layout
 from . import backward
-from . import mask as masks
-from .collector import collector_paused
 from .mask import Mask
 from .modes import Mode, ModeOptions, check_messages, find_mode
-from .plan import Plan
+from .plan import Plan, collector_paused
 from .visibility import visibility
 
 
@@ -42,7 +40,7 @@ def build_plan(
         ValueError: the schedule is unknown, it refuses the sizes, options or layout, or the plan has too many messages.
     """
     mode = find_mode(schedule, n, options or ModeOptions()) if isinstance(schedule, str) else schedule
-    mask = masks.causal(mask) if isinstance(mask, int) else mask
+    mask = Mask.causal(mask) if isinstance(mask, int) else mask
     plan = _build_cached(mode, n, mask, unit, mode.layout_of(mask, layout))
     if backward.keeps_received(keep_received, mode.name, n, mask.length, batch):
         plan = backward.keep_received(plan)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .mask import FAR, Slice, joined
+from .slices import FAR, Slice, joined
 
 _TILE = 128
 """A multiple of the rows that kernels compute together. Long causal segments are cut at multiples of it."""

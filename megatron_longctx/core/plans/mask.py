@@ -15,13 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import refuse
-from .slices import FAR as FAR
-from .slices import Slice as Slice
-from .slices import band_between as band_between
-from .slices import canonical as canonical
-from .slices import indices_within as indices_within
-from .slices import joined as joined
-from .slices import merge_spans as merge_spans
+from .slices import FAR, Slice
 
 Window = tuple[int | None, int | None]
 """The numbers of tokens that a query sees before and after itself, as Megatron's `window_size`; None for no bound."""

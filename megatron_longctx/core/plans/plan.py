@@ -14,15 +14,18 @@ computed in step t+1.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..layout import Layout
-from .mask import Mask, Slice, merge_spans
+from .mask import Mask
+from .slices import Slice, merge_spans
 
 
 class Kind(StrEnum):
@@ -137,11 +140,6 @@ class Attend(NamedTuple):
     def pairs(self) -> int:
         """The number of query-key pairs that each head computes."""
         return sum(each.pairs for each in self.slices)
-
-    @property
-    def work(self) -> float:
-        """The pairs, multiplied by the share of the heads."""
-        return self.pairs / self.heads.parts
 
     def halves(self) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:
         """Divide the queries, which must be of one block, into two calls; a half that sees no keys has none."""
@@ -282,28 +280,22 @@ class Plan:
         away = [key.result(Kind.DKV, rank) for key in attend.keys if key.home != rank]
         return away + [query.result(Kind.DQ, rank) for query in attend.queries if query.home != rank]
 
-    def pairs(self, rank: int) -> float:
-        """Return the number of query-key pairs that `rank` computes, each weighted by its share of the heads."""
-        return self._pairs[rank]
 
-    @cached_property
-    def _pairs(self) -> list[float]:
-        return [sum(attend.work for step in self.steps for attend in step.attends[rank]) for rank in range(self.n)]
+class Links(Protocol):
+    """What modes and backward plans need to know of a `config.cluster.Cluster`; plans know no rates.
 
-    def imbalance_pct(self, pairs_per_token: float = 0.0) -> float:
-        """Return by how many percent the work of the busiest rank exceeds the average.
+    Rank r is rank `r % ranks_per_node` of node `r // ranks_per_node`.
+    """
 
-        Args:
-            pairs_per_token: the work of a token outside attention, in pairs that take the same time; 0 for attention
-                alone.
-        """
-        work = [pairs + pairs_per_token * self.queries.num_tokens(rank) for rank, pairs in enumerate(self._pairs)]
-        return 100 * (max(work) * self.n / sum(work) - 1) if sum(work) else 0.0
+    @property
+    def nodes(self) -> int: ...
 
-    def idle_fraction(self) -> float:
-        """Return the share of rank-time spent waiting if every step lasts as long as its busiest rank."""
-        busiest = sum(max(sum(a.work for a in attends) for attends in step.attends) for step in self.steps)
-        return 1 - sum(self._pairs) / (self.n * busiest) if busiest else 0.0
+    @property
+    def ranks_per_node(self) -> int: ...
+
+    @property
+    def network_is_slower(self) -> bool:
+        """Whether a rank's share of the network is slower than its links within its node. False for one node."""
 
 
 def fetch_moves(attends: Iterable[tuple[Attend, ...]]) -> list[Move]:
@@ -355,3 +347,15 @@ def _needed(move: Move, needs: dict[tuple[int, Kind, int], list[Block]]) -> Iter
     for start, stop in merge_spans(spans):
         whole = (start, stop) == (block.start, block.stop)
         yield move if whole else move._replace(block=block._replace(start=start, stop=stop))
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the collector, which would scan the millions of small tuples of a large plan and find no cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -12,7 +12,6 @@ from itertools import accumulate, groupby
 
 from .kernel_calls import kernel_calls
 from .lifetimes import assign_slots
-from .mask import FAR, Slice, canonical
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Plan
 from .recording import (  # fmt: skip
     Acquire,
@@ -30,6 +29,7 @@ from .recording import (  # fmt: skip
     Wait,
 )
 from .send_layout import Message, ResultMessage, SendLayout, SentResults, send_layout, sent_results
+from .slices import FAR, Slice, canonical
 from .sums import Sum, by_block, call_results
 from .workload import Target
 
@@ -51,8 +51,7 @@ class Recorder:
         """Return the layout of a rank's send memory. `results` are the rank's, if they are known."""
         if rank not in self._layouts:
             computed = (results or sent_results(self.plan, rank)).computed
-            row_bytes, over_peers = self.target.workload.field_bytes, self.target.over_peers
-            self._layouts[rank] = send_layout(self.plan, rank, row_bytes, over_peers, computed)
+            self._layouts[rank] = send_layout(self.plan, rank, self.target, computed)
         return self._layouts[rank]
 
     def send_bytes(self) -> int:

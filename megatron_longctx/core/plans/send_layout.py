@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from .mask import merge_spans
 from .plan import GRADIENTS, RESULTS, Block, Heads, Kind, Move, Plan
+from .slices import merge_spans
+from .workload import Target
 
 
 class Region(NamedTuple):
@@ -191,21 +192,17 @@ class _Regions:
         return sum(_aligned(size * block.tokens) for size in self._row_bytes(block.kind, block.heads))
 
 
-def send_layout(
-    plan: Plan, rank: int, row_bytes: RowBytes, over_peers: bool, computed: dict[ResultMessage, int]
-) -> SendLayout:
-    """Return the layout of the send memory of `rank`.
+def send_layout(plan: Plan, rank: int, target: Target, computed: dict[ResultMessage, int]) -> SendLayout:
+    """Return the layout of the send memory of `rank`. computed: see `SentResults`.
 
-    Args:
-        over_peers: whether other ranks read this memory. Only then blocks that are passed on need a region.
-        computed: see `SentResults`.
+    Blocks that are passed on need a region only if other ranks read this memory.
     """
-    memory, sends = _Regions(row_bytes), plan.sends(rank)
+    memory, sends = _Regions(target.workload.field_bytes), plan.sends(rank)
     packing, packed = _pack_own_rows(sends, rank, memory)
     batches: list[tuple[Batch, list[tuple[Block, int]]]] = []  # with blocks, and destinations of those passed on
     for t, moves in enumerate(sends):
         results = [(block, -1) for block, _, _ in moves if block.kind in RESULTS and block.origin == rank]
-        passed = [(block, to) for block, _, to in moves if over_peers and _producer(block) != rank]
+        passed = [(block, to) for block, _, to in moves if target.over_peers and _producer(block) != rank]
         for blocks, is_passed in ((results, False), (passed, True)):
             if blocks:
                 written = t if is_passed else min(computed[block, t] for block, _ in blocks)

@@ -10,9 +10,8 @@ from itertools import accumulate
 
 from ..layout import Layout
 from .backward import calls_by_home
-from .collector import collector_paused
-from .mask import Slice, band_between
-from .plan import GRADIENTS, RESULTS, Attend, Block, Heads, Kind, Move, Plan
+from .plan import GRADIENTS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, collector_paused
+from .slices import Slice, band_between
 
 
 class PlanError(ValueError):

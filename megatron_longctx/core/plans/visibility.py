@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..layout import Layout
-from .mask import Mask, Slice, band_between, indices_within, joined, merge_spans
+from .mask import Mask
 from .plan import Attend, Block, Kind
+from .slices import Slice, band_between, indices_within, joined, merge_spans
 
 
 class _SeenPart(NamedTuple):

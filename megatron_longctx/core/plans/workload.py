@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ..errors import refuse
 from .kernel_calls import PLAINEST, KernelSupport
-from .plan import ALL_HEADS, FIELDS, Block, Heads, Kind
+from .plan import ALL_HEADS, FIELDS, Heads, Kind
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,6 @@ class Workload:
     @property
     def value_dim(self) -> int:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
-
-    @property
-    def head_sizes(self) -> str:
-        """The head dim as text, with that of values if it differs: 128 or 192v128."""
-        return str(self.head_dim) if self.value_dim == self.head_dim else f"{self.head_dim}v{self.value_dim}"
 
     def head_range(self, kind: Kind, heads: Heads) -> range:
         """Return the heads of a part. If there are more parts than heads, neighbouring parts share one."""
@@ -90,18 +85,6 @@ class Workload:
     @cached_property
     def _token_bytes(self) -> dict[tuple[Kind, Heads], int]:
         return {}
-
-    def block_bytes(self, block: Block) -> int:
-        return block.tokens * self.token_bytes(block.kind, block.heads)
-
-    def flops(self, pairs: float, heads: Heads, backward: bool) -> float:
-        """Return the FLOPs of query-key pairs.
-
-        A pair takes 2 per head channel of two matrix products, or of five in backward (three over queries and keys).
-        """
-        count = len(self.head_range(Kind.Q, heads)) * self.batch
-        channels = 3 * self.head_dim + 2 * self.value_dim if backward else self.head_dim + self.value_dim
-        return 2.0 * pairs * count * channels
 
 
 @dataclass(frozen=True)

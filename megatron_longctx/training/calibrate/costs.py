@@ -16,7 +16,7 @@ from ...core.kernels.interface import sum_dtype
 from ...core.layout import contiguous
 from ...core.plans import Attend, Block, Heads, Kind, Move, Plan, Recorder, Step, Target, Workload
 from ...core.plans.mask import full
-from ...planner.cost import GIB, Costs, KernelSample, MessageSample
+from ...planner.cost import GIB, Costs, KernelSample, MessageSample, attention_flops
 from ...planner.measure_links import measure_links, to_cluster
 from .measure import Effort, Testbed, mean_seconds, median_over_ranks, sustained_seconds, warm_up
 
@@ -156,7 +156,7 @@ def _call_seconds(testbed: Testbed, shape: _Shape, repeats: int) -> list[float]:
 def _tflops(sample: KernelSample, workload: Workload) -> float:
     q = sample.num_queries
     pairs = q * (q + 1) // 2 if sample.causal else q * sample.num_keys
-    return workload.flops(pairs, Heads(0, sample.parts), sample.backward) / sample.seconds / 1e12
+    return attention_flops(workload, pairs, Heads(0, sample.parts), sample.backward) / sample.seconds / 1e12
 
 
 def _merge_gibps(testbed: Testbed, effort: Effort) -> float:

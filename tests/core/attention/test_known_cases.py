@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_longctx.core.kernels import AttentionKernel, KernelRequest, choose
 from megatron_longctx.core.plans import MODES, Mask, ModeOptions, build_plan, find_mode
-from megatron_longctx.core.plans.mask import FAR, Document, Slice, documents
+from megatron_longctx.core.plans.mask import Document, documents
+from megatron_longctx.core.plans.slices import FAR, Slice
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import assert_as_good_as
 from tests.shared.threads import Inputs, attend

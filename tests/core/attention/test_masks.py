@@ -35,8 +35,9 @@ from megatron_longctx.core.plans import (
     sums,
     verify,
 )
-from megatron_longctx.core.plans.mask import FAR, documents
+from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.core.plans.modes import outer_modes
+from megatron_longctx.core.plans.slices import FAR
 from megatron_longctx.testing.references import dense_attention, random_qkv, visible
 from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.plans import helper_plan, one_sided_plan, tangled_plan

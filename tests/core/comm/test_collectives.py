@@ -12,12 +12,11 @@ from megatron_longctx.core.comm import (
     PeerMemoryError,
     all_gather_rows,
     all_reduce_sum,
-    broadcast_from_first,
-    broadcast_json,
     gather_objects,
 )
 from megatron_longctx.core.comm.collectives import all_or_none
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training.broadcast import broadcast_json
 
 
 def error_of(work: Callable[[], Any]) -> str:
@@ -40,7 +39,6 @@ def _collectives(rank: int) -> list[Any]:
         gather_objects(group, (rank, "x" * rank)),
         all_reduce_sum(group, mine.double()).tolist(),
         all_gather_rows(group, mine).tolist(),
-        broadcast_from_first(group, mine + 1).tolist(),
         [broadcast_json(value if rank == 0 else "ignored") for value in (None, {"a": [1, 10**30, "ü"]}, ("x",) * 9)],
         error_of(lambda: all_or_none(group, work, "packing", "Take less.")),
         all_or_none(group, lambda: 10 * rank, "packing", "Take less."),  # after a failure too
@@ -48,10 +46,10 @@ def _collectives(rank: int) -> list[Any]:
 
 
 def test_collectives_over_three_ranks() -> None:
-    objects, sums, gathered, first = [(0, ""), (1, "x"), (2, "xx")], [3.0, 30.0], [[0, 0], [1, 10], [2, 20]], [1, 1]
+    objects, sums, gathered = [(0, ""), (1, "x"), (2, "xx")], [3.0, 30.0], [[0, 0], [1, 10], [2, 20]]
     plain = [None, {"a": [1, 10**30, "ü"]}, ["x"] * 9]
     error = "packing failed on rank 1 of the group's 3: MemoryError: all is full. Take less."
-    common = [objects, sums, gathered, first, plain, error]
+    common = [objects, sums, gathered, plain, error]
     assert run_distributed(_collectives, 3) == [[*common, 10 * rank] for rank in range(3)]
 
 

@@ -59,7 +59,7 @@ def error_of(work: Callable[[], Any]) -> str:
 
 
 def _allocating(rank: int) -> list[Any]:
-    remedy = symmetric.memory_remedy("attention.transport")
+    remedy = "Choose attention.transport=p2p."
 
     def allocate(*sizes: int) -> list[Any]:
         return symmetric.allocate(world(), CPU, sizes, remedy)

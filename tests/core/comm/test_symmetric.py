@@ -30,7 +30,8 @@ def test_why_ranks_cannot_read_each_others_memory(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: mine not in unreadable)
     ranks = list(zip(machines, devices, strict=True))
-    for machine, device in ranks:
+    for rank, (machine, device) in enumerate(ranks):
+        monkeypatch.setattr(symmetric.dist, "get_rank", lambda _, rank=rank: rank)
         monkeypatch.setattr(symmetric.os, "uname", lambda machine=machine: SimpleNamespace(nodename=machine))
 
         def gathered(_: Any, value: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from megatron_longctx.core.kernels.interface import BlockInputs, sum_dtype
 from megatron_longctx.core.kernels.packed import PackedKernel, Segments
 from megatron_longctx.core.kernels.providers.reference import ReferenceKernel
 from megatron_longctx.core.plans import KernelCall, Segment
-from megatron_longctx.core.plans.mask import FAR
+from megatron_longctx.core.plans.slices import FAR
 
 Bounds = tuple[int, int]
 """(left, right) of a window; FAR for no bound."""

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megatron_longctx.core.kernels import PROVIDERS, AttentionKernel, auto_order, dense_call
 from megatron_longctx.core.kernels.providers import fa4, reference
 from megatron_longctx.core.plans import KernelCall, Mask, Segment
-from megatron_longctx.core.plans.mask import FAR, causal, documents
+from megatron_longctx.core.plans.mask import causal, documents
+from megatron_longctx.core.plans.slices import FAR
 from tests.core.kernels import packed_stand_ins
 from tests.core.kernels.blocks import Case, check, run, run_in_blocks, tensors, truth
 from tests.core.kernels.packed_stand_ins import RowsKernel

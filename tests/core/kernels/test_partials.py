@@ -111,7 +111,7 @@ def test_results_without_rows():
 
 
 def test_too_many_partials_are_refused():
-    with pytest.raises(ValueError, match=r"5 partials: expected 4 at most"):
+    with pytest.raises(AssertionError):
         sum_partials([*partials(4), partials(1)[0]], torch.empty(S, B, H, D))
 
 

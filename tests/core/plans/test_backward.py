@@ -37,7 +37,7 @@ from megatron_longctx.core.plans.mask import causal, documents, full
 from megatron_longctx.core.plans.modes.ulysses import Ulysses
 from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.cost import Costs
-from megatron_longctx.planner.describe import moved_tokens
+from megatron_longctx.planner.describe import moved_tokens, rank_pairs
 from megatron_longctx.planner.footprint import Footprint, footprint
 from megatron_longctx.planner.simulate import simulate
 from tests.shared.plans import with_moves
@@ -48,7 +48,7 @@ WORK = Workload(8, 8, 64)
 
 @pytest.mark.parametrize("derive", [transpose, backward_plan, keep_received, lambda plan: sum_in_nodes(plan, 2)])
 def test_backward_plans_are_refused_where_forward_plans_are_expected(derive: Callable[[Plan], Plan]) -> None:
-    with pytest.raises(ValueError, match="zigzag is a backward plan: expected a forward plan"):
+    with pytest.raises(AssertionError):
         derive(transpose(build_plan("zigzag", 2, 8)))
 
 
@@ -178,7 +178,7 @@ def test_divided_blocks_compute_the_same_pairs(schedule: str, n: int) -> None:
         plan = build_plan(schedule, n, mask)
         ordered, plain = backward_plan(plan), transpose(plan)
         verify(ordered)
-        assert list(map(ordered.pairs, range(n))) == list(map(plain.pairs, range(n)))
+        assert rank_pairs(ordered) == rank_pairs(plain)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "zigzag", "striped", "all_gather", "tasp", "double_ring"])

@@ -22,7 +22,7 @@ from megatron_longctx.core.plans import (
     keep_received,
     verify,
 )
-from megatron_longctx.core.plans.mask import FAR
+from megatron_longctx.core.plans.slices import FAR
 from tests.core.plans.masks import masks, pairs_of, parts_of, tokens_of
 from tests.shared.plans import with_calls, with_moves
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_longctx.core.plans import KernelCall, KernelSupport, Segment, Slice, build_plan, kernel_calls
 from megatron_longctx.core.plans.kernel_calls import PLAINEST
-from megatron_longctx.core.plans.mask import FAR, causal, documents
+from megatron_longctx.core.plans.mask import causal, documents
+from megatron_longctx.core.plans.slices import FAR
 from tests.core.plans.masks import masks, pairs_of
 
 PACKED = KernelSupport(packed=True, rectangles=True, windows=True)

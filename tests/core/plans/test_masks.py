@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_longctx.core.layout import Layout, build_layout
 from megatron_longctx.core.plans import Block, Kind, Mask, Slice
-from megatron_longctx.core.plans.mask import FAR, band_between, causal, documents, full, joined, merge_spans
+from megatron_longctx.core.plans.mask import causal, documents, full
+from megatron_longctx.core.plans.slices import FAR, band_between, joined, merge_spans
 from megatron_longctx.core.plans.visibility import Visibility
 from megatron_longctx.testing.references import visible
 from tests.core.plans.masks import Arguments, arguments, pairs_of

@@ -92,7 +92,8 @@ def test_a_window_costs_the_bytes_of_a_window(schedule: str, n: int) -> None:
         plan = build_plan(schedule, n, documents([length], window=(WINDOW, 0)), ModeOptions(inner_size=2))
         groups = length // 2 if schedule == "usp" else 0  # the heads of half their tokens are exchanged
         for each in (plan, backward_plan(plan)):
-            sent = sum(work.block_bytes(m.block) for step in each.steps for m in step.moves if m.block.kind is Kind.KV)
+            blocks = [move.block for step in each.steps for move in step.moves if move.block.kind is Kind.KV]
+            sent = sum(block.tokens * work.token_bytes(Kind.KV, block.heads) for block in blocks)
             assert sent <= (most + groups) * token and (sent == (most + groups) * token or schedule == "tasp")
         recorded = Recorder(plan, Target(work, PACKED, over_peers=True))
         if not groups:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_longctx.config.cluster import Cluster, Device, Mesh, Network, Resource, Switch, load_cluster, save_cluster
+from megatron_longctx.config.hamiltonian import hamiltonian_cycles
 from megatron_longctx.config.rings import choose_rings, decompositions, multi_node_rings, seconds_per_gib
-from megatron_longctx.core.plans.hamiltonian import hamiltonian_cycles
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "cluster"
 SIZES = {

@@ -4,13 +4,13 @@ from itertools import pairwise, permutations
 
 import pytest
 
-from megatron_longctx.config.rings import multi_node_rings
-from megatron_longctx.core.plans.hamiltonian import (
+from megatron_longctx.config.hamiltonian import (
     hamiltonian_cycles,
     hamiltonian_paths,
     rainbow_path,
     row_complete_latin_square,
 )
+from megatron_longctx.config.rings import multi_node_rings
 
 EVERY_ARC = [n for n in range(1, 65) if n not in (4, 6)]
 LARGEST = {4: 2, 6: 4}

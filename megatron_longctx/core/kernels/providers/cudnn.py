@@ -5,7 +5,6 @@ fp32. cuDNN builds a plan for every new shape, which takes tens of milliseconds 
 and warm up before timing.
 """
 
-import functools
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ..choose_kernel import wrong_gpu, wrong_head_dim, wrong_value_dim
 from ..interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, token_first
-from .flash import FlashKernel
+from .flash import FlashKernel, no_seed
 
 _LEAST_CUDNN = 90000
 
@@ -57,7 +56,7 @@ class CudnnKernel(AttentionKernel):
     def _backward(self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         if _is_single(inputs):
             return self._flash._backward(inputs, grad_out, out, lse)
-        no_seed = _no_seed(inputs.q.device)
+        _, seed = no_seed(inputs.q.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             # ATen looks up a cached plan by the layout of q, k and v alone (seen in torch 2.11; later sources add the
             # rest), so out, grad_out and lse always have one layout: it would read any other with the wrong strides.
@@ -65,17 +64,11 @@ class CudnnKernel(AttentionKernel):
             *map(heads_first, inputs[:3]),
             heads_first(out.contiguous()),
             lse.permute(1, 2, 0).contiguous().unsqueeze(-1),
-            no_seed, no_seed,  # philox seed and offset
+            seed, seed,  # philox seed and offset
             None, None, None,  # attn_bias, cum_seq_q, cum_seq_k: dense, not packed
             inputs.q.shape[0], inputs.k.shape[0], 0.0, inputs.call.causal, scale=inputs.scale,
         )  # fmt: skip
         return token_first(dq), token_first(dk), token_first(dv)
-
-
-@functools.cache
-def _no_seed(device: torch.device) -> Tensor:
-    """Return a seed (and offset) of dropout; see `flash._no_seed`."""
-    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _is_single(inputs: BlockInputs) -> bool:

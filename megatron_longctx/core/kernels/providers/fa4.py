@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...cache import cache_folder
 from ...plans.kernel_calls import fa4_takes
-from ...plans.mask import FAR
+from ...plans.slices import FAR
 from ..choose_kernel import wrong_gpu
 from ..interface import BlockInputs, CallKind, KernelRequest
 from ..packed import PackedKernel, Segments, window_arguments

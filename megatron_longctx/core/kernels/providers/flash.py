@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...plans.kernel_calls import KernelCall
-from ...plans.mask import FAR
+from ...plans.slices import FAR
 from ..choose_kernel import wrong_gpu, wrong_head_dim, wrong_value_dim
 from ..interface import BlockInputs, KernelRequest
 from ..packed import PackedKernel, Segments, window_arguments
@@ -58,13 +58,13 @@ class FlashKernel(PackedKernel):
         with _deterministic_algorithms(self.deterministic):
             grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
                 grad_out, inputs.q, inputs.k, inputs.v, out, lse, *_lengths(inputs, packed), 0.0, inputs.call.causal,
-                *_no_seed(inputs.q.device), scale=inputs.scale, **window_arguments(inputs.call, unbounded=-1),
+                *no_seed(inputs.q.device), scale=inputs.scale, **window_arguments(inputs.call, unbounded=-1),
             )  # fmt: skip
         return grads
 
 
 @functools.cache
-def _no_seed(device: torch.device) -> tuple[Tensor, Tensor]:
+def no_seed(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a state of dropout's generator, which the op requires and does not read without dropout.
 
     There is no real one to pass on: a merged lse belongs to no single forward call.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...plans.kernel_calls import KernelSupport
-from ...plans.mask import FAR
+from ...plans.slices import FAR
 from ..choose_kernel import wrong_device, wrong_dtype
 from ..interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, sum_dtype, token_first
 

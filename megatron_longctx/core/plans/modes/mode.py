@@ -9,9 +9,8 @@ from typing import ClassVar
 
 from ...errors import refuse
 from ...layout import LAYOUTS
-from ..links import Links
 from ..mask import Mask
-from ..plan import Plan
+from ..plan import Links, Plan
 from ..visibility import Visibility
 
 _MAX_MESSAGES = 1_200_000
@@ -28,7 +27,7 @@ class ModeOptions:
     inner_size: see `DoubleRing` and `Usp`; None for a node of `cluster` if it is described and smaller than all ranks,
         otherwise for the largest proper divisor of their number up to 8.
     outer_schedule: see `Usp`.
-    cluster: how ranks are linked (`topology.Cluster`), by which TASP chooses its rings; None for a full mesh.
+    cluster: how ranks are linked (`config.cluster.Cluster`); None for a full mesh.
     """
 
     max_buffer_tokens: int | None = None
@@ -151,10 +150,9 @@ def outer_modes() -> list[str]:
 
 
 def check_messages(what: str, n: int, messages: int) -> None:
-    """Refuse a plan whose simulation would take many minutes.
+    """Raise ValueError for more than 1.2 million messages, whose simulation would take many minutes.
 
-    Raises:
-        ValueError: it has more than 1.2 million messages; a ring of 1,024 ranks has 1,048,576.
+    A ring of 1,024 ranks has 1,048,576.
     """
     if messages > _MAX_MESSAGES:
         expected = f"a plan of at most {_MAX_MESSAGES:,} messages; that of {what} would have {messages:,}"
@@ -163,24 +161,17 @@ def check_messages(what: str, n: int, messages: int) -> None:
 
 
 def check_divides(inner: int, n: int) -> None:
-    """Refuse groups of `inner` ranks that do not divide `n` ranks.
-
-    Raises:
-        ValueError: `inner` is not a divisor; the message names the divisors.
-    """
+    """Raise ValueError, which names the divisors, for groups of `inner` ranks that do not divide `n` ranks."""
     if inner < 1 or n % inner:
         legal = ", ".join(str(k) for k in range(1, n + 1) if n % k == 0)
         raise refuse("inner_size", inner, f"a divisor of the {n} ranks", f"Choose one of {legal}.")
 
 
 def check_shared_heads(sharing: int, num_heads: int, num_kv_heads: int, what: str, possible: Iterable[int]) -> None:
-    """Refuse heads that `sharing` ranks cannot share.
+    """Raise ValueError, which names the nearest numbers of ranks that fit, for heads that `sharing` ranks cannot share.
 
     Args:
         what: the mode and what to change. possible: the numbers of ranks to offer instead.
-
-    Raises:
-        ValueError: the heads do not fit; the message names the nearest numbers that do.
     """
 
     def fits(ranks: int) -> bool:

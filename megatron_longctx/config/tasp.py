@@ -3,6 +3,8 @@
 Every rank's keys are cut into one piece per ring. All rings move in each step, so a full mesh of n ranks uses all
 n(n-1) links where one ring uses n. The zigzag layout balances causal work as it does for one ring: piece i of a rank is
 the i-th part of its front half and, mirrored, of its back half.
+
+The mode depends on how ranks are linked, so it is here and not in `core`. Importing this module registers it.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from ..hamiltonian import hamiltonian_cycles
-from ..links import Rings
-from ..plan import Block, Kind, Move, Plan, Step
-from ..visibility import Visibility
-from .mode import Mode, ModeOptions, check_messages
+from ..core.plans.modes.mode import Mode, ModeOptions, check_messages
+from ..core.plans.plan import Block, Kind, Move, Plan, Step
+from ..core.plans.visibility import Visibility
+from .cluster import Cluster
+from .hamiltonian import hamiltonian_cycles
+from .rings import Rings
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class Tasp(Mode):
             check_messages(cls.name, n, n * n * links)
         if options.cluster is None:
             return cls(hamiltonian_cycles(n))
+        assert isinstance(options.cluster, Cluster)
         rings, why = options.cluster.rings()
         logger.info("tasp uses %s", why)
         return cls(rings)
