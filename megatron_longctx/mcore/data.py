@@ -23,7 +23,7 @@ from .packing import Blend, Packs, SampleOrder, Spans, Stream
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """One whole micro-batch, before it is sharded.
 
     tokens, labels, position_ids: int64 `[b, S]`. Labels are the next tokens of the same document.
@@ -46,13 +46,13 @@ class Batch:
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> TrainingBatch:
         """Return a copy in pinned memory. PyTorch's `DataLoader` calls it by this name."""
         pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
-        return Batch(**pinned, documents=self.documents)
+        return TrainingBatch(**pinned, documents=self.documents)
 
 
-class TrainingData(Dataset[Batch]):
+class TrainingData(Dataset[TrainingBatch]):
     """Samples in an order that depends on the seed alone, not on steps, batch sizes, workers or ranks.
 
     Args:
@@ -70,7 +70,7 @@ class TrainingData(Dataset[Batch]):
         self._sources = [_Source(config.data, prefix, config.train.seed, part) for prefix in prefixes]
         self._blend = Blend(weights)
 
-    def __getitem__(self, samples: Sequence[int]) -> Batch:
+    def __getitem__(self, samples: Sequence[int]) -> TrainingBatch:
         """Return the samples with these numbers in the order of the whole run. A packed batch is one sample.
 
         Raises:
@@ -80,7 +80,7 @@ class TrainingData(Dataset[Batch]):
         tokens, labels, mask, positions = (
             torch.from_numpy(numpy.stack(arrays)) for arrays in zip(*(row[:4] for row in rows), strict=True)
         )
-        return Batch(tokens, labels, mask, positions, rows[0][4])
+        return TrainingBatch(tokens, labels, mask, positions, rows[0][4])
 
     def describe(self) -> Iterator[str]:
         """Yield a line for every dataset that says how full its packs are; nothing without packs."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..plans.plan import NUM_FIELDS
 from ..plans.recording import Recording
-from ..plans.send_layout import Message as SentMessage
+from ..plans.send_layout import SentMessage
 from .collectives import not_owned
 
 Memory = Callable[[int], Tensor]

@@ -27,7 +27,7 @@ from megatron_longctx.core.plans import (
 )
 from megatron_longctx.core.plans.mask import full
 from megatron_longctx.core.plans.recording import Memory, Receive
-from megatron_longctx.core.plans.send_layout import Message
+from megatron_longctx.core.plans.send_layout import SentMessage
 from megatron_longctx.testing.distributed import run_distributed
 
 HOSTS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)))
@@ -131,8 +131,11 @@ def test_messages_are_split_by_link_and_wait_for_the_latest_of_the_other_kind(mo
     """On rank 0 with peer 1; an output is two tensors."""
     kv, out = Block(Kind.KV, 2, 0, 4), Block(Kind.OUT, 2, 0, 4, 3)
 
-    def passed(*peers: int) -> tuple[Message, ...]:
-        return (Message(Block(Kind.KV, 0, 0, 4), 1, 0, 0, False), *(Message(kv, peer, -1, 0, True) for peer in peers))
+    def passed(*peers: int) -> tuple[SentMessage, ...]:
+        return (
+            SentMessage(Block(Kind.KV, 0, 0, 4), 1, 0, 0, False),
+            *(SentMessage(kv, peer, -1, 0, True) for peer in peers),
+        )
 
     recording: Any = SimpleNamespace(
         sends=SimpleNamespace(messages=(passed(2, 1, 3), passed(1), passed(1))),

@@ -29,7 +29,7 @@ from megatron_longctx.core.plans.recording import (
     Send,
     Wait,
 )
-from megatron_longctx.core.plans.send_layout import Message
+from megatron_longctx.core.plans.send_layout import SentMessage
 from tests.core.plans.masks import pairs_of
 
 Values = NDArray[np.int_]
@@ -131,7 +131,7 @@ class _Rank:
             elif isinstance(op, Release):
                 self.done.add(op.step)
 
-    def messages(self, step: int, passed: bool = False) -> list[Message]:
+    def messages(self, step: int, passed: bool = False) -> list[SentMessage]:
         return [message for message in self.recording.sends.messages[step] if message.passed is passed]
 
     # Messages.
@@ -194,7 +194,7 @@ class _Rank:
             np.testing.assert_array_equal(found, self.group.names(receive.block))
         return found
 
-    def _in_region(self, message: Message) -> Values:
+    def _in_region(self, message: SentMessage) -> Values:
         spans = self.recording.sends.regions[message.region].spans(message.start, message.block.tokens)
         return self.at_spans(spans, message.block.tokens)
 
