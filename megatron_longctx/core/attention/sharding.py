@@ -33,9 +33,9 @@ def token_numbers(layout: Layout, rank: int, device: torch.device | str | None =
 
 
 def shard(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    """Return a rank's tokens of a tensor that has those of the whole sequence in `dim`."""
+    """Return a rank's tokens of a tensor that has the whole sequence in `dim`."""
     if x.shape[dim] != layout.length:
-        expected = f"{layout.length} tokens in dimension {dim}, those of the whole sequence"
+        expected = f"{layout.length} tokens in dimension {dim}, the whole sequence"
         raise refuse("x", f"a tensor {list(x.shape)}", expected, "Give the mask of this sequence, or another dim.")
     return x.index_select(dim, token_numbers(layout, rank, x.device))
 
@@ -46,7 +46,7 @@ def gather(x: Tensor, layout: Layout, group: dist.ProcessGroup | None, rank: int
         raise refuse("x", "a tensor that requires gradients", "one without", "Pass x.detach(): none would flow back.")
     own = layout.num_tokens(rank)
     if x.shape[dim] != own:
-        expected = f"{own} tokens in dimension {dim}, those of rank {rank}"
+        expected = f"{own} tokens in dimension {dim}, as rank {rank} holds"
         raise refuse("x", f"a tensor {list(x.shape)}", expected, "Give the mask of this sequence, or another dim.")
     rows = x.movedim(dim, 0)
     most = max(map(layout.num_tokens, range(layout.n)))
