@@ -3,14 +3,14 @@
 import signal
 import sys
 
+from .config.extras import without_extra
+
 
 def main() -> int:
     """Run the command. Without an extra that it needs, it prints one line that says which, and returns 2."""
     try:
         return _main()
     except ModuleNotFoundError as error:
-        from .config.extras import without_extra
-
         line = without_extra(error)
         if line is None:
             raise

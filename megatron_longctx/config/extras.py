@@ -1,4 +1,4 @@
-"""The extras of pyproject.toml: the packages that each brings, and the message for one that is missing."""
+"""The extras of this package: which modules they bring, which are missing, and how to install them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTRAS = {
     "docs": ("sphinx", "myst_parser", "furo"),
     "dev": ("pytest", "pytest_timeout", "xdist", "playwright", "hypothesis", "ruff", "mypy", "pre_commit", "triton"),
 }
-"""The modules that each extra of pyproject.toml brings. An extra that includes others does not repeat their modules."""
+"""The modules that each extra of pyproject.toml brings, besides those of the extras that it includes."""
 
 
 def absent(extra: str) -> list[str]:

@@ -32,7 +32,7 @@ def functions(kernel: str) -> dict[str, Callable[..., Any]]:
     """
     kernels = _Kernels(functools.cache(functools.partial(choose_kernel, kernel)))  # once, as for this package's modes
 
-    # Plain functions, since callers inspect their signatures.
+    # Plain functions, because callers inspect their signatures.
     def _flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Outputs:
         out, lse = kernels.forward([x.transpose(0, 1) for x in (q, k, v)], rest)
         return out.transpose(0, 1), lse.permute(1, 2, 0), None, None

@@ -99,7 +99,7 @@ class CrossWaits(NamedTuple):
 
 
 def cross_waits(recording: Recording, peers: Container[int]) -> tuple[CrossWaits, ...]:
-    """Return which messages of each step wait for the other kind.
+    """Return which messages of each step wait for those of the other kind.
 
     Messages of one kind run in order. But memory that a message of one kind has filled or been sent from may next be
     sent or filled by the other kind.

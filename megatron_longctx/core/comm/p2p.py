@@ -79,12 +79,17 @@ class Transport:
     """The ranks that read each rank's memory, itself included, indexed by rank; None if messages are sent."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self.device = not_owned(group), device
+        self.group, self.device = group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
 
     @property
     def group(self) -> dist.ProcessGroup:
+        """The ranks that send to each other; it is not kept alive."""
         return self._group()
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup) -> None:
+        self._group = not_owned(group)
 
     def record_event(self) -> torch.cuda.Event | None:
         """Return an event after all work issued so far to the caller's stream; None on CPU."""

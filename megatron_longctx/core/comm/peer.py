@@ -11,7 +11,7 @@ read the senders' memory directly (`acquire`, `release`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..plans.recording import Recording
-from .collectives import PeerMemoryError, all_or_none, gather_objects, not_owned, timeout_of
+from .collectives import PeerMemoryError, all_or_none, gather_objects, timeout_of
 from .device import synchronize
 from .p2p import Exchange, Transport
 from .symmetric import FlagOperations, Hosts, allocate, free_cached_memory, memory_remedy
@@ -71,7 +71,7 @@ class PeerTransport(Transport):
         if hosts is not None:
             # Peers exchange addresses under their group's name, which torch derives from the group's ranks and from the
             # number of groups that a rank is in.
-            names = gather_objects(group, self._subgroup and self._subgroup().group_name)
+            names = gather_objects(group, getattr(self._subgroup, "group_name", None))
             if any(names[peer] != names[rank] for rank in ranks for peer in self.hosts[rank]):
                 reason = "the ranks of a host have made different numbers of process groups"
                 raise PeerMemoryError(f"dividing the group by hosts failed: {reason}. {memory_remedy(key)}")
@@ -145,23 +145,23 @@ class PeerTransport(Transport):
                 f"never come. Start the job again, training from its checkpoint, or choose {self._key}=p2p."
             )
 
-    def _new_subgroup(self) -> Callable[[], dist.ProcessGroup] | None:
-        """Return what returns a group of this rank and its peers; None for a rank without peers."""
+    def _new_subgroup(self) -> dist.ProcessGroup | None:
+        """Return a group of this rank and its peers; None for a rank without peers."""
         if len(self.peers) == self.world:
-            return self._group
+            return self.group
         if len(self.peers) == 1:
             return None
         if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
             raise RuntimeError("init_process_group was given a device_id, so that only all ranks can divide the group")
         ranks = dist.get_process_group_ranks(self.group)
         # NCCL does not connect ranks yet, so a group whose name differs between ranks does no harm here.
-        group = dist.new_group(
+        group: dist.ProcessGroup = dist.new_group(
             [ranks[rank] for rank in self.peers],
             timeout=timeout_of(self.group),
             backend="nccl" if self.device.type == "cuda" else None,
             use_local_synchronization=True,
         )
-        return not_owned(group)
+        return group
 
     def _reallocate(self, wanted: int, least: int, steps: int) -> None:
         """Replace the memory by one of `wanted` bytes, or of `least` if that fails, with flags for `steps` steps."""
@@ -186,8 +186,7 @@ class PeerTransport(Transport):
             # Now no rank reads the old memory, which is freed here.
             self._memories, self._flags = [], None
             free_cached_memory(self.device, sum(sizes))
-            subgroup = self._subgroup and self._subgroup()
-            *self._memories, self._flags = allocate(self.group, subgroup, self.device, sizes, remedy, what)
+            *self._memories, self._flags = allocate(self.group, self._subgroup, self.device, sizes, remedy, what)
         except PeerMemoryError:
             self._memories, self._flags = [], None
             raise

@@ -18,7 +18,6 @@ from megatron_longctx.core.comm import (
     PeerTransport,
     StreamClock,
 )
-from megatron_longctx.core.comm.collectives import not_owned
 from megatron_longctx.testing.distributed import run_distributed
 
 CPU = torch.device("cpu")
@@ -27,7 +26,7 @@ CPU = torch.device("cpu")
 def _transport(hybrid: bool) -> Any:
     group: Any = dist.group.WORLD
     peers = PeerTransport.__new__(PeerTransport)
-    peers._group, peers.hosts, peers.generation = not_owned(group), ((0, 1), (0, 1)), 1
+    peers.group, peers.hosts, peers.generation = group, ((0, 1), (0, 1)), 1
     peers.rank, peers.world, peers.device, peers.peers = dist.get_rank(), dist.get_world_size(), CPU, (0, 1)
     peers._broken, peers._key, peers._capacity, peers._steps = None, "inference.transport", 2**20, 64
     if not hybrid:

@@ -188,7 +188,7 @@ def _divided(rank: int) -> list[Any]:
     use(Memory())
     transport = PeerTransport(world(), CPU, Hosts(((0, 1), (2,)), "they are on several hosts"))
     transport.ensure_capacity(2 * MIB, 1)
-    subgroup = transport._subgroup and transport._subgroup()
+    subgroup = transport._subgroup
     return [transport.peers, subgroup and dist.get_process_group_ranks(subgroup), transport.generation]
 
 
