@@ -20,7 +20,7 @@ def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-_THREADS = _threads()  # numpy's OpenBLAS has some, and survives forks; and this one
+_THREADS = _threads()  # those of numpy's OpenBLAS, which survives forks, and this one
 
 
 def start_method() -> str:
