@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=128, help="windows of the sequence length to evaluate")
     parser.add_argument("--threads", type=int, default=1, help="threads of each of the two ranks")
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
-    parser.add_argument("words", nargs="*", help="settings of the run, after those of this analysis")
+    parser.add_argument("words", nargs="*", help="settings of the run, after this analysis's")
     args = parser.parse_args(argv)
     if not args.out.is_dir():
         parser.error(f"--out {args.out}: expected a folder that exists")

@@ -1,4 +1,4 @@
-"""The site of these pages, by Sphinx: `make docs`. It reads the repository as it is, so that links need no change."""
+"""The site of these pages, by Sphinx: `make docs`. It reads the repository as it is, so links need no change."""
 
 import sys
 from pathlib import Path

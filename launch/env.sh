@@ -14,7 +14,7 @@ default NCCL_DEBUG WARN
 # What a rank prints comes at once, also into a file: the last line before a crash is the one that counts.
 default PYTHONUNBUFFERED 1
 
-# Not set, since the right value is your cluster's:
+# Not set: the right value is your cluster's:
 #   GLOO_SOCKET_IFNAME   interface of the CPU groups. Ranks take the one that leads to MASTER_ADDR
 #   NCCL_SOCKET_IFNAME   interface of NCCL's rendezvous, where it takes a wrong one, e.g. "=bond0"
 #   NCCL_IB_HCA          InfiniBand adapters to use, e.g. "mlx5_0,mlx5_1"

@@ -20,7 +20,7 @@ from megatron_longctx.planner.cost import attention_flops
 from .report import check_least, numbers
 
 UNIT = 16
-"""Document lengths are multiples of this, since TransformerEngine accepts no others on 8 ranks."""
+"""Document lengths are multiples of this: TransformerEngine accepts no others on 8 ranks."""
 _TILE = 128
 # MagiAttention, exps/dist_attn/benchmark/utils.py: shares of documents by length, for sequences above 64K tokens.
 _PUBLISHED = {(0, 2): 0.16, (2, 4): 0.05, (4, 8): 0.04, (8, 16): 0.06, (16, 32): 0.08, (32, 64): 0.21, (64, 128): 0.4}

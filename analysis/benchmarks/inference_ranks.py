@@ -49,7 +49,7 @@ class Sweep:
     def prompts(self, length: int) -> list[tuple[int, int]]:
         """Return (cached, new) tokens for every miss rate, fewest cached first.
 
-        At least 2 tokens are new, since one is a decode step.
+        At least 2 tokens are new: one is a decode step.
         """
         new = {min(length, max(2, round(length * rate))) for rate in self.miss_rates}
         return [(length - count, count) for count in sorted(new, reverse=True)]

@@ -6,6 +6,7 @@ Nothing is exchanged and no GPU is needed. Training does this work ahead, in the
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import time
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_least("--ranks", arguments.ranks)
     check_least("--iterations", arguments.iterations)
     n, lengths = arguments.ranks, packs()[arguments.pack]
+    cores, load = os.cpu_count(), os.getloadavg()[0]  # other processes make a core's time longer too
     measured, medians = {}, {}
     for schedule in arguments.schedules.split(","):
         batches = list(milliseconds(schedule, n, lengths, _WARM_UP + arguments.iterations))[_WARM_UP:]
@@ -54,10 +56,10 @@ def run(arguments: argparse.Namespace) -> None:
         medians[schedule] = [*map(statistics.median, phases), statistics.median(map(sum, batches))]
     rows = [[schedule, *(f"{each:.1f}" for each in times)] for schedule, times in medians.items()]
     pack = f"{len(lengths)} documents in {sum(lengths):,} tokens"
-    about = f"{pack}, {n} ranks, {arguments.iterations} batches of each mode"
+    about = f"{pack}, {n} ranks, {arguments.iterations} batches of each mode, {cores} cores, load {load:.1f}"
     what = "milliseconds of one core's time, by mode and phase, of each batch"
     report = Report(arguments.out, "cpu", what, about, "medians of one core's milliseconds")
-    sizes = {"pack": arguments.pack, "ranks": n}
+    sizes = {"pack": arguments.pack, "ranks": n, "cores": cores, "load_average": load}
     named = {schedule: dict(zip((*PHASES, "sum"), times, strict=True)) for schedule, times in medians.items()}
     data = {**sizes, "phases": PHASES, "medians": named, "milliseconds": measured}
     print(report.write(data, table(["mode", *PHASES, "sum"], rows)))

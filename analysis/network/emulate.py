@@ -119,7 +119,7 @@ def _limits(device: str, gibps: float) -> list[str]:
 
 @dataclass
 class _Batch:
-    """Commands with their namespaces. They run in batches, since starting a program for each would take longer."""
+    """Commands with their namespaces. They run in batches: starting a program for each would take longer."""
 
     links: list[tuple[str, str]] = field(default_factory=list)
     ip: list[tuple[str, str]] = field(default_factory=list)

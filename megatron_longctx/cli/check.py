@@ -247,7 +247,7 @@ def demo(overrides: Sequence[str] = ()) -> None:
     """Prepare text, train with four context-parallel ranks and with one, print a table and write `runs/demo.png`.
 
     Args:
-        overrides: settings for both runs, after those of the demo.
+        overrides: settings for both runs, after the demo's.
     """
     from ..training.compare import compare
     from ..training.launcher import train

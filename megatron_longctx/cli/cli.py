@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _interrupts_not_swallowed() -> Iterator[None]:
-    """Let Ctrl-C interrupt where its exception is lost: in imports, since some modules catch it, and in destructors."""
+    """Let Ctrl-C interrupt where its exception is lost: in imports, where some modules catch it, and in destructors."""
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         while frame is not None:
@@ -337,7 +337,7 @@ def _submit(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
-    """Run the parsed verb. Imports only its module, since Megatron takes seconds to import."""
+    """Run the parsed verb. Imports only its module, because Megatron takes seconds to import."""
     match arguments.verb:
         case "train":
             _train(arguments)

@@ -153,7 +153,7 @@ def _check_tensors(source: Source, weights: Sequence[Weight], dims: Dims) -> Non
         expected |= zip(weight.published_names(layer), weight.published_shapes(dims), strict=True)
     for name, shape in expected.items():
         if name not in source.tensors:
-            raise refuse("tensors", name, "it in the files, of which none has it", "Fetch all files of the model.")
+            raise refuse("tensors", name, "a tensor of the files; none has it", "Fetch all files of the model.")
         if (actual := source.tensors[name].shape) != shape:
             raise refuse("tensors", f"{name} {actual}", f"the shape {shape}, as config.json says", "Fetch both again.")
     for name in source.tensors.keys() - expected.keys():

@@ -167,7 +167,7 @@ def _with_losses(evaluation: _Evaluation, config: Config, prefix: str | None) ->
     else:
         data, part = replace(data, split="100,0,0"), 0
         text = f"{data.prefix}, on which the run was trained"
-        logger.warning("data.split=%s has no second part: losses are those of %s. Set data=PREFIX.", data.split, text)
+        logger.warning("data.split=%s has no second part: losses are from %s. Set data=PREFIX.", data.split, text)
     config = replace(config, data=replace(data, seq_length=1))
     validate(config, training=False)
     check_corpus(config.data)

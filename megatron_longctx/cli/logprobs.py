@@ -16,7 +16,7 @@ from ..config import Config, validate
 from ..core.errors import refuse
 from ..core.plans.mask import documents
 from ..mcore.corpus import check_corpus, check_tokenizer
-from ..mcore.data import Batch, check_packs
+from ..mcore.data import TrainingBatch, check_packs
 from ..mcore.losses import LossesByPosition, losses_config
 from ..mcore.tokenizer import build_tokenizer
 from ..serving.inference_job import InferenceJob, build_job, split_arguments, start
@@ -70,7 +70,7 @@ def _compute(job: InferenceJob, groups: Any) -> None:
         logger.info("%s: the log-probabilities of %s branches", out, f"{count:,}")
 
 
-def branches(batch: Batch, values: Sequence[float]) -> Iterator[dict[str, list[Any]]]:
+def branches(batch: TrainingBatch, values: Sequence[float]) -> Iterator[dict[str, list[Any]]]:
     """Yield the tokens of every branch of a pack of trees, and their log-probabilities; None for those not learned.
 
     Args:

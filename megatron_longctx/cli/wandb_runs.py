@@ -19,7 +19,7 @@ def add_verb(verbs: Any) -> None:
         help="rebuild W&B runs from metrics.jsonl and resolved.yaml",
         description="Rebuilds runs whose W&B files are empty or incomplete, with the same id, name, group, tags, "
         "configuration and steps. It works online, or as W&B's own settings say: WANDB_MODE=offline writes files for "
-        "W&B's `wandb sync`. It does not change steps that W&B already has. Times are those of the rebuilding.",
+        "W&B's `wandb sync`. It does not change steps that W&B already has. Times are from the rebuilding.",
     )
     sync.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     for kind in ("workspace", "report"):

@@ -80,7 +80,7 @@ _RULES: tuple[_Rule, ...] = (
     ("model.num_moe_experts", _is_not(None), ("recompute.mlp_tile_tokens", "reduction.down_projection"), None,
      "Only dense MLPs support it."),
     ("model.moe_router_topk", _is(1), ("model.moe_router_pre_softmax",), (True,),
-     "The softmax over one expert is 1, whatever its logit is."),
+     "The softmax over one expert is always 1."),
 
     ("recompute.mode", _is("attention_output", "attention_output+offload"), ("attention.keep_received",),
      ("auto", "false"),
@@ -320,7 +320,7 @@ def _check_training(config: Config) -> None:
         remedy = f"Set it to {max(1, decay // 10)}, say." if optim.wsd_decay_steps is None else "Leave it null."
         raise refuse("optim.wsd_decay_steps", optim.wsd_decay_steps, expected, remedy)
     if (optim.wsd_decay_steps or 0) > decay - optim.warmup_steps:
-        expected = f"at most {decay - optim.warmup_steps}, the steps of the decay ({decay}) after those of the warm-up"
+        expected = f"at most {decay - optim.warmup_steps}, the steps of the decay ({decay}) after the warm-up"
         raise refuse("optim.wsd_decay_steps", optim.wsd_decay_steps, expected, "Lower it, or raise optim.decay_steps.")
     if not data.has_validation_split:
         condition = f"with data.split={data.split}, which has no second part"

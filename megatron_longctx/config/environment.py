@@ -118,7 +118,7 @@ def facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str
 
 
 def labels(config: Config, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's `group`, `job_type` and `tags` in W&B: those of `logging`, or defaults made from its facts.
+    """Return a run's `group`, `job_type` and `tags` in W&B: as in `logging`, or defaults made from its facts.
 
     With the defaults, runs that differ only in their mode are in one group.
     """

@@ -87,7 +87,7 @@ def row_complete_latin_square(m: int) -> tuple[Vertices, ...]:
     vertex starts exactly one path and ends exactly one.
 
     Odd orders: there is none of order 3 and 5 (it would cut K*_4 or K*_6 into Hamiltonian cycles); none is known of
-    other prime orders; those of composite order exist (Higham 1998) but not from cyclic groups, and are not built here,
+    other prime orders. Squares of composite order exist (Higham 1998) but not from cyclic groups; none is built here,
     because `hamiltonian_paths` gives rings all they need for every odd order from 7 on.
     """
     zigzag = [(i + 1) // 2 % m if i % 2 else -(i // 2) % m for i in range(m)]

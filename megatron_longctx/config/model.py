@@ -16,7 +16,7 @@ LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_di
 class RopeScaling:
     """linear: positions are divided by `factor`. ntk: the base grows so that the slowest pair turns `factor` times
     slower. llama3: slow pairs do, fast ones stay, with a ramp between wavelengths. yarn: the same with a ramp between
-    pairs, and queries and keys are stretched. Defaults are those of the `transformers` package."""
+    pairs, and queries and keys are stretched. Defaults are as in the `transformers` package."""
 
     # how RoPE is extended beyond original_length
     kind: str = choice("none", ("none", "linear", "ntk", "llama3", "yarn"))
@@ -44,7 +44,7 @@ class ModelConfig:
     num_kv_heads: int = number(2, 1, 10**5)  # key/value heads; fewer than query heads: grouped-query attention
     head_dim: int | None = number(None, 1, 10**5)  # null: hidden_size / num_attention_heads
     ffn_hidden_size: int = number(384, 1, 10**7)  # width inside the MLP
-    # entries of the embedding; null: those of the tokenizer, rounded up to vocab_multiple
+    # entries of the embedding; null: the tokenizer's, rounded up to vocab_multiple
     vocab_size: int | None = number(None, 1, 10**7)
     vocab_multiple: int = number(128, 1, 10**6)  # a tokenizer's vocabulary is rounded up to a multiple of this
     normalization: str = choice("rmsnorm", ("rmsnorm", "layernorm"))  # type of all norms
@@ -84,8 +84,8 @@ class ModelConfig:
     q_lora_rank: int | None = number(None, 1, 10**6)  # with kv_lora_rank: elements of the queries' latent; null: none
     # with kv_lora_rank: elements of a query or key that RoPE does not rotate
     qk_head_dim: int | None = number(None, 1, 10**5)
-    # With kv_lora_rank: elements of a query or key that RoPE rotates, after the others; all heads share those of
-    # the keys.
+    # With kv_lora_rank: elements of a query or key that RoPE rotates, after the others; the elements of
+    # keys are the same for all heads.
     qk_pos_emb_head_dim: int | None = number(None, 2, 10**5)
     v_head_dim: int | None = number(None, 1, 10**5)  # with kv_lora_rank: elements of a value
 

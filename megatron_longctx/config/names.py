@@ -1,4 +1,4 @@
-"""Names that every room uses: shape letters and metric keys.
+"""Names that every wing uses: shape letters and metric keys.
 
 Shape letters, which may be suffixes of tensors (e.g. `q_sbhd`):
 

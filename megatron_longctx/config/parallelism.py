@@ -38,7 +38,7 @@ class ParallelismConfig:
     # all_gather only: maximum number of remote K/V tokens that a rank holds at once; null: all of them, in one
     # group.
     max_buffer_tokens: int | None = number(None, 2, 10**9)
-    # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: those of a node of `cluster`, or
+    # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: as many as a node of `cluster` has, or
     # the largest proper divisor of context_parallel_size up to 8.
     inner_size: int | None = number(None, 1, MAX_RANKS)
     # auto only: maximum memory of one attention call on a rank; null: no limit
@@ -84,7 +84,7 @@ class AttentionConfig:
     kv_int8: bool = False
     # Whether a call keeps blocks received from other ranks for its backward, which then does not exchange them
     # again: auto (with ulysses, up to 32,768 tokens per rank; this needs the memory of one more output) | true |
-    # false. With recompute=attention_output nothing can be kept, since forward runs without a graph.
+    # false. With recompute=attention_output nothing can be kept: forward runs without a graph.
     keep_received: str = choice("auto", SWITCHES)
     # Whether partial gradients that ranks of a node have for a rank of another node are summed within the node
     # and sent as one message: auto (if parallelism.cluster has several nodes whose ranks have faster links to
@@ -105,7 +105,7 @@ class RecomputeConfig:
 
     none: all activations. layer: each layer's input (Megatron's full recompute). attention_output: each layer's input
     and attention's output, so that attention runs once. attention_output+offload: both wait in pinned host memory,
-    except for those of two layers (docs/memory.md).
+    and two layers' worth stays on the device (docs/memory.md).
     """
 
     mode: str = choice("none", RECOMPUTES)  # what a layer keeps for backward: see above

@@ -133,12 +133,12 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     ep, etp = par.expert_model_parallel_size, par.tensor_size_of_experts
     if world_size % (etp * ep * pp):
         sizes = f"expert tensor {etp} x expert {ep} x pipeline {pp} = {etp * ep * pp}"
-        expected = f"a size so that {sizes} divides the {world_size} ranks"
+        expected = f"a size with which {sizes} divides the {world_size} ranks"
         remedy = "Change a size, or start another number of ranks."
         raise refuse("parallelism.expert_model_parallel_size", ep, expected, remedy)
     size = world_size // par.model_parallel_size
     if par.data_parallel_size not in (None, size):
-        expected = f"{size}, since {world_size} ranks / ({product}) = {size}"
+        expected = f"{size}, because {world_size} ranks / ({product}) = {size}"
         ranks = par.model_parallel_size * (par.data_parallel_size or 1)
         remedy = f"Set it to {size} or null, or start {ranks} ranks."
         raise refuse("parallelism.data_parallel_size", par.data_parallel_size, expected, remedy)

@@ -77,7 +77,7 @@ class Decomposition(NamedTuple):
 def decompositions(cluster: LinksWithRates) -> list[Decomposition]:
     """Return the sets of rings that TASP can use on a cluster of several ranks.
 
-    These are one ring, those of `multi_node_rings`, and for up to 64 ranks on several nodes the cycles of all ranks as
+    These are one ring, all of `multi_node_rings`, and for up to 64 ranks on several nodes the cycles of all ranks as
     one mesh, the paper's `K_(m x u)`.
     """
     m, u, n = cluster.ranks_per_node, cluster.nodes, cluster.n

@@ -79,10 +79,9 @@ class ScheduledChunk:
 class CacheManager:
     """The pages of all sessions on all ranks.
 
-    New tokens are cut into one part per rank (`split_new_tokens`). The larger parts go to the ranks that hold less of
-    the session; among ranks with equally many tokens the order is round robin, starting from rank `session mod n`. A
-    session's tokens are therefore even over the ranks to within 2 tokens whatever its history, and decoded token t of
-    session b is stored on rank (b + t) mod n.
+    New tokens are cut into one part per rank (`split_new_tokens`). The larger parts go to the ranks that hold fewest
+    tokens of the session, so ranks never differ by more than 2 tokens. Among ranks with equally many tokens the order
+    is round robin, starting from rank `session mod n`. Decoded token t of session b is stored on rank (b + t) mod n.
 
     Sessions with a common prefix share its pages (`fork`). Shared pages are counted once, and the last holder frees
     them. Only full pages are shared and only the sole holder of a page writes to it, so a fork copies each rank's last
@@ -139,7 +138,7 @@ class CacheManager:
         return len(set().union(*(self.shards(session)[rank].pages for session in sessions)))
 
     def max_pages(self, session: int, more: int) -> int:
-        """Return the most pages that the session can hold on a rank after `more` tokens, in whatever chunks."""
+        """Return the most pages that the session can hold on a rank after `more` tokens, in chunks of any sizes."""
         sizes = [shard.tokens for shard in self.shards(session)]
         spread = max(2, max(sizes) - min(sizes))
         return self._pages(-(-(sum(sizes) + more) // self.n) + spread)

@@ -18,7 +18,7 @@ from ..core.attention.function import merge_sink
 from ..core.attention.kv_format import KVFormat, Shapes, StackedKV
 from ..core.comm import BufferPool, PeerMemoryError, PeerTransport, all_gather_rows, choose_transport, gather_objects
 from ..core.errors import refuse
-from ..core.kernels import KernelRequest, Partial, choose, merge_partials
+from ..core.kernels import KernelRequest, Partial, choose_kernel, merge_partials
 from ..core.plans import Kind, Recorder, Target, Workload
 from ..core.plans.sums import MAX_PARTIALS
 from .batch import Batch
@@ -132,9 +132,11 @@ class CachedAttention:
         if group is not None and self.world > 1:
             # The messages of a conversation need a little more memory in every turn.
             links = choose_transport(transport, group, device, growth=2.0, key="inference.transport")
-        self._runtime = Runtime(choose(kernel, request), links, BufferPool(device))
+        self._runtime = Runtime(choose_kernel(kernel, request), links, BufferPool(device))
         has_windows = any(window is not None for window in shape.distinct_windows)
-        self._window_kernel = choose(kernel, replace(request, windows=True)) if has_windows else self._runtime.kernel
+        self._window_kernel = (
+            choose_kernel(kernel, replace(request, windows=True)) if has_windows else self._runtime.kernel
+        )
         self._shapes = Shapes(shape.workload, shape.dtype, device, shape.kv, shape.kv)
         self.on_layer: Callable[[], None] = lambda: None
         self._merge: PeerMerge | None = None
@@ -232,8 +234,8 @@ class CachedAttention:
         """Attend for `B` tokens that every rank computes, in the next call of every layer, which reads these tensors.
 
         Args:
-            pages: keyed by the window of layers, the tokens on this rank that each row sees: those of its sequence up
-                to its own token, which is included if it is stored here.
+            pages: keyed by the window of layers, the tokens on this rank that each row sees: its sequence up to its
+                own token, which is included if it is stored here.
             slots: int64 `[B]`, the slots for the new keys and values; `unused_slot` for rows that another rank stores.
         """
         self._pages, self._new_slots, self._num_new = pages, slots, slots.numel()

@@ -155,7 +155,7 @@ class Decoder:
         """Yield the fields of every new token: its id, position and slot on this rank, the number of its sequence's
         tokens on this rank up to it, and how many of these precede each window.
 
-        The counts come from the chunk, since the cache manager may have placed later chunks already."""
+        The counts come from the chunk, because the cache manager may have placed later chunks already."""
         rank = self._attention.rank
         here, slots = set(chain.from_iterable(chunk.new_spans[rank])), chain.from_iterable(chunk.new_slots[rank])
         held = sum(map(len, chunk.cached_slots[rank]))
@@ -287,9 +287,9 @@ def _use_graphs(wanted: str, attention: CachedAttention) -> bool:
     reasons = gather_objects(attention.group, why_no_graphs(attention))
     why = next((reason for reason in reasons if reason is not None), None)
     if why is not None and wanted == "true":
-        raise refuse("inference.cuda_graphs", wanted, f"auto or false, since {why}", "Set it to auto.")
+        raise refuse("inference.cuda_graphs", wanted, f"auto or false, because {why}", "Set it to auto.")
     if why is not None:
-        logger.info("decode: no CUDA graphs, since %s", why)
+        logger.info("decode: no CUDA graphs, because %s", why)
     return why is None
 
 

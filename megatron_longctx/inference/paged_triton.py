@@ -22,7 +22,7 @@ from .paged import PackedPartials, Pages
 _MIN_ROWS = 16
 """The smallest size of a matrix product on tensor cores; missing rows and columns are padded."""
 _KEY_BYTES = 16384
-"""The bytes of keys, and those of values, that a program reads at a time."""
+"""The bytes of keys, and the bytes of values, that a program reads at a time."""
 _STAGES = 5
 """The number of pipeline stages. The page number is loaded first, then keys and values: with 5 stages two blocks are in
 flight while one is used."""
@@ -34,7 +34,7 @@ _MERGED = 16
 """The number of partials that the merging kernel takes at a time."""
 
 
-# Arguments without specialized variants, since they change with length and batch: numbers that need not be multiples of
+# Arguments without specialized variants: they change with length and batch: numbers that need not be multiples of
 # 16 for vector loads, and addresses of values that are read one at a time.
 @triton.jit(
     do_not_specialize=["splits", "table_stride", "lse_split", "lse_row"],

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.kernels.fused import launch, row_strides
 
 _TILE = 4096
-# Arguments without specialized variants, since they change with length and batch: numbers that need not be multiples of
+# Arguments without specialized variants: they change with length and batch: numbers that need not be multiples of
 # 16 for vector loads. The distance of packed rows is rarely a multiple of 16 bytes.
 _ANY = ["num_rows", "batch", "heads", "packed_t", "packed_second", "packed_b", "packed_h"]
 _SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)

@@ -189,7 +189,7 @@ def draw(generations: Sequence[Generation], group: dist.ProcessGroup | None, dev
 
 
 def plain_ids(tokens: Sequence[int]) -> list[int]:
-    """Return token ids as Python integers, also those of NumPy and torch.
+    """Return token ids as Python integers, also if they come from NumPy or torch.
 
     Raises:
         ValueError: they are not integers.

@@ -244,7 +244,7 @@ def two_step(
 
 
 def one_step(memory: PeerMemory, x: Tensor, out: Tensor, form: Format, phases: int = ALL) -> None:
-    """Sum all of x on every rank. Arguments are those of `two_step`, without UNPACK."""
+    """Sum all of x on every rank. Arguments are as for `two_step`, without UNPACK."""
     groups = form.groups(x.numel())
     per, blocks, rows, warps = _work_split(memory, groups, 1, form.group_size)
     rows_of = form.message_bytes(x.numel()), form.value_bytes(x.numel())
@@ -271,7 +271,7 @@ def _work_split(memory: PeerMemory, groups: int, chunks: int, group_size: int) -
 
 def _launch(kernel: Any, blocks: int, arguments: list[Any], constants: dict[str, Any], warps: int) -> None:
     with torch.cuda.device(arguments[0].get_device()):  # a CPU tensor's index, -1, changes nothing
-        # Without fusion, so that the bits equal those of the kernels in `quantize_triton`.
+        # Without fusion, so that the bits equal the kernels' in `quantize_triton`.
         launch(kernel, (blocks,), arguments, constants, num_warps=warps, enable_fp_fusion=False)
 
 

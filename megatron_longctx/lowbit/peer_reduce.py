@@ -1,6 +1,6 @@
 """All-reduce and reduce-scatter over peer memory, each in one kernel instead of two collectives and four kernels.
 
-In two steps, the results have the same bits as those of `quantized.all_reduce`. Small tensors take one step: every rank
+In two steps, the results have the same bits as `quantized.all_reduce`. Small tensors take one step: every rank
 packs its values once and sends all of them to all ranks, and each rank sums them. This waits once instead of twice and
 quantizes once instead of twice. Without bits, values are sent unquantized and summed in fp32 in the order of ranks. In
 each case, all ranks get the same bits. `quantized` checks the arguments.
@@ -31,7 +31,7 @@ HALF_BYTES = 64 * 2**20
 """The size of each half of a rank's memory. Larger tensors are reduced in pieces."""
 _REMEDY = "Choose reduction.transport=collective, which needs none."
 _EXTRA_ONE_STEP_BYTES = 2**20
-"""The bytes that one step may send in addition to those of two: about what links carry in the time of a second wait."""
+"""The bytes that one step may send more than two steps do: about what links carry in the time of a second wait."""
 
 _SET_UP: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, tuple[PeerReduction | None, str | None]]] = (
     WeakKeyDictionary()

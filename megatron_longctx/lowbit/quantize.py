@@ -178,7 +178,7 @@ def requantize_sum(packed: Tensor, chunk: int, form: QuantFormat, to: QuantForma
 
     Args:
         packed: `[n, message_bytes]` uint8: the same chunk of n ranks.
-        to: the format of the sum; only its `bits` may differ from those of `form`.
+        to: the format of the sum; only its `bits` may differ from `form`.
 
     Returns:
         `[to.message_bytes(chunk)]` uint8.

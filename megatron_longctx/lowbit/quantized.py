@@ -6,7 +6,7 @@ summed once; a ring would do both in every hop. bits=6, the paper's INT6, sends 
 because errors of the second quantization do not average out over ranks.
 
 An element is off by at most half a step of its group on every rank plus half a step of the sum's group. All ranks get
-the same bits, including those of a rank's own chunk.
+the same bits, including a rank's own chunk.
 """
 
 from __future__ import annotations

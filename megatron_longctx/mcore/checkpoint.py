@@ -132,7 +132,7 @@ def begin(
 
 
 def load(directory: Path, state: TrainingState, *, iteration: int | None = None, ignore: tuple[str, ...] = ()) -> Saved:
-    """Load a checkpoint into ``state``, whatever parallel sizes it was saved at. Collective over the world.
+    """Load a checkpoint into ``state``. It may have been saved at any parallel sizes. Collective over the world.
 
     Moments, steps and the schedule's position are loaded. The run's own learning rate, betas and schedule stay in
     force. Random states are restored only if the checkpoint has the same parallel sizes and device type.

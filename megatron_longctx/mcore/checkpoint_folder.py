@@ -81,7 +81,7 @@ def latest(directory: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest `last` of them (None: all), and those of every multiple of `every`.
+    """Which checkpoints stay: the newest `last` of them (None: all), and every multiple of `every`.
 
     Raises:
         ValueError: a number is below 1.
@@ -96,7 +96,7 @@ class Retention:
                 raise ValueError(f"{name} is {number}, expected at least 1: give a number, or None")
 
     def expired(self, iterations: list[int]) -> list[int]:
-        """Return those of `iterations`, which are in ascending order, that are to be deleted."""
+        """Return which of `iterations`, in ascending order, are to be deleted."""
         old = iterations[: -self.last] if self.last is not None else []
         return [number for number in old if self.every is None or number % self.every]
 
@@ -112,7 +112,7 @@ def publish(partial: Path, final: Path, digests: Digests, retention: Retention) 
     """Give a complete checkpoint its final name, make it the latest, and delete the expired ones.
 
     Args:
-        digests: the digests that are already known; this function computes those of the other files.
+        digests: the digests that are already known; this function computes the digests of the other files.
     """
     others = [path.name for path in partial.iterdir() if path.name not in digests]
     content = {"algorithm": _ALGORITHM, "files": digests | digests_of(partial, others)}

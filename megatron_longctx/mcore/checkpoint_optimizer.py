@@ -103,7 +103,7 @@ def state_shards(
 
 
 def _own_state(optimizer: DistributedOptimizer) -> list[tuple[torch.nn.Parameter, Any, dict[str, torch.Tensor]]]:
-    """Return each parameter of which this rank has a part, the range of its values, and their flat states."""
+    """Return each parameter that this rank has a part of, the range of its values, and their flat states."""
     return [
         (parameter, ranges["param"], optimizer._get_main_param_and_optimizer_states(parameter))
         for buffer in optimizer.gbuf_ranges

@@ -312,7 +312,7 @@ def check_tokenizer(data: DataConfig, tokenizer: MegatronTokenizerText) -> None:
 
 
 def _note(data: DataConfig, prefix: str) -> dict[str, Any]:
-    """Return the content of `<prefix>.json`; empty without it, since only this project's datasets have it."""
+    """Return the content of `<prefix>.json`; empty without it: only this project's datasets have it."""
     path = Path(prefix + ".json")
     if not path.is_file():
         return {}

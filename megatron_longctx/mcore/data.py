@@ -24,7 +24,7 @@ from .trees import following
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """One whole micro-batch, before it is sharded.
 
     tokens, labels, position_ids: int64 `[b, S]`. Labels are the next tokens of the same document.
@@ -53,13 +53,13 @@ class Batch:
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> TrainingBatch:
         """Return a copy in pinned memory. PyTorch's `DataLoader` calls it by this name."""
         pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
-        return Batch(**pinned, documents=self.documents, parents=self.parents)
+        return TrainingBatch(**pinned, documents=self.documents, parents=self.parents)
 
 
-class TrainingData(Dataset[Batch]):
+class TrainingData(Dataset[TrainingBatch]):
     """Samples in an order that depends on the seed alone, not on steps, batch sizes, workers or ranks.
 
     Args:
@@ -77,7 +77,7 @@ class TrainingData(Dataset[Batch]):
         self._sources = [_Source(config.data, prefix, config.train.seed, part) for prefix in prefixes]
         self._blend = Blend(weights)
 
-    def __getitem__(self, samples: Sequence[int]) -> Batch:
+    def __getitem__(self, samples: Sequence[int]) -> TrainingBatch:
         """Return the samples with these numbers in the order of the whole run. A packed batch is one sample.
 
         Raises:
@@ -85,7 +85,7 @@ class TrainingData(Dataset[Batch]):
         """
         rows = [self._row(sample) for sample in samples]
         stacked = {name: torch.from_numpy(numpy.stack([arrays[name] for arrays, *_ in rows])) for name in rows[0][0]}
-        return Batch(**stacked, documents=rows[0][1], parents=rows[0][2])
+        return TrainingBatch(**stacked, documents=rows[0][1], parents=rows[0][2])
 
     @property
     def size(self) -> int:
@@ -108,7 +108,7 @@ class TrainingData(Dataset[Batch]):
                 )
 
     def _row(self, sample: int) -> tuple[dict[str, numpy.ndarray], tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Return a sample's tensors, named as in `Batch`, and the lengths and parents of its documents."""
+        """Return a sample's tensors, named as in `TrainingBatch`, and the lengths and parents of its documents."""
         dataset, sample = self._blend.locate(sample)
         source = self._sources[dataset]
         spans = source.spans(sample)

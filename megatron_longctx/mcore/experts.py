@@ -124,7 +124,7 @@ class SummedLossRouter(TopKRouter):  # type: ignore[misc]
 class SeededExperts(torch.nn.Module):
     """Experts whose initial weights depend on their number in the layer; `experts_spec` derives a class from this one.
 
-    Their weights, and those of later layers, are therefore the same at every expert-parallel size.
+    Their weights, and the weights of later layers, are therefore the same at every expert-parallel size.
     """
 
     def __init__(self, num_local_experts: int, config: Any, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
@@ -138,7 +138,7 @@ class SeededExperts(torch.nn.Module):
                     torch.manual_seed(seed + int(expert_name(name, first).split(".")[1]) * 2 + ("linear_fc2" in name))
                     _init_shard(weight, name, config, pg_collection.expt_tp)
         for parameter in self.parameters():
-            # No other tensor-parallel rank has a copy, since biases need whole experts: gradients are not summed over
+            # No other tensor-parallel rank has a copy, because biases need whole experts: gradients are not summed over
             # these ranks (`finalize_model_grads`), and all of them count in the norm.
             # Megatron marks the second biases the other way round, and TransformerEngine's grouped layers mark none.
             parameter.sequence_parallel = False  # type: ignore[attr-defined]

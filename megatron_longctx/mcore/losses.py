@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config import Config, RecomputeConfig
 from ..core.errors import refuse
 from ..inference.evaluation.results import Losses, edges
-from .data import Batch, TrainingData
+from .data import TrainingBatch, TrainingData
 from .inference import load_model, refuse_training_sizes
 from .model import padded_vocab_size
 from .sequence import ShardedSequence, build_sequence
@@ -53,7 +53,7 @@ def losses_config(config: Config) -> Config:
 
 
 @torch.no_grad()
-def label_logprobs(model: Any, sequence: ShardedSequence, batch: Batch) -> Tensor:
+def label_logprobs(model: Any, sequence: ShardedSequence, batch: TrainingBatch) -> Tensor:
     """Return the log-probabilities of a whole micro-batch's labels. Collective over context- and tensor-parallel ranks.
 
     With `recompute.head_chunk_tokens` (`head.ChunkedHeadGPT`), the logits of that many tokens exist at the same time.
@@ -102,7 +102,7 @@ class LossesByPosition:
         table = self._step.run(lambda number: data[[number]], range(samples), samples, edges(length)).sum(0)
         return Losses(length, table[:, 0].tolist(), table[:, 1].tolist())
 
-    def logprobs(self) -> Iterator[tuple[Batch, Tensor]]:
+    def logprobs(self) -> Iterator[tuple[TrainingBatch, Tensor]]:
         """Yield every sample of one pass with `label_logprobs`. The samples' order is that of `train.seed`."""
         vocab_size = padded_vocab_size(self._config.model, self._tokenizer.vocab_size)
         data = TrainingData(self._config, self._tokenizer, vocab_size, self._part)

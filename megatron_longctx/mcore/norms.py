@@ -2,7 +2,7 @@
 
 Megatron's `WrappedTorchNorm` refuses sequence parallelism, so without TransformerEngine or Apex none of Megatron's
 norms supports it. The norms here mark their parameters with `sequence_parallel`, which tells Megatron's gradient
-finalization to sum their gradients over the tensor-parallel ranks, each of which has processed other tokens.
+finalization to sum their gradients over the tensor-parallel ranks. Each has processed other tokens.
 """
 
 from __future__ import annotations

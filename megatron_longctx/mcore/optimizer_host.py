@@ -1,8 +1,8 @@
-"""Optimizer states in host memory: the device holds those of a few parameters while these are stepped.
+"""Optimizer states in host memory: the device holds only a few parameters' states, while it steps them.
 
 ZeRO-Offload (arXiv:2101.06840) keeps states and Adam on the host. Here Adam stays on the device and its results are
 bit-identical: the states are copied to the device, stepped and copied back piece by piece, on streams beside it.
-Megatron's own ``optimizer_cpu_offload`` steps on the CPU, and its states are not those of other runs' checkpoints.
+Megatron's own ``optimizer_cpu_offload`` steps on the CPU, and its states do not fit other runs' checkpoints.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
     Args:
         original: the embedding that it replaces.
         sequence: the model's sequence.
-        full: frequencies of layers with full attention; None for those of `original`.
-        windowed: frequencies of layers with a window; None for those of the other layers.
+        full: frequencies of layers with full attention; None for the frequencies of `original`.
+        windowed: frequencies of layers with a window; None for the same as other layers.
 
     Raises:
         ValueError: an embedding that overrides the computation of angles (YaRN, multimodal), or a sequence of a model
@@ -166,7 +166,7 @@ class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
 
     Args:
         sequence: shared by all layers of the model.
-        frequencies: RoPE frequencies; None for those of Megatron's embedding.
+        frequencies: RoPE frequencies; None for Megatron's embedding's.
         The others are Megatron's own.
 
     Raises:
@@ -219,8 +219,9 @@ class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
     def _gather_columns(self, module: torch.nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         """Return all columns of the latent and of the keys' rotated part, for this tensor-parallel rank's rows.
 
-        From these, Megatron gathers the rows of the rotated part, and sums its gradient, of which every rank has the
-        part of its own heads. If Megatron gathers columns itself (local layers of 0.16.1 and 0.19.2), it sums nothing.
+        From these, Megatron gathers the rows of the rotated part, and sums its gradient. Every rank has the part of
+        the gradient from its own heads. If Megatron gathers columns itself (local layers of
+        0.16.1 and 0.19.2), it sums nothing.
         """
         columns, bias = output
         if columns.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:

@@ -85,13 +85,13 @@ class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
     """Megatron's `RowParallelLinear` with a `Reducer` that sums its output over ranks.
 
     With sequence parallelism, the sum is reduce-scattered along the sequence; otherwise it is all-reduced. In training
-    mode (`module.training`) this is Megatron's own layer, unless `reductions.in_training`. Then gradients are those of
-    the exact sum (a straight-through estimator).
+    mode (`module.training`) this is Megatron's own layer, unless `reductions.in_training`. Then gradients pass as
+    through the exact sum (a straight-through estimator).
 
     Args:
         reductions: the model's policies, which hold the reducers.
         policy: this layer's policy.
-        The others are those of `RowParallelLinear`.
+        The others are as for `RowParallelLinear`.
 
     Raises:
         ValueError: a layer of experts, an input that is not parallel, or CPU offloading.

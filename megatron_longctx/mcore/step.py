@@ -24,7 +24,7 @@ from ..core.comm import AttentionTimes
 from ..core.plans.mask import Window
 from ..planner.flops import Work
 from .core_attention import layer_window
-from .data import Batch
+from .data import TrainingBatch
 from .objectives import Objective
 from .objectives.sft import sft
 from .pack import Pack
@@ -67,7 +67,7 @@ class _Step:
     micro_batch_size: int
 
     def _run_schedule(
-        self, forward: Callable[..., Any], batches: Iterator[Batch], count: int, forward_only: bool
+        self, forward: Callable[..., Any], batches: Iterator[TrainingBatch], count: int, forward_only: bool
     ) -> list[dict[str, Any]]:
         """Return what the loss functions of `count` micro-batches returned, on the last pipeline stage."""
         num_tokens = self.sequence.whole.num_local_tokens
@@ -103,7 +103,7 @@ class TrainStep(_Step):
     num_micro_batches: int
     objective: Objective = sft
 
-    def run(self, batches: Iterator[Batch]) -> LossSum:
+    def run(self, batches: Iterator[TrainingBatch]) -> LossSum:
         """Compute gradients, reduced over ranks and divided by the sum of the loss masks of the whole step.
 
         Args:
@@ -135,7 +135,9 @@ class TrainStep(_Step):
 class EvalStep(_Step):
     """Token losses of a model, in DDP or not, which is not changed."""
 
-    def run(self, read: Callable[[int], Batch], numbers: Sequence[int], total: int, edges: Sequence[int]) -> Tensor:
+    def run(
+        self, read: Callable[[int], TrainingBatch], numbers: Sequence[int], total: int, edges: Sequence[int]
+    ) -> Tensor:
         """Return the sums of token losses and of their masks in each range of positions. Collective over the world.
 
         A micro-batch's row is bit-identical for every number of data-parallel ranks and pipeline stages.
@@ -184,7 +186,11 @@ def local_device() -> torch.device:
 
 
 def _forward_step(
-    batches: Iterator[Batch], model: Any, sequence: ShardedSequence, windows: Counter[Window], objective: Objective
+    batches: Iterator[TrainingBatch],
+    model: Any,
+    sequence: ShardedSequence,
+    windows: Counter[Window],
+    objective: Objective,
 ) -> tuple[Tensor, Any]:
     batch = next(batches)
     losses, local, pack = token_losses(batch, model, sequence)
@@ -195,13 +201,13 @@ def _forward_step(
 
 
 def _forward_alone(
-    batches: Iterator[Batch], model: Any, sequence: ShardedSequence, edges: Sequence[int]
+    batches: Iterator[TrainingBatch], model: Any, sequence: ShardedSequence, edges: Sequence[int]
 ) -> tuple[Tensor, Any]:
     losses, local, _ = token_losses(next(batches), model, sequence)
     return losses, partial(_loss_by_position, local, edges)
 
 
-def token_losses(batch: Batch, model: Any, sequence: ShardedSequence) -> tuple[Tensor, dict[str, Tensor], Pack]:
+def token_losses(batch: TrainingBatch, model: Any, sequence: ShardedSequence) -> tuple[Tensor, dict[str, Tensor], Pack]:
     """Return the losses of this rank's tokens `[b, s]` (on the last stage), its part of the batch, and the pack."""
     device, pack = local_device(), sequence.pack(batch.lengths, batch.parents)
     local = {name: x.to(device, non_blocking=True) for name, x in sequence.shard_batch(batch.tensors, pack).items()}

@@ -56,12 +56,11 @@ class Store:
 class HostStore(Store):
     """Moves tensors to host memory, pinned if there is a GPU.
 
-    Copies run on a separate stream, concurrently with computation. The device holds the tensors of two layer runs,
-    whatever the number of layers and of micro-batches in flight: in forward those of the current run and of the run
-    before it; in backward those of the run that is recomputed and of the run that preceded it in forward, which
-    backward needs next and which are fetched meanwhile. Backward of a micro-batch begins with the two runs that are
-    still on the device. If forward of another micro-batch came between (pipelines), its last layer waits for its
-    tensors instead.
+    Copies run on a separate stream, concurrently with computation. Two layer runs' worth stay on the device, for any
+    number of layers and of micro-batches in flight. In forward they are the current run and the run before it. While
+    backward works on one run, the run before it in forward is copied back. Backward of a micro-batch begins with the
+    two runs that are still on the device. If forward of another micro-batch came between
+    (pipelines), its last layer waits for its tensors instead.
     """
 
     def __init__(self) -> None:

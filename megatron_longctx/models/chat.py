@@ -21,7 +21,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MAX_BYTES = 2**20  # of a template's file
 _MAX_CPU_S = 10.0  # for one conversation: 10 MB take 0.1 s
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 """A message, with `role` and `content`."""
 
 
@@ -40,7 +40,7 @@ class Chat:
     stop_tokens: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
 
-    def text(self, messages: Sequence[Message], reply: bool = True) -> str:
+    def text(self, messages: Sequence[ChatMessage], reply: bool = True) -> str:
         """Return the text of a conversation. reply: let it end where the model's reply begins.
 
         Raises:

@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MAX_MEMORY = 2 * 2**30
-_MAX_ADDED, _MAX_GROWTH = 2**20, 8  # characters of a text: a constant, and a factor for those of the messages
+_MAX_ADDED, _MAX_GROWTH = 2**20, 8  # characters of a text: a constant, and a factor for the messages' characters
 _MAX_ERROR = 500  # characters of a template's error
 
 

@@ -151,7 +151,7 @@ def with_separate_experts(model: ModelConfig, router: str, gate: str, up: str, d
 
 
 def require_head_sizes(fields: Fields) -> None:
-    """Refuse files without sizes whose defaults in `transformers` are those of one model."""
+    """Refuse files without sizes whose defaults in `transformers` belong to one model."""
     fields.require("head_dim")
     fields.require("num_key_value_heads")
 

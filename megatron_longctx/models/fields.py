@@ -1,4 +1,4 @@
-"""The fields of a published `config.json`, none of which may be left unread."""
+"""The fields of a published `config.json`. None may be left unread."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Fields:
         return int(value)
 
     def expect(self, name: str, *supported: Any, remedy: str = "Models with another value are not supported.") -> None:
-        """Refuse a field with a value other than null and `supported`, of which the first is the default.
+        """Refuse a field with a value other than null and `supported`, whose first is the default.
 
         Raises:
             ValueError: names the field.

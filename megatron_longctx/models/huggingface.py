@@ -135,7 +135,7 @@ class ShardWriter:
     values.
 
     Args:
-        groups: the tensors to write, in order; those of a group are computed together.
+        groups: the tensors to write, in order; a group's are computed together.
         max_bytes: the most bytes of values in a file, unless a single group is larger.
     """
 

@@ -1,6 +1,6 @@
 """RoPE: its fields in a `config.json`, which all families share, and its frequencies, plain or scaled.
 
-The frequencies equal those of `transformers.modeling_rope_utils` on the CPU, bit for bit.
+The frequencies equal `transformers.modeling_rope_utils` on the CPU, bit for bit.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _join_vocabulary(parts: Sequence[Tensor], dims: Dims) -> Tensor:
 
 
 def _experts(form: Form, count: int) -> Form:
-    """A parameter of all experts, `[E, ...]`, of which each has `count` published tensors in the form `form`."""
+    """A parameter of all experts, `[E, ...]`. Each expert has `count` published tensors in the form `form`."""
 
     def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
         return torch.stack([form.join(parts[i : i + count], dims) for i in range(0, len(parts), count)])
@@ -112,7 +112,7 @@ def _transposed_experts(interleaved: bool) -> Form:
 
 
 UNCHANGED = Form(lambda parts, dims: parts[0], lambda whole, dims: (whole,))
-# The rows of a gated MLP's gate, then those of its up projection.
+# The rows of a gated MLP's gate, then its up projection's.
 GATE_UP = Form(lambda parts, dims: torch.cat(list(parts)), lambda whole, dims: whole.chunk(2))
 QKV = _qkv()
 # A row for every token, padded with zeros to the rows of Megatron's embedding.

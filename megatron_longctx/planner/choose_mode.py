@@ -71,7 +71,7 @@ def rank_modes(
     Args:
         cluster: the cluster of the `problem.n` ranks.
         costs: None for those that the cluster's device describes.
-        candidates: None for those of every mode.
+        candidates: None for all options of every mode.
         timeline: record what every rank does when.
 
     Raises:

@@ -95,7 +95,7 @@ class Costs:
         """Return the time of one kernel call.
 
         A single full or causal segment takes the time of the measured calls. Causal with more keys than queries is a
-        rectangle and a square, since ends are aligned. Several segments and windows take the rate of a long call for
+        rectangle and a square, because ends are aligned. Several segments and windows take the rate of a long call for
         all pairs of the tiles that they touch.
         """
         (q0, q1, k0, k1), *others = call.segments

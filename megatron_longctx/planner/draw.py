@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_CELLS = 480  # resolution of the pair map: enough to see every span, whatever the length
+_CELLS = 480  # resolution of the pair map: enough to see every span of any length
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.0}  # behind numbers on hatching
 _WAIT, _MERGE, _TRANSFER = "#ececec", "#e4a33d", "#7d8fa8"
 

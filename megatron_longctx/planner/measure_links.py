@@ -1,6 +1,6 @@
 """Measurements of the links between the ranks of a process group, and the cluster description that fits them.
 
-This is the only file of this room that imports torch.
+This is the only file of this wing that imports torch.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-class Messages:
+class MessageTimes:
     """The times of messages between the first `n` ranks of a cluster, step by step."""
 
     def __init__(self, n: int, cluster: Cluster, workload: Workload, costs: Costs) -> None:

@@ -21,7 +21,7 @@ from ..core.plans.recording import Acquire, Compute, Copy, Merge, Op, Recording,
 from ..core.plans.workload import Target
 from .cost import GIB, Costs, Workload
 from .footprint import footprint, row_bytes
-from .messages import Messages
+from .messages import MessageTimes
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class _Simulator:
     def run(self) -> Simulation:
         n = self.plan.n
         arrived: list[float] = [0.0] * n
-        messages = Messages(n, self.cluster, self.workload, self.costs)
+        messages = MessageTimes(n, self.cluster, self.workload, self.costs)
         for t, step in enumerate(self.plan.steps):
             ready = [self._run_until_messages(rank, t, arrived[rank]) for rank in range(n)]
             starts, done = messages.exchange(step.moves, ready, self.transfer)

@@ -20,7 +20,7 @@ from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
 from ..inference.session import Session, check_length
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize
-from ..models.chat import Chat, Message, load_chat
+from ..models.chat import Chat, ChatMessage, load_chat
 from ..training.broadcast import broadcast_json
 from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_arguments, start
 from .text_stream import TextStream
@@ -108,7 +108,7 @@ class _Conversation:
     tokenizer: Any
     chat: Chat
     sampling: Sampling
-    messages: list[Message] = field(default_factory=list)
+    messages: list[ChatMessage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._session = self.engine.open()
@@ -153,7 +153,7 @@ class _Conversation:
             del tokens[-1]  # generated last and not computed
         return "\n" if self.messages else ""
 
-    def _extend(self, messages: list[Message]) -> None:
+    def _extend(self, messages: list[ChatMessage]) -> None:
         """Compute the tokens of the conversation that are not cached; all of them if its bos_tokens has changed."""
         self.messages = messages
         # On rank 0, because a template may ask for the time.

@@ -14,7 +14,7 @@ import torch
 from ..config.gpus import ranks_per_gpu
 from ..training.local_ranks import run_ranks
 
-PATIENCE_S = 1800.0  # for work of seconds on an idle machine: whatever takes longer hangs
+PATIENCE_S = 1800.0  # for work of seconds on an idle machine: what takes longer hangs
 # Ranks import these at their start, which otherwise takes most of their time.
 _PRELOADED = ["megatron_longctx.training.loop", "megatron_longctx.mcore.inference", "pytest", "hypothesis"]
 

@@ -4,7 +4,7 @@ The rule: its error against an fp64 reference is at most twice the error of the 
 precision against the same reference. Errors are Frobenius norms of the difference.
 
 dq may also have the error that rounding the lse of blocks, in fp32, causes (`lse_rounding`). A kernel that sees all
-keys has one sum of exponentials for forward and backward: whatever its error, the gradients of a row's scores add up to
+keys has one sum of exponentials for forward and backward: with any error, the gradients of a row's scores add up to
 0, and the common part of all keys cancels in dq. Blocks are weighted by their lse, each with an error of up to half an
 eps of its value (6e-5 if all logits are near 1,000), and the common part cancels only to that precision. out, dk and dv
 keep the rule.

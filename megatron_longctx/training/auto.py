@@ -51,7 +51,7 @@ def resolve_schedule(config: Config, folder: Path | None = None) -> tuple[Config
 
 
 def resolve_for_cluster(config: Config) -> tuple[Config, list[Candidate]]:
-    """Replace `auto` by the mode that it chooses on `parallelism.cluster`, whatever this machine is.
+    """Replace `auto` by the mode that it chooses on `parallelism.cluster`, on any machine.
 
     If a dataset is missing, packs are simulated as one document.
 

@@ -181,7 +181,7 @@ def checked_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def quoted_for_hydra(override: str) -> str:
-    """Return an override with its text in quotes, since Hydra's grammar gives commas, spaces and brackets a meaning."""
+    """Return an override with its text in quotes: Hydra's grammar gives commas, spaces and brackets a meaning."""
     name, _, value = override.partition("=")
     if name not in _KEYS or _KEYS[name].kind is not str:
         return override
@@ -194,7 +194,7 @@ def quoted_for_hydra(override: str) -> str:
 def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
     """Return an error of Hydra or OmegaConf in the form of this project's errors."""
     text = str(error)
-    # An unknown key is in a recipe: those of overrides have been checked.
+    # An unknown key is in a recipe: overrides have been checked.
     if unknown := re.search(r"Key '([\w.]+)' (?:is )?not in", text):
         full = re.search(r"full_key: ([\w.]+)", text)
         return _recipe_in(text) + str(_unknown_key(full.group(1) if full else unknown.group(1)))

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..mcore.data import Batch
+from ..mcore.data import TrainingBatch
 from .local_ranks import exit_with_parent
 from .signals import STOP_SIGNALS, blocked
 
 _END_WITHIN_S = 5.0  # for each of the thread and the workers, which a hanging file system may hold
 
 
-class Loader(Iterator[Batch]):
+class Loader(Iterator[TrainingBatch]):
     """PyTorch's `DataLoader` over micro-batches, plus one batch that is ready before `next` is called.
 
     Worker processes start with the first batch. They end with this process, however it ends.
@@ -38,11 +38,11 @@ class Loader(Iterator[Batch]):
 
     def __init__(
         self,
-        data: Dataset[Batch],
+        data: Dataset[TrainingBatch],
         shares: Iterable[Sequence[int]],
         workers: int,
         device: torch.device,
-        prepare: Callable[[Batch], None] | None = None,
+        prepare: Callable[[TrainingBatch], None] | None = None,
     ) -> None:
         on_gpu = device.type == "cuda"
         self._loader = DataLoader(
@@ -58,14 +58,14 @@ class Loader(Iterator[Batch]):
         )
         self._prepare = prepare
         self._batches: Any = None
-        self._next: Future[Batch] | None = None
-        self._wanted: SimpleQueue[Future[Batch] | None] = SimpleQueue()
+        self._next: Future[TrainingBatch] | None = None
+        self._wanted: SimpleQueue[Future[TrainingBatch] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._read, args=(device,), name="next batch", daemon=True)
         self._thread.start()
         # Ends the thread and the workers. At exit, Python would wait for the workers, which ignore its signals.
         self.close = Finalize(None, self._end, exitpriority=1)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> TrainingBatch:
         """Return the next batch.
 
         Raises:
@@ -79,8 +79,8 @@ class Loader(Iterator[Batch]):
         self._next = self._want()
         return batch
 
-    def _want(self) -> Future[Batch]:
-        wanted: Future[Batch] = Future()
+    def _want(self) -> Future[TrainingBatch]:
+        wanted: Future[TrainingBatch] = Future()
         self._wanted.put(wanted)
         return wanted
 
@@ -102,8 +102,8 @@ class Loader(Iterator[Batch]):
                 worker.kill()  # one that is stopped would never end, and Python waits for it at exit
                 worker.join(_END_WITHIN_S)
 
-    def _take(self) -> Batch:
-        batch: Batch | ValueError = next(self._batches)
+    def _take(self) -> TrainingBatch:
+        batch: TrainingBatch | ValueError = next(self._batches)
         if isinstance(batch, ValueError):
             raise batch
         if self._prepare is not None:
@@ -111,13 +111,13 @@ class Loader(Iterator[Batch]):
         return batch
 
 
-class _ErrorsAsResults(Dataset[Batch | ValueError]):
+class _ErrorsAsResults(Dataset[TrainingBatch | ValueError]):
     """Returns a ValueError as a result: raised in a worker, it would arrive as the text of a traceback."""
 
-    def __init__(self, data: Dataset[Batch]) -> None:
+    def __init__(self, data: Dataset[TrainingBatch]) -> None:
         self._data = data
 
-    def __getitem__(self, samples: Sequence[int]) -> Batch | ValueError:
+    def __getitem__(self, samples: Sequence[int]) -> TrainingBatch | ValueError:
         try:
             return self._data[samples]
         except ValueError as error:
@@ -133,7 +133,7 @@ def _init_worker(number: int) -> None:
 def _drop_sockets() -> None:
     """Close the sockets that this process has inherited: the other ranks would not see that the rank has ended.
 
-    Their numbers refer to nothing from now on, and stay taken, since objects here may still close them.
+    Their numbers refer to nothing from now on, and stay taken, because objects here may still close them.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in Path("/proc/self/fd").iterdir():

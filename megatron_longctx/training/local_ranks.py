@@ -201,7 +201,7 @@ def run_ranks(
 
 
 def exit_with_parent() -> None:
-    """Exit this process when its parent ends, in whatever way, even if this one is stopped.
+    """Exit this process when its parent ends in any way, even if this one is stopped.
 
     Otherwise it could wait for other ranks until a collective times out, or still compute while the next job runs.
     """

@@ -19,7 +19,7 @@ from ..config import Config, environment, names
 from ..core.comm import on_rank_0
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.corpus import Identity, identity
-from ..mcore.data import Batch, TrainingData, micro_batches
+from ..mcore.data import TrainingBatch, TrainingData, micro_batches
 from ..mcore.objectives import make_objective
 from ..mcore.sequence import ShardedSequence, build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
@@ -181,7 +181,7 @@ class Trainer:
 
     def _one_step(self) -> StepResult:
         train = self.config.train
-        batches: list[Batch] = []
+        batches: list[TrainingBatch] = []
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -208,7 +208,7 @@ class Trainer:
         passes = self._optimizer_began - begin - waited
         return f"first step: {passes:.1f} s forward and backward, {waited:.1f} s data, {update:.1f} s optimizer"
 
-    def _next_batches(self, taken: list[Batch]) -> Iterator[Batch]:
+    def _next_batches(self, taken: list[TrainingBatch]) -> Iterator[TrainingBatch]:
         """Yield the step's micro-batches, append them to `taken`, and measure how long the step waits for them."""
         for _ in range(self.train_step.num_micro_batches):
             begin = time.perf_counter()
@@ -221,13 +221,13 @@ class Trainer:
                 self.interval.imbalances_pct.append(self._imbalance_pct(batch))
             yield batch
 
-    def _prepare(self, batch: Batch) -> None:
+    def _prepare(self, batch: TrainingBatch) -> None:
         """Fill the caches of plans ahead of the step that uses the batch, in the loader's thread."""
         self.sequence.prepare(batch.lengths, batch.parents)
         if self.sinks:
             self._imbalance_pct(batch)
 
-    def _imbalance_pct(self, batch: Batch) -> float:
+    def _imbalance_pct(self, batch: TrainingBatch) -> float:
         mask = self.sequence.pack(batch.lengths, batch.parents).mask(window=self.config.model.widest_window)
         return imbalance_pct(self.sequence.attention.plan(mask))
 
@@ -237,7 +237,7 @@ class Trainer:
             return nullcontext()
         return profiled(self.folder.path / "profile", step)
 
-    def _require_finite(self, what: str, value: float, batches: list[Batch]) -> None:
+    def _require_finite(self, what: str, value: float, batches: list[TrainingBatch]) -> None:
         if not math.isfinite(value):
             path = dump_nonfinite(self.folder.path, self.step + 1, {what: value}, batches, self.models)
             raise NonFiniteError(
@@ -332,7 +332,7 @@ class Trainer:
     def _stopped(self) -> bool:
         """Whether any rank received a stop signal. Also finishes a checkpoint that all ranks have written.
 
-        Ranks agree on both, since a rank that goes on alone would wait for the others forever.
+        Ranks agree on both, because a rank that goes on alone would wait for the others forever.
         """
         flags = torch.tensor([float(self.stop.received or 0), float(not self.saver.written)], device=local_device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)

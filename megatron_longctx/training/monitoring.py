@@ -18,7 +18,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ..config import Config, ModelConfig, files, names
-from ..mcore.data import Batch, TrainingData
+from ..mcore.data import TrainingBatch, TrainingData
 from ..mcore.step import EvalStep, LossSum, TrainStep
 from ..planner.flops import Work, performance, training_flops
 from .metrics.sinks import Value
@@ -113,7 +113,7 @@ class Validation:
         """
         group, rows = self._step.groups.dp, self._step.micro_batch_size
 
-        def batch(number: int) -> Batch:
+        def batch(number: int) -> TrainingBatch:
             return self._data[range(number * rows, (number + 1) * rows)]
 
         numbers = range(group.rank(), self._num_batches, group.size())
@@ -160,12 +160,12 @@ def dump_nonfinite(
     folder: Path,
     step: int,
     values: Mapping[str, float],
-    batches: Sequence[Batch],
+    batches: Sequence[TrainingBatch],
     models: Sequence[torch.nn.Module],
 ) -> Path:
     """Write what this rank saw of a non-finite step: values, micro-batches, non-finite parameters and gradients.
 
-    Every rank of the job calls this, since all know the same loss.
+    Every rank of the job calls this. All know the same loss.
 
     Returns:
         the folder, which has `rank_<k>.json` and `rank_<k>_batches.pt`.

@@ -74,7 +74,7 @@ class RankInfo:
                 raise ValueError(
                     f"{name} is not set: expected the first node and a free port. See launch/train.sbatch."
                 )
-        cpus = len(os.sched_getaffinity(0))  # if Slurm has not bound the task to its own, it shares those of the host
+        cpus = len(os.sched_getaffinity(0))  # if Slurm has not bound the task to its own, it shares the host's
         return cls(
             int(env["SLURM_PROCID"]),
             int(env["SLURM_STEP_NUM_TASKS"]),

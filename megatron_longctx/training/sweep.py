@@ -31,7 +31,7 @@ def show_info(what: str, overrides: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep's `run.name`, and the overrides of each job, of which the last is the job's `run.name`."""
+    """A sweep's `run.name`, and the overrides of each job; the last one is the job's `run.name`."""
 
     name: str
     jobs: list[list[str]]

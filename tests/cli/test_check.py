@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_longctx.cli import check, cli
 from megatron_longctx.config import Config
-from megatron_longctx.mcore.data import Batch
+from megatron_longctx.mcore.data import TrainingBatch
 from megatron_longctx.mcore.experts import SeededExperts
 from megatron_longctx.mcore.pack import Pack
 from megatron_longctx.planner import memory
@@ -145,7 +145,7 @@ def _diverging(rank: int, config: Config, *args: Any) -> recorded.Curves:
         return recorded.record(rank, config, *args)
 
 
-def _require_finite_until_step_1(trainer: Trainer, what: str, value: float, batches: list[Batch]) -> None:
+def _require_finite_until_step_1(trainer: Trainer, what: str, value: float, batches: list[TrainingBatch]) -> None:
     Trainer._require_finite(trainer, what, value if trainer.step == 0 else float("nan"), batches)
 
 

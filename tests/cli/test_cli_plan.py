@@ -24,7 +24,7 @@ zigzag forward: 2 ranks, 16 tokens (zigzag), causal mask, 2 steps, 0.0% of rank-
   balance  the busiest rank computes 0.0% more than the average
   bytes    a rank sends 2 KiB and receives 2 KiB at most, in one layer
   time     not simulated: name a cluster, as in parallelism.cluster=h200_x8
-  memory of a training step: 12.27 MiB a rank, most in optimizer step (recompute=none; 10.51 MiB whatever the length)
+  memory of a training step: 12.27 MiB a rank, most in optimizer step (recompute=none; 10.51 MiB at any length)
 
 who holds what
   rank 0: 0:4 + 12:16  (8 tokens)

@@ -253,7 +253,7 @@ def test_values_at_the_ends_of_their_ranges() -> None:
         ),
         (
             "parallelism=cp4 parallelism.data_parallel_size=3", 8,
-            "parallelism.data_parallel_size=3: expected 2, since 8 ranks / (tensor 1 x context 4 x pipeline 1) = 2. "
+            "parallelism.data_parallel_size=3: expected 2, because 8 ranks / (tensor 1 x context 4 x pipeline 1) = 2. "
             "Set it to 2 or null, or start 12 ranks.",
         ),
         (

@@ -11,7 +11,7 @@ import torch
 
 from megatron_longctx.cli.conversion import export_model, import_model
 from megatron_longctx.config.cluster import load_cluster
-from megatron_longctx.core.kernels import KernelRequest, auto_order, choose
+from megatron_longctx.core.kernels import KernelRequest, auto_order, choose_kernel
 from megatron_longctx.core.plans import MODES, ModeOptions, Target, Workload, build_plan, find_mode, verify
 from megatron_longctx.core.plans.mask import Mask, full
 from megatron_longctx.planner.choose_mode import Problem, rank_modes
@@ -28,7 +28,7 @@ LENGTH = 53
 def test_the_mode_is_found_by_its_name_and_considered_by_auto() -> None:
     config = compose_config(["parallelism=cp4", "parallelism.schedule=broadcast"])
     assert find_mode(config.parallelism.schedule, 4, ModeOptions()).name == "broadcast"
-    problem = Problem(4, full(4096), Target(Workload(8, 8, 64), choose("einsum", request()).takes))
+    problem = Problem(4, full(4096), Target(Workload(8, 8, 64), choose_kernel("einsum", request()).takes))
     ranking = rank_modes(problem, load_cluster("h200_x8").resized(4))
     assert [each.reason for each in ranking if each.name == "broadcast"] == [""]
 
@@ -36,7 +36,7 @@ def test_the_mode_is_found_by_its_name_and_considered_by_auto() -> None:
 def test_the_kernel_has_its_place_in_auto() -> None:
     assert auto_order("cpu") == ["cpu", "reference", "einsum"]
     with pytest.raises(ValueError, match="kernel='einsum' cannot be used here: device_type='cuda'"):
-        choose("einsum", request("cuda"))
+        choose_kernel("einsum", request("cuda"))
 
 
 @pytest.mark.parametrize("schedule", MODES)
@@ -76,4 +76,4 @@ def attended(
     plan = build_plan(schedule, 4, mask, ModeOptions(inner_size=2))
     verify(plan)
     kv_format = None if kv is None else kv(6, 10, torch.float64)
-    return attend(plan, inputs, 6**-0.5, lambda: choose(kernel, request()), kv=kv_format)
+    return attend(plan, inputs, 6**-0.5, lambda: choose_kernel(kernel, request()), kv=kv_format)

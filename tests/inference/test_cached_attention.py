@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_longctx.config.gpus import max_gpu_ranks
 from megatron_longctx.core.comm import PeerMemoryError, PeerTransport
-from megatron_longctx.core.kernels import KernelRequest, choose, dense_call
+from megatron_longctx.core.kernels import KernelRequest, choose_kernel, dense_call
 from megatron_longctx.core.plans import verify
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.inference import cached_attention
@@ -91,7 +91,7 @@ def chat(attention: CachedAttention, mode: str, case: Case) -> None:
         (i, layer): case.tensors(length, 10 * i + layer) for i, length in enumerate(lengths) for layer in range(LAYERS)
     }
     exact = {key: dense_attention(*qkv, causal=True)["out"] for key, qkv in tensors.items()}
-    kernel, scale = choose("auto", case.request), case.head_dim**-0.5
+    kernel, scale = choose_kernel("auto", case.request), case.head_dim**-0.5
     single = {
         key: kernel.forward(*qkv[:3], dense_call(len(qkv[0]), len(qkv[0]), True), scale=scale)[0]
         for key, qkv in tensors.items()

@@ -277,7 +277,7 @@ def test_all_ranks_replay_steps_or_none() -> None:
     """Otherwise some ranks would replicate prompts for which others wait in a plan's attention."""
     first, second = run_distributed(agree, 2)
     assert first == second and first[0] == "replicated, prompts of 0"
-    assert "cuda_graphs=true: expected auto or false, since triton cannot be imported" in first[1]
+    assert "cuda_graphs=true: expected auto or false, because triton cannot be imported" in first[1]
 
 
 def test_invalid_settings_are_refused() -> None:
@@ -289,7 +289,7 @@ def test_invalid_settings_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             LongContextEngine(None, None, None, settings)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"cuda_graphs=true: expected auto or false, since the model is on cpu"):
+    with pytest.raises(ValueError, match=r"cuda_graphs=true: expected auto or false, because the model is on cpu"):
         decoder(InferenceConfig(cuda_graphs="true"))
     assert decoder(InferenceConfig(decode="plan", cuda_graphs="true")).name == "by plans"
     assert InferenceConfig(cuda_graphs="True").cuda_graphs == "true"

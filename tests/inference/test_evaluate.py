@@ -80,7 +80,7 @@ def test_losses_of_packs_are_indexed_by_position_in_the_document(trained: Config
     first, *_, last = found["tasks"]["loss_by_position"]["lengths"]["200"]["positions"]
     assert first["tokens"] > 3 and last["tokens"] < 3 * (last["stop"] - last["first"])
     assert "data.packing=best_fit" in printed and "no second part" not in printed
-    assert "losses are those of" in evaluated(tmp_path, [*words, "parallelism.context_parallel_size=1"])[2]
+    assert "losses are from" in evaluated(tmp_path, [*words, "parallelism.context_parallel_size=1"])[2]
 
 
 def test_answers_are_the_same_on_several_ranks(trained: Config, tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_a_requests_salt_is_its_client() -> None:
     [
         (
             {"prompt": "a" * 40},
-            r"the prompt has 40 characters: .* 36, since a prompt may have 9 tokens \(inference.cache_",
+            r"the prompt has 40 characters: .* 36, because a prompt may have 9 tokens \(inference.cache_",
         ),
         ({"messages": [{"role": "user", "content": "a" * 20}] * 2}, "the prompt has 40 characters"),
         ({"prompt": [1] * 11}, "prompt has 11 tokens: expected at most 9"),

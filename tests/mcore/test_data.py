@@ -17,7 +17,14 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 
 from megatron_longctx.config import Config
 from megatron_longctx.mcore.corpus import check_corpus, write_corpus, write_documents
-from megatron_longctx.mcore.data import Batch, TrainingData, check_packs, check_samples, first_pack, micro_batches
+from megatron_longctx.mcore.data import (
+    TrainingBatch,
+    TrainingData,
+    check_packs,
+    check_samples,
+    first_pack,
+    micro_batches,
+)
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
 from tests.shared.training import changed, tiny_config, tiny_corpus
 
@@ -42,7 +49,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _rows(batches: Iterable[Batch]) -> list[list[int]]:
+def _rows(batches: Iterable[TrainingBatch]) -> list[list[int]]:
     return [row for batch in batches for row in batch.tokens.tolist()]
 
 
@@ -142,7 +149,7 @@ def test_a_rewritten_corpus_is_read_again(root: Path) -> None:
     assert numpy.isin(after.numpy(), [ord("x"), BYTE_LEVEL_EOD]).all()
 
 
-def _check_pack(batch: Batch, documents: list[list[int]], learned: list[list[bool]] | None = None) -> list[int]:
+def _check_pack(batch: TrainingBatch, documents: list[list[int]], learned: list[list[bool]] | None = None) -> list[int]:
     """Check that a pack consists of documents, or parts of them, and return the learned tokens. All ids differ."""
     assert batch.documents is not None and sum(batch.documents) == batch.tokens.shape[1]
     at, counted = 0, []

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.cli.logprobs import branches
-from megatron_longctx.inference.batch import Batch as CacheBatch
+from megatron_longctx.inference.batch import TrainingBatch as CacheBatch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.data import Batch
+from megatron_longctx.mcore.data import TrainingBatch
 from megatron_longctx.mcore.inference import CachedGPT
 from megatron_longctx.mcore.losses import label_logprobs
 from megatron_longctx.mcore.model import build_model, transformer_config
@@ -27,7 +27,7 @@ PROMPT = list(range(3, 20))
 SEQUENCES = [[*PROMPT, 7, 9, 2], [*PROMPT, 7, 9, 4, 5, 5, 1], [*PROMPT, 30], [*PROMPT, 40, 41, 42, 43, 44, 45, 46]]
 
 
-def batch_of(sequences: list[list[int]]) -> Batch:
+def batch_of(sequences: list[list[int]]) -> TrainingBatch:
     def example(tokens: list[int]) -> Example:
         learned = torch.tensor([at >= len(PROMPT) for at in range(len(tokens))])
         return Example(torch.tensor(tokens).numpy(), learned.float().numpy(), torch.zeros(len(tokens), 0).numpy())
@@ -35,7 +35,7 @@ def batch_of(sequences: list[list[int]]) -> Batch:
     (tree,) = merged([example(tokens) for tokens in sequences])
     places, tokens = torch.from_numpy(following(tree.lengths, tree.parents)), torch.from_numpy(tree.tokens)
     mask = torch.where(places < 0, 0, torch.from_numpy(tree.weights)[places])
-    return Batch(tokens[None], tokens[places][None], mask[None], tokens[None], tree.lengths, tree.parents)
+    return TrainingBatch(tokens[None], tokens[places][None], mask[None], tokens[None], tree.lengths, tree.parents)
 
 
 def _compute(rank: int, root: Path, world: int) -> tuple[list[tuple[list[int], list[float]]], list[list[float]]]:
@@ -48,7 +48,7 @@ def _compute(rank: int, root: Path, world: int) -> tuple[list[tuple[list[int], l
     sequence = build_sequence(config, collection.cp)
     gpt = build_model(config, transformer_config(config), collection, sequence, VOCABULARY).eval()
 
-    def logprobs_of(batch: Batch) -> list[float]:
+    def logprobs_of(batch: TrainingBatch) -> list[float]:
         values: list[float] = label_logprobs(gpt, sequence, batch)[0].tolist()
         return values
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_longctx.config import Config
 from megatron_longctx.mcore import groups, optimizer
-from megatron_longctx.mcore.data import Batch
+from megatron_longctx.mcore.data import TrainingBatch
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.optimizer import named_parameters
 from megatron_longctx.mcore.sequence import build_sequence
@@ -68,7 +68,7 @@ CASES: dict[int, dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]] = {
 }
 
 
-def _batch(documents: tuple[int, ...]) -> Batch:
+def _batch(documents: tuple[int, ...]) -> TrainingBatch:
     """Return a batch whose labels are the next tokens of the same document. Its last token has no loss."""
     generator = torch.Generator().manual_seed(sum(documents))
     length = sum(documents)
@@ -77,7 +77,7 @@ def _batch(documents: tuple[int, ...]) -> Batch:
     mask = torch.rand(1, length, generator=generator)
     mask[0, last] = 0
     places = torch.cat([torch.arange(each) for each in documents])[None]
-    return Batch(tokens, tokens.roll(-1, 1).index_fill(1, last, 0), mask, places, documents)
+    return TrainingBatch(tokens, tokens.roll(-1, 1).index_fill(1, last, 0), mask, places, documents)
 
 
 def _config(root: Path, model: str, settings: dict[str, Any]) -> Config:
@@ -102,7 +102,7 @@ def _alone(rank: int, root: Path) -> None:
         groups.destroy()
 
 
-def _alone_step(gpt: GPTModel, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
+def _alone_step(gpt: GPTModel, batches: list[TrainingBatch]) -> tuple[float, dict[str, Tensor]]:
     gpt.zero_grad()
     total, count = 0.0, sum(float(batch.loss_mask.double().sum()) for batch in batches)
     for batch in batches:

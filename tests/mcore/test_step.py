@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_longctx.core.comm import AttentionTimes
 from megatron_longctx.mcore import groups, step
-from megatron_longctx.mcore.data import Batch
+from megatron_longctx.mcore.data import TrainingBatch
 from megatron_longctx.mcore.step import LossSum, _reduce
 from megatron_longctx.planner.flops import Work
 from megatron_longctx.testing.distributed import run_distributed
@@ -43,7 +43,7 @@ def _steps_at(root: Path, context: int) -> dict[str, tuple[float, float, float]]
     results = {}
     for name, mask in MASKS.items():
         positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-        batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, positions)
+        batch = TrainingBatch(tokens[:, :-1], tokens[:, 1:], mask, positions)
         for model in trainer.models:
             model.zero_grad_buffer()
         trainer.optimizer.zero_grad()
@@ -64,7 +64,7 @@ def _step_without_labels(rank: int, root: Path) -> tuple[LossSum, list[str], boo
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step.logger, "warning", messages.append)
-        loss = trainer.train_step.run(iter([Batch(tokens, tokens, torch.zeros(BATCH, LENGTH), positions)]))
+        loss = trainer.train_step.run(iter([TrainingBatch(tokens, tokens, torch.zeros(BATCH, LENGTH), positions)]))
     return loss, messages, not any(gradient.any() for gradient in trainer.gradients().values())
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_longctx.core.plans import Kind, backward_plan, build_plan, verify
 from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.mcore import groups, optimizer
-from megatron_longctx.mcore.data import Batch
+from megatron_longctx.mcore.data import TrainingBatch
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.pack import tree_of
 from megatron_longctx.mcore.sequence import build_sequence
@@ -83,7 +83,7 @@ NODES = (17, 2), (1, 9), (200, 5), (12, 3), (9, 1), (40, 3), (8, 60), (2, 6), (3
 TREES = [[random_tree(10 * step + i, nodes) for i, nodes in enumerate(each)] for step, each in enumerate(NODES)]
 
 
-def in_tree(tree: Tree) -> Batch:
+def in_tree(tree: Tree) -> TrainingBatch:
     """Return a batch whose labels are the next tokens of the same node, whose last token has no loss."""
     generator, length = torch.Generator().manual_seed(sum(tree.lengths)), sum(tree.lengths)
     tokens = torch.randint(VOCABULARY, (1, length), generator=generator)
@@ -92,10 +92,10 @@ def in_tree(tree: Tree) -> Batch:
     places = torch.cat([torch.arange(n) + first for (_, _, first), n in zip(
         documents(tree.lengths, parents=tree.parents).documents, tree.lengths, strict=True)])[None]  # fmt: skip
     labels = tokens.roll(-1, 1).index_fill(1, last, 0)
-    return Batch(tokens, labels, mask, places, tree.lengths, tree.parents)
+    return TrainingBatch(tokens, labels, mask, places, tree.lengths, tree.parents)
 
 
-def apart(tree: Tree) -> Batch:
+def apart(tree: Tree) -> TrainingBatch:
     """Return the branches of a tree as documents that repeat their prefixes. A prefix counts in the first of them."""
     whole, counted = in_tree(tree), set[int]()
     pieces = {name: x.split(tree.lengths, 1) for name, x in whole.tensors.items()}
@@ -109,7 +109,7 @@ def apart(tree: Tree) -> Batch:
                 again = name == "loss_mask" and node in counted
                 found[name].append(torch.zeros_like(each[node]) if again else each[node])
             counted.add(node)
-    return Batch(**{name: torch.cat(each, 1) for name, each in found.items()}, documents=tuple(lengths))
+    return TrainingBatch(**{name: torch.cat(each, 1) for name, each in found.items()}, documents=tuple(lengths))
 
 
 class Trained(NamedTuple):
@@ -121,7 +121,11 @@ class Trained(NamedTuple):
 
 
 def _train(
-    root: Path, model: str, settings: dict[str, Any], batches: list[list[Batch]], weights: dict[str, Tensor] | None
+    root: Path,
+    model: str,
+    settings: dict[str, Any],
+    batches: list[list[TrainingBatch]],
+    weights: dict[str, Tensor] | None,
 ) -> tuple[Trained, Sharded]:
     """Train with AdamW, and return this rank's part of the results."""
     config = tiny_config(root, "trees", {"data.seq_length": 64, **MODELS[model], **settings})

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_longctx.core.kernels import KernelRequest, choose
+from megatron_longctx.core.kernels import KernelRequest, choose_kernel
 from megatron_longctx.core.layout import build_layout
 from megatron_longctx.testing.references import dense_attention, kernel_attention, random_qkv, shard, unshard
 from megatron_longctx.testing.tolerances import assert_as_good_as, relative_error
@@ -20,7 +20,7 @@ def test_dense_attention_agrees_with_torch(causal, g):
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.2, enable_gqa=True).permute(2, 0, 1, 3)
     grads = torch.autograd.grad(out, leaves, tensors[3])
     by_kernel = kernel_attention(
-        choose("reference", KernelRequest("cpu", torch.float64, 8, 4, g)), *tensors, causal, 0.2
+        choose_kernel("reference", KernelRequest("cpu", torch.float64, 8, 4, g)), *tensors, causal, 0.2
     )
     for name, expected in zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True):
         assert relative_error(found[name], expected) < 1e-13

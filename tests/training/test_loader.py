@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import Dataset, _utils
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from megatron_longctx.mcore.data import Batch
+from megatron_longctx.mcore.data import TrainingBatch
 from megatron_longctx.training import loader
 from megatron_longctx.training.loader import Loader
 from megatron_longctx.training.run_folder import RunLock
@@ -32,25 +32,25 @@ CPU = torch.device("cpu")
 SHARES = [range(first, first + 2) for first in range(0, 20, 2)]
 
 
-class Numbers(Dataset[Batch]):
+class Numbers(Dataset[TrainingBatch]):
     """Batches whose tokens are the numbers of the samples. Some samples fail."""
 
     def __init__(self, failures: dict[int, Exception] | None = None) -> None:
         self.failures = failures or {}
 
-    def __getitem__(self, samples: Sequence[int]) -> Batch:
+    def __getitem__(self, samples: Sequence[int]) -> TrainingBatch:
         for sample in samples:
             if sample in self.failures:
                 raise self.failures[sample]
         numbers = torch.tensor([list(samples)])
-        return Batch(numbers, numbers, numbers.float(), numbers, documents=(1, 1))
+        return TrainingBatch(numbers, numbers, numbers.float(), numbers, documents=(1, 1))
 
 
 @pytest.fixture
 def make_loader() -> Iterator[Any]:
     loaders = []
 
-    def make(data: Dataset[Batch], workers: int, **options: Any) -> Loader:
+    def make(data: Dataset[TrainingBatch], workers: int, **options: Any) -> Loader:
         loaders.append(Loader(data, SHARES, workers, CPU, **options))
         return loaders[-1]
 
@@ -77,7 +77,7 @@ def test_the_next_batch_is_prepared_while_one_is_in_use(make_loader: Any, worker
     prepared: list[tuple[int, threading.Thread]] = []
     second = threading.Event()
 
-    def prepare(batch: Batch) -> None:
+    def prepare(batch: TrainingBatch) -> None:
         prepared.append((int(batch.tokens[0, 0]), threading.current_thread()))
         if len(prepared) == 2:
             second.set()
@@ -105,7 +105,7 @@ def test_other_errors_of_a_worker_have_its_traceback(make_loader: Any) -> None:
 
 
 def test_errors_of_prepare_are_raised(make_loader: Any) -> None:
-    def prepare(batch: Batch) -> None:
+    def prepare(batch: TrainingBatch) -> None:
         raise ValueError("no room")
 
     with pytest.raises(ValueError, match=r"^no room$"):
@@ -178,7 +178,7 @@ class Hanging(Numbers):
 
     asked = threading.Event()
 
-    def __getitem__(self, samples: Sequence[int]) -> Batch:
+    def __getitem__(self, samples: Sequence[int]) -> TrainingBatch:
         if 2 in samples:
             self.asked.set()
             time.sleep(PATIENCE_S)
@@ -244,7 +244,7 @@ def test_workers_end_with_a_rank_that_is_killed_even_if_stopped() -> None:
 class FailingToSend(Numbers):
     """Errors of the thread that sends batches, as if the rank had ended meanwhile, and one of the worker."""
 
-    def __getitem__(self, samples: Sequence[int]) -> Batch:
+    def __getitem__(self, samples: Sequence[int]) -> TrainingBatch:
         for error in (EOFError("gone"), ConnectionResetError("reset"), KeyError("of the worker's own")):
             sys.excepthook(type(error), error, None)
         return super().__getitem__(samples)

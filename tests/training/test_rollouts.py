@@ -12,7 +12,7 @@ import pytest
 from megatron_longctx.config import Config
 from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.mcore.corpus import check_corpus
-from megatron_longctx.mcore.data import Batch, TrainingData, check_packs, first_pack
+from megatron_longctx.mcore.data import TrainingBatch, TrainingData, check_packs, first_pack
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
 from megatron_longctx.training.text import Source, prepare
 from tests.shared.training import tiny_config
@@ -33,7 +33,7 @@ def config_of(root: Path, **settings: Any) -> Config:
     return tiny_config(root, "rollouts", {**ROLLOUTS, **settings})
 
 
-def learned(batches: list[Batch]) -> list[tuple[str, int, tuple[float, ...]]]:
+def learned(batches: list[TrainingBatch]) -> list[tuple[str, int, tuple[float, ...]]]:
     """Return the text up to each learned label, the label's weight, and its values, sorted."""
     found = []
     for batch in batches:
@@ -58,7 +58,7 @@ def _letter(token: int) -> str:
     return "." if token == BYTE_LEVEL_EOD else chr(token)
 
 
-def pass_of(config: Config) -> list[Batch]:
+def pass_of(config: Config) -> list[TrainingBatch]:
     data = TrainingData(config, TOKENIZER, 384)
     return [data[[number]] for number in range(data._sources[0].order.size)]
 

@@ -9,7 +9,7 @@ from megatron_longctx.core.plans import Block, KernelSupport, Kind, Move, Target
 from megatron_longctx.core.plans.kernel_calls import KernelCall
 from megatron_longctx.core.plans.plan import ALL_HEADS, Heads
 from megatron_longctx.planner.cost import GIB, Costs, attention_flops
-from megatron_longctx.planner.messages import Messages
+from megatron_longctx.planner.messages import MessageTimes
 from megatron_longctx.planner.simulate import Simulation, simulate
 
 from .nodes import ATTENTION_TFLOPS, HEADS, RDMA, batch, cluster
@@ -86,7 +86,7 @@ def one_exchange(n: int, cached: int, sequences: int) -> float:
         return seconds
     outs = [Block(Kind.OUT, rank, 0, sequences, origin=rank) for rank in range(n)]
     moves = tuple(Move(outs[rank], rank, (rank + t) % n) for t in range(1, n) for rank in range(n))
-    _, done = Messages(n, cluster(n, RDMA), HEADS, COSTS).exchange(moves, [seconds] * n, [seconds] * n)
+    _, done = MessageTimes(n, cluster(n, RDMA), HEADS, COSTS).exchange(moves, [seconds] * n, [seconds] * n)
     merged = (n + 1) * outs[0].tokens * HEADS.token_bytes(outs[0].kind, outs[0].heads)
     return max(done) + merged / (COSTS.merge_gibps * GIB)
 

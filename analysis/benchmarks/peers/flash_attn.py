@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_longctx.core.kernels import AttentionKernel, KernelRequest, choose, dense_call
+from megatron_longctx.core.kernels import AttentionKernel, KernelRequest, choose_kernel, dense_call
 from megatron_longctx.core.plans import KernelCall, Segment
 from megatron_longctx.core.plans.slices import FAR
 
@@ -30,9 +30,9 @@ def functions(kernel: str) -> dict[str, Callable[..., Any]]:
     Raises:
         ValueError: by the functions, if no kernel can be used.
     """
-    kernels = _Kernels(functools.cache(functools.partial(choose, kernel)))  # chosen once, as for this package's modes
+    kernels = _Kernels(functools.cache(functools.partial(choose_kernel, kernel)))  # once, as for this package's modes
 
-    # Plain functions, since callers inspect their signatures.
+    # Plain functions, because callers inspect their signatures.
     def _flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Outputs:
         out, lse = kernels.forward([x.transpose(0, 1) for x in (q, k, v)], rest)
         return out.transpose(0, 1), lse.permute(1, 2, 0), None, None

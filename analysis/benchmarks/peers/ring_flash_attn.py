@@ -26,7 +26,7 @@ from .flash_attn import functions
 
 RING, FLASH = "ring_flash_attn", "flash_attn"
 NOTE = (
-    "schedules and messages are the package's own. The kernels are those of this run, called in place of flash-attn's: "
+    "schedules and messages are the package's own. The kernels are this run's, called in place of flash-attn's: "
     "gradients are copied into the package's buffers."
 )
 _MODULES = ("ring_flash_attn", "zigzag_ring_flash_attn", "llama3_flash_attn_varlen")

@@ -19,7 +19,7 @@ from ..comm import AttentionTimes, BufferPool, StreamClock, Transport
 from ..comm.collectives import not_owned
 from ..comm.symmetric import on_one_machine
 from ..errors import refuse
-from ..kernels import KernelRequest, choose
+from ..kernels import KernelRequest, choose_kernel
 from ..kernels.interface import check_tensors
 from ..layout import Layout
 from ..plans import Mask, Mode, ModeOptions, Plan, Target, backward, build_plan, find_mode
@@ -312,7 +312,7 @@ class ContextParallelAttention:
             work.v_head_dim, windows=mask.has_windows, packed=len(mask.slices) > 1,
         )  # fmt: skip
         if request not in self._runtimes:
-            kernel = choose(self._kernel, request)
+            kernel = choose_kernel(self._kernel, request)
             if device not in self._devices:
                 group = self._group_to_send()
                 transport = None if group is None else comm.choose_transport(self._transport, group, device)

@@ -98,7 +98,7 @@ def forward_pass(
 class AttentionFunction(torch.autograd.Function):
     """The forward and backward passes of a rank.
 
-    It saves those of q, k, v, out and lse that backward reads. Backward fetches other ranks' blocks again unless the
+    Of q, k, v, out and lse, it saves what backward reads. Backward fetches other ranks' blocks again unless the
     pass keeps them.
     """
 
@@ -202,7 +202,7 @@ def compile_kinds(every: Iterable[Passes], varied: bool) -> None:
 
 
 def call_kinds(passes: Passes, varied: bool) -> set[_KernelKind]:
-    """Return the kinds of a rank's calls; if varied, also those of other documents, with or without windows."""
+    """Return the kinds of a rank's calls; if varied, also the kinds of other documents, with or without windows."""
     workload, kinds = passes.shapes.workload, set()
     # One rank alone has no whole blocks, unless long causal segments are cut.
     whole = passes.plan.n > 1 or passes.target.takes.longest_causal != FAR

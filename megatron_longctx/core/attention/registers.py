@@ -60,7 +60,7 @@ class Registers:
                 self._held_bytes += -(-_num_bytes(spec) // _ALIGNMENT) * _ALIGNMENT
 
     def begin(self) -> Values:
-        """Start a run: return its registers, with those of shared memory filled."""
+        """Start a run: return its registers; those in shared memory are filled."""
         parity = 0 if self._channel is None else self._channel.begin()
         while (now := self._current()) != self._generation:  # shared memory has moved, or moves here
             self._templates, self._generation = [None, None], now

@@ -33,7 +33,7 @@ def token_numbers(layout: Layout, rank: int, device: torch.device | str | None =
 
 
 def shard(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    """Return a rank's tokens of a tensor that has those of the whole sequence in `dim`."""
+    """Return a rank's tokens of a tensor that has the whole sequence in `dim`."""
     _check_tokens(x, dim, layout.length, "those of the whole sequence")
     return x.index_select(dim, token_numbers(layout, rank, x.device))
 

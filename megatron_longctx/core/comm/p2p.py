@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..plans.plan import NUM_FIELDS
 from ..plans.recording import Recording
-from ..plans.send_layout import Message as SentMessage
+from ..plans.send_layout import SentMessage
 from .collectives import not_owned
 
 Memory = Callable[[int], Tensor]
@@ -75,12 +75,17 @@ class Transport:
     """Whether ranks read each other's memory; otherwise messages are sent."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self.device = not_owned(group), device
+        self.group, self.device = group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
 
     @property
     def group(self) -> dist.ProcessGroup:
+        """The ranks that send to each other; it is not kept alive."""
         return self._group()
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup) -> None:
+        self._group = not_owned(group)
 
     def record_event(self) -> torch.cuda.Event | None:
         """Return an event after all work issued so far to the caller's stream; None on CPU."""

@@ -47,8 +47,8 @@ class Entry(NamedTuple):
 class Launch(NamedTuple):
     """The copies of one kernel launch.
 
-    pairs: the index of each copy's pair. table: 16 numbers per copy: base and distance in bytes of source, those of
-    into, whether the copy is wide, the sizes, the strides of into and those of source. anchors: for each base, the
+    pairs: the index of each copy's pair. table: 16 numbers per copy: base and distance in bytes of source and
+    of into, whether the copy is wide, the sizes, the strides of into and of source. anchors: for each base, the
     tensor whose address it is: 2 * index of its pair, + 1 for a source. columns: the largest power of two of adjacent
     8-byte words in all wide copies, up to 256. words: the size of the largest copy.
     """

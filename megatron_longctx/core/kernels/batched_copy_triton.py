@@ -43,7 +43,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     source += tl.load(entry + 1)
     into += tl.load(entry + 3)
     wide = tl.load(entry + 4)
-    # Indices have 32 bits, since 64-bit division takes far more instructions; offsets have 64.
+    # Indices have 32 bits, because 64-bit division takes far more instructions; offsets have 64.
     n0, n1, n2 = tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
     d0, d1, d2 = tl.load(entry + 8), tl.load(entry + 9), tl.load(entry + 10)
     s0, s1, s2 = tl.load(entry + 11), tl.load(entry + 12), tl.load(entry + 13)

@@ -26,7 +26,7 @@ def available(request: KernelRequest) -> list[tuple[str, str | None]]:
     return [(name, each(deterministic=request.deterministic).why_not(request)) for name, each in PROVIDERS.items()]
 
 
-def choose(name: str, request: KernelRequest) -> AttentionKernel:
+def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
     """Return the kernel called `name`; for "auto", the first of `auto_order` that supports `request`.
 
     "auto" logs its choice, and which providers it skipped and why, once per request and process.
@@ -62,7 +62,7 @@ def choose(name: str, request: KernelRequest) -> AttentionKernel:
 
 
 def wrong_device(request: KernelRequest, *accepted: str) -> str | None:
-    """Refuse a device type that is not one of `accepted`, or of which this machine has no device."""
+    """Refuse a device type that is not one of `accepted`, or has no device on this machine."""
     if request.device_type not in accepted:
         return f"device_type={request.device_type!r} is not supported, only {' or '.join(map(repr, accepted))}"
     if request.device_type == "cuda" and not torch.cuda.is_available():

@@ -259,7 +259,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if (batch, head_dim) != (kv_batch, kv_head_dim):
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch or head dim; they must be equal.")
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads over {kv_heads} KV heads: the first must be a multiple of the second.")
+        raise ValueError(
+            f"{heads} query heads over {kv_heads} KV heads: expected a multiple of the KV heads: each serves "
+            "equally many query heads. Change the number of either."
+        )
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise ValueError(
             f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}; convert them to one."

@@ -14,7 +14,7 @@ from .partials import Partial
 
 # The number of elements of the result that one program handles.
 _TILE = 2048
-# Arguments without specialized variants, since they change with length and batch: numbers that need not be multiples of
+# Arguments without specialized variants: they change with length and batch: numbers that need not be multiples of
 # 16 for vector loads, and addresses of lse, which are read one at a time.
 _OF_PARTIALS = ("start", "stop", "first", "last", "ls", "lb", "lh")
 _ANY = [
@@ -54,7 +54,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     v3, l3, start3, stop3, first3, last3, vs3, vb3, vh3, ls3, lb3, lh3,
     MERGE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # A row is one head of one token. Row numbers have 32 bits, since 64-bit division takes far more instructions;
+    # A row is one head of one token. Row numbers have 32 bits, because 64-bit division takes far more instructions;
     # offsets have 64, because a million tokens of many heads exceed 2**31 elements.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
@@ -130,7 +130,7 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
         part_lse = part.value if part.lse is None else part.lse
         arguments += [part.value, part_lse, part.start, part.stop, part.first_head, part.last_head]
         arguments += [*row_strides(part.value), *part_lse.stride()[:3]]
-    # 12 arguments of the result and 12 of each partial; the kernel does not read those of missing partials.
+    # 12 arguments of the result and 12 of each partial; the kernel does not read them for missing partials.
     arguments += arguments[12:24] * (4 - len(partials))
     constants = {"MERGE": lse is not None, "COUNT": len(partials), "ROWS": rows, "COLS": cols}
     # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.

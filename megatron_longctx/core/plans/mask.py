@@ -45,7 +45,7 @@ class Mask:
 
     @staticmethod
     def causal(length: int, window: Window = (None, None)) -> Mask:
-        """Return the mask in which token i sees tokens 0..i, or those of them in a sliding window.
+        """Return the mask in which token i sees tokens 0..i, or as many as a sliding window holds.
 
         Args:
             length: the number of tokens of the sequence.

@@ -274,7 +274,7 @@ class Plan:
         return tuple([Block(kind, *query[1:]) for query in attend.queries]), keys
 
     def remote_results(self, attend: Attend, rank: int) -> list[Block]:
-        """Return the results of a call that `rank` must send to other ranks, in their order, those of keys first."""
+        """Return the results of a call that `rank` must send to other ranks, in their order, results of keys first."""
         if not self.backward:
             return [query.result(Kind.OUT, rank) for query in attend.queries if query.home != rank]
         away = [key.result(Kind.DKV, rank) for key in attend.keys if key.home != rank]

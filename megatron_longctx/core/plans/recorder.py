@@ -28,7 +28,7 @@ from .recording import (  # fmt: skip
     Send,
     Wait,
 )
-from .send_layout import Message, ResultMessage, SendLayout, SentResults, send_layout, sent_results
+from .send_layout import ResultMessage, SendLayout, SentMessage, SentResults, send_layout, sent_results
 from .slices import FAR, Slice, canonical
 from .sums import Sum, by_block, call_results
 from .workload import Target
@@ -205,7 +205,7 @@ class _OfRank:
         self.ops.append(Release(t))
 
     def _receives(self, t: int) -> Iterator[Receive]:
-        coming: dict[int, Iterator[Message]] = {}  # from each rank, in the order of its messages
+        coming: dict[int, Iterator[SentMessage]] = {}  # from each rank, in the order of its messages
         for block, source, _ in self.receives[t]:
             spans: tuple[tuple[int, int], ...] = ()
             if self.target.over_peers:

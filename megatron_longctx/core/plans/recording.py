@@ -176,7 +176,7 @@ class Slot(NamedTuple):
 class Recording:
     """A rank's whole forward or backward pass. Recordings compare by identity.
 
-    after: for each step that sends, the operation behind which its messages start (-1: the beginning), since they send
+    after: for each step that sends, the operation behind which its messages start (-1: the beginning): they send
     what it has written or overwrite what it has read.
     """
 
@@ -200,7 +200,7 @@ class Recording:
 
     @cached_property
     def kept_memory(self) -> tuple[Memory, ...]:
-        """Held memory that every run allocates anew, since backward needs the content."""
+        """Held memory that every run allocates anew, because backward needs the content."""
         received = [each.into for receives in self.receives for each in receives if each.into is not None]
         written = [*received, *(rows for op in self.ops for rows in rows_written(op))]
         return tuple(dict.fromkeys(rows.memory for rows in written if rows.memory.is_kept))

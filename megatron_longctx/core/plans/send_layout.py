@@ -29,7 +29,7 @@ class Region(NamedTuple):
         return tuple((at + start * size, tokens * size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
 
-class Message(NamedTuple):
+class SentMessage(NamedTuple):
     """A block for `peer`, sent from row `start` of a region of send memory on.
 
     passed: the block comes from another rank. It is copied into its region when it is sent; without a region (-1) it is
@@ -56,12 +56,12 @@ class SendLayout:
     """The layout of a rank's send memory, and the messages that are sent from it.
 
     packing: indexed by step, the own rows to copy into regions which that step is the first to send.
-    awaits: keyed by step, the earlier steps whose messages must have been read before it starts, since it reuses their
+    awaits: keyed by step, the earlier steps whose messages must have been read before it starts: it reuses their
     memory.
     """
 
     regions: tuple[Region, ...]
-    messages: tuple[tuple[Message, ...], ...]  # indexed by step
+    messages: tuple[tuple[SentMessage, ...], ...]  # indexed by step
     num_bytes: int
     packing: tuple[tuple[Packed, ...], ...]
     results: dict[tuple[Block, int], int]  # regions, keyed by result and the step that sends it
@@ -78,7 +78,7 @@ RowBytes = Callable[[Kind, Heads], Sequence[int]]
 """The bytes of one token of a kind, by field."""
 
 
-class Batch(NamedTuple):
+class MessageBatch(NamedTuple):
     """Messages of one step that share the lifetime of their memory: `num_bytes` bytes, which peers read in `step`.
 
     written: the first step that writes them. passed: whether the messages of that step write them, to pass on blocks of
@@ -96,7 +96,7 @@ class Batch(NamedTuple):
         return self.written if self.passed else self.written - 1
 
 
-def place(batches: Sequence[Batch]) -> tuple[list[int], int, dict[int, int]]:
+def place(batches: Sequence[MessageBatch]) -> tuple[list[int], int, dict[int, int]]:
     """Place each batch at the lowest offset that is free during its whole lifetime.
 
     Returns:
@@ -199,14 +199,16 @@ def send_layout(plan: Plan, rank: int, target: Target, computed: dict[ResultMess
     """
     memory, sends = _Regions(target.workload.field_bytes), plan.sends(rank)
     packing, packed = _pack_own_rows(sends, rank, memory)
-    batches: list[tuple[Batch, list[tuple[Block, int]]]] = []  # with blocks, and destinations of those passed on
+    batches: list[tuple[MessageBatch, list[tuple[Block, int]]]] = []  # with blocks, and destinations of those passed on
     for t, moves in enumerate(sends):
         results = [(block, -1) for block, _, _ in moves if block.kind in RESULTS and block.origin == rank]
         passed = [(block, to) for block, _, to in moves if target.over_peers and _producer(block) != rank]
         for blocks, is_passed in ((results, False), (passed, True)):
             if blocks:
                 written = t if is_passed else min(computed[block, t] for block, _ in blocks)
-                batches.append((Batch(t, written, sum(memory.num_bytes(b) for b, _ in blocks), is_passed), blocks))
+                batches.append(
+                    (MessageBatch(t, written, sum(memory.num_bytes(b) for b, _ in blocks), is_passed), blocks)
+                )
     base, (offsets, num_bytes, awaited) = memory.end, place([batch for batch, _ in batches])
     regions: dict[tuple[Block, int, int], int] = {}  # keyed by block, step and destination
     for offset, (batch, blocks) in zip(offsets, batches, strict=True):
@@ -214,13 +216,13 @@ def send_layout(plan: Plan, rank: int, target: Target, computed: dict[ResultMess
         for block, to in blocks:
             regions[block, batch.step, to] = memory.add(block.kind, block.heads, block.tokens)
 
-    def message(block: Block, t: int, to: int) -> Message:
+    def message(block: Block, t: int, to: int) -> SentMessage:
         if _producer(block) != rank:
-            return Message(block, to, regions.get((block, t, to), -1), 0, True)
+            return SentMessage(block, to, regions.get((block, t, to), -1), 0, True)
         if block.kind in RESULTS:
-            return Message(block, to, regions[block, t, -1], 0, False)
+            return SentMessage(block, to, regions[block, t, -1], 0, False)
         own, region, start = next(each for each in packed[block.kind, block.heads] if each.block.contains(block))
-        return Message(block, to, region, start + block.start - own.start, False)
+        return SentMessage(block, to, region, start + block.start - own.start, False)
 
     awaits: dict[int, tuple[int, ...]] = {}
     for step, awaiting in sorted(awaited.items()):

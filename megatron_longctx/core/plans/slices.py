@@ -91,7 +91,7 @@ def _clipped(last: int, most: int) -> int:
 
 
 _Place = tuple[int, int, int]  # where slices of one kind of neighbours begin or end
-_NEIGHBOURS: tuple[Callable[[Slice], tuple[_Place, _Place]], ...] = (  # where a slice begins and ends among those of
+_NEIGHBOURS: tuple[Callable[[Slice], tuple[_Place, _Place]], ...] = (  # where a slice begins and ends, in lists by
     lambda each: (each[:3], (each.q_start, each.q_stop, each.k_stop)),  # the same queries
     lambda each: ((each.k_start, each.q_start, 0), (each.k_start, each.q_stop, 0)),  # the same first key
     lambda each: ((each.k_start, 0, 0), (each.k_stop, 0, 0)),  # adjacent keys, whose queries a band shifts

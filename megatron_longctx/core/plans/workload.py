@@ -20,7 +20,7 @@ class Workload:
     batch: int = 1
     element_bytes: int = 2  # of q, k, v, out and their gradients
     v_head_dim: int | None = None  # of values and outputs; None: head_dim
-    kv_row_bytes: int | None = None  # a token's key and value of one head as they travel; None: those of their elements
+    kv_row_bytes: int | None = None  # a token's key and value of one head as they travel; None: their elements'
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "batch", "element_bytes"):

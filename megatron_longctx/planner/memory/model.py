@@ -1,8 +1,8 @@
 """The peak memory of a rank in a training step, term by term.
 
-A step needs its resident memory (weights, gradients, optimizer, buffers) and, besides, that of one of these phases: the
+A step needs its resident memory (weights, gradients, optimizer, buffers) and the memory of one of three phases: the
 loss, with the kept activations of all layers; the backward pass of the last layer, which recomputing modes start by
-restoring all activations of that layer; the optimizer step. The largest phase is the peak. Bytes are those of live
+restoring all activations of that layer; the optimizer step. The largest phase is the peak. Bytes count live
 tensors and kernel workspaces. The caching allocator reserves more, and memory that peers read is outside it.
 """
 

@@ -24,7 +24,7 @@ def summary(job: Job) -> str:
     host = f", and {_size(prediction.host_bytes)} pinned on the host" if prediction.host_bytes else ""
     return (
         f"memory of a training step: {_size(prediction.num_bytes)} a rank, most in {prediction.peak.name}{host} "
-        f"(recompute={job.config.recompute.mode}; {_size(fixed)} whatever the length)"
+        f"(recompute={job.config.recompute.mode}; {_size(fixed)} at any length)"
     )
 
 

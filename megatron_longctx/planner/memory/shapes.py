@@ -190,7 +190,7 @@ class LayerBytes:
     mlp: int  # everything after attention: norm, its input, the MLP
     fc1: int  # the part of `mlp` that is the output of the MLP's first matrix
     norm: int  # what one norm keeps besides its input
-    tile: int  # with tiles, the activations of one, which replace those of the whole MLP
+    tile: int  # with tiles, the activations of one, which replace the whole MLP's
 
     @property
     def total(self) -> int:

@@ -28,7 +28,7 @@ _SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = _MAX_SHOWN
 # Keys by where they occur. Null is as good as leaving a key out.
 _READ = ("model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream")
 _KNOWN = {True: {*_READ, "stream_options", "messages"}, False: {*_READ, "stream_options", "prompt"}}
-# These change no token, whatever their value is.
+# No value of these changes a token.
 _HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("prediction", "parallel_tool_calls"),
@@ -113,7 +113,7 @@ class Model:
         most = None if self.max_token_chars is None else self.max_token_chars * self.limits.prompt
         if most is not None and chars > most:
             expected = (
-                f"expected at most {most}, since a prompt may have {self.limits.prompt} tokens ({self.limits.key})"
+                f"expected at most {most}, because a prompt may have {self.limits.prompt} tokens ({self.limits.key})"
             )
             raise ApiError(400, f"the prompt has {chars} characters: {expected}")
 

@@ -26,7 +26,7 @@ _REPEATS = 12
 
 
 def measured_cluster(group: dist.ProcessGroup, device: torch.device) -> Cluster:
-    """Return the links between the ranks of `group`, all of which call this."""
+    """Return the links between the ranks of `group`. All of them call this."""
     sizes = (8, 2**26) if device.type == "cuda" else (8, 2**20)
     memory = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
     described = Device(str(environment()["device"]), memory_gib=memory)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.comm import Transport, gather_objects
 from ...core.comm.device import synchronize
-from ...core.kernels import AttentionKernel, KernelRequest, choose
+from ...core.kernels import AttentionKernel, KernelRequest, choose_kernel
 from ...core.plans import Workload
 
 _WARM_UP_S = 0.1
@@ -123,7 +123,7 @@ class Testbed:
         request = KernelRequest(
             self.device.type, self.dtype, work.head_dim, heads, kv_heads, v_head_dim=work.v_head_dim, packed=packed
         )
-        return choose(self.kernel, request)
+        return choose_kernel(self.kernel, request)
 
     def random(self, tokens: int, heads: int, size: int | None = None) -> Tensor:
         """Return a random tensor `[tokens, 1, heads, size]`; `size` is the workload's head dimension by default."""

@@ -115,7 +115,7 @@ def mode_samples(testbed: Testbed, cluster: Cluster, costs: Costs, lengths: Sequ
         problem = Problem(testbed.n, causal(length), target, keep_received=None)
         modes = candidate_modes(testbed.n, cluster, length)
         ranking = [each for each in rank_modes(problem, cluster, costs, candidates=modes) if not each.reason]
-        # Rank 0's choice, since costs may differ among ranks.
+        # Rank 0's choice, because costs may differ among ranks.
         chosen = gather_objects(testbed.group, [each.name for each in modes_to_measure(ranking)])[0]
         for candidate in sorted((each for each in ranking if each.name in chosen), key=lambda each: each.name):
             ratio = _step_seconds(testbed, candidate, length) / candidate.seconds

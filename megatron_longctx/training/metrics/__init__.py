@@ -2,5 +2,5 @@
 
 `flops` computes MFU. `environment` describes the hardware and software of a run, and what distinguishes it from other
 runs. `sinks` write the metrics of a step under the keys of `names`. `step_profile` shows where a step's time went. The
-room imports so few others that any later room may use it.
+wing imports so few others that any later wing may use it.
 """

@@ -169,7 +169,7 @@ def clock_text(seconds: float | None) -> str:
 class WandbSink:
     """Writes to W&B in the run's folder: offline, online or not at all (`logging.wandb`).
 
-    W&B online ignores steps that a resumed run trains again, since its history only grows; the JSONL has their last
+    W&B online ignores steps that a resumed run trains again, because its history only grows; the JSONL has their last
     values. W&B never ends a training run: if it fails, one warning gives the reason and training goes on without it.
     """
 

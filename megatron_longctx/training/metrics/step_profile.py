@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Kinds, with words of which the name of such an operation contains one (in lower case). The first match counts. Names
-# are those of CUDA kernels and, on CPUs, of torch's operators.
+# Kinds, with words. The name of such an operation contains one of them (in lower case). The first match counts. Names
+# are from CUDA kernels and, on CPUs, from torch's operators.
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fused elementwise", ("triton_", "_rotate_kernel")),  # torch.compile's, and RoPE
     ("attention backward", ("bprop", "flash_bwd", "sdpa_backward", "attentionfunctionbackward", "attention_backward")),

@@ -20,7 +20,7 @@ from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.core.attention.execute import Runtime
 from megatron_longctx.core.attention.function import AttentionFunction, Passes, shapes_of
 from megatron_longctx.core.comm import BufferPool, P2PTransport
-from megatron_longctx.core.kernels import PROVIDERS, KernelRequest, choose
+from megatron_longctx.core.kernels import PROVIDERS, KernelRequest, choose_kernel
 from megatron_longctx.core.layout import Layout
 from megatron_longctx.core.plans import MODES, Mask, Target
 from megatron_longctx.core.plans.mask import documents
@@ -130,7 +130,9 @@ def _helper(rank: int, kernel: str, case: Case, whole: list[dict[str, Tensor]], 
     """Run a plan that also sends queries, their gradients and partial results."""
     plan, group = helper_plan(2, case.mask.length), dist.group.WORLD
     assert group is not None
-    runtime = Runtime(choose(kernel, request(case.heads, device.type)), P2PTransport(group, device), BufferPool(device))
+    runtime = Runtime(
+        choose_kernel(kernel, request(case.heads, device.type)), P2PTransport(group, device), BufferPool(device)
+    )
     *leaves, grad_out = (shard(x, plan.queries, rank) for x in case.tensors(device))
     shapes = shapes_of(*leaves)
     passes = Passes(plan, Target(shapes.workload, runtime.kernel.takes), rank, shapes, runtime)

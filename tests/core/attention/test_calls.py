@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_longctx.core.attention import ContextParallelAttention, function
-from megatron_longctx.core.kernels import KernelRequest, choose, dense_call
+from megatron_longctx.core.kernels import KernelRequest, choose_kernel, dense_call
 from megatron_longctx.core.plans import ModeOptions
 from megatron_longctx.core.plans.mask import Mask, documents, full
 from megatron_longctx.mcore.sequence import ShardedSequence
@@ -29,7 +29,7 @@ def test_one_rank_needs_no_process_group_and_returns_its_kernels_results() -> No
     (state,) = attention._devices.values()
     assert state.transport is None and state.pool.num_bytes == 0
     q, k, v, _ = random_qkv(33, 2, 4, 2, 8, torch.bfloat16)
-    kernel = choose("cpu", KernelRequest("cpu", torch.bfloat16, 8, 4, 2))
+    kernel = choose_kernel("cpu", KernelRequest("cpu", torch.bfloat16, 8, 4, 2))
     expected, _ = kernel.forward(q, k, v, dense_call(33, 33, True), scale=8**-0.5)
     assert torch.equal(ContextParallelAttention(kernel="cpu")(q, k, v, mask=33), expected)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.core.kernels import KernelRequest, choose
+from megatron_longctx.core.kernels import KernelRequest, choose_kernel
 from megatron_longctx.core.kernels.partials import Partial, merge_partials
 from megatron_longctx.core.plans import MODES, ModeOptions, build_plan
 from megatron_longctx.inference.paged import PackedPartials, merge_ranks
@@ -19,7 +19,7 @@ from tests.shared.threads import Inputs, attend
 LENGTH, HEADS, DIM = 128, 4, 16
 OFFSETS = (0.0, 1e2, 1e3)
 OPTIONS = ModeOptions(inner_size=2)
-KERNEL = functools.partial(choose, "auto", KernelRequest("cpu", torch.float32, DIM, HEADS, HEADS))
+KERNEL = functools.partial(choose_kernel, "auto", KernelRequest("cpu", torch.float32, DIM, HEADS, HEADS))
 
 
 def tensors(offset: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.core.kernels import AttentionKernel, KernelRequest, choose
+from megatron_longctx.core.kernels import AttentionKernel, KernelRequest, choose_kernel
 from megatron_longctx.core.plans import MODES, Mask, ModeOptions, build_plan, find_mode
 from megatron_longctx.core.plans.mask import Document, documents
 from megatron_longctx.core.plans.slices import FAR, Slice
@@ -71,7 +71,7 @@ class Case:
 
         def kernel() -> AttentionKernel:
             request = KernelRequest("cpu", self.dtype, d, h, g, v_head_dim=e, windows=self.mask.has_windows)
-            return choose("auto", request)
+            return choose_kernel("auto", request)
 
         plan = build_plan(find_mode(mode, n, ModeOptions()), n, self.mask)
         return attend(plan, self.inputs, d**-0.5, kernel)

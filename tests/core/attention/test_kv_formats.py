@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.core.attention.kv_format import KVFormat
-from megatron_longctx.core.kernels import KernelRequest, choose
+from megatron_longctx.core.kernels import KernelRequest, choose_kernel
 from megatron_longctx.core.plans import MODES, ModeOptions, build_plan
 from megatron_longctx.core.plans.mask import Mask, causal, documents, full
 from megatron_longctx.inference.kv_int8 import Int8KV, int8_kv
@@ -36,7 +36,7 @@ def output(schedule: str, n: int, mask: Mask, tensors: tuple[Tensor, ...], kv: K
     plan = build_plan(schedule, n, mask, ModeOptions(inner_size=n // 2))
     request = KernelRequest("cpu", q.dtype, q.shape[3], q.shape[2], k.shape[2], v_head_dim=v.shape[3])
     inputs = Inputs(q, k, v, torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype))
-    return attend(plan, inputs, q.shape[3] ** -0.5, lambda: choose("reference", request), peers, kv)["out"]
+    return attend(plan, inputs, q.shape[3] ** -0.5, lambda: choose_kernel("reference", request), peers, kv)["out"]
 
 
 def dense(tensors: tuple[Tensor, ...], doc_args: dict[str, Any]) -> Tensor:

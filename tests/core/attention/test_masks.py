@@ -18,7 +18,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_longctx.core.kernels import AttentionKernel, KernelRequest, choose
+from megatron_longctx.core.kernels import AttentionKernel, KernelRequest, choose_kernel
 from megatron_longctx.core.kernels.interface import BlockInputs
 from megatron_longctx.core.layout import LAYOUTS
 from megatron_longctx.core.plans import (
@@ -226,7 +226,7 @@ def check_case(name: str, case: Case) -> None:
         request = KernelRequest("cpu", torch.float64, d, h, g, v_head_dim=e)
 
         def kernel() -> AttentionKernel:
-            return choose("auto", request) if takes is None else Literal(takes)
+            return choose_kernel("auto", request) if takes is None else Literal(takes)
 
         found = attend(plan, inputs, 0.4, kernel, case.over_peers)
     assert found.keys() == expected.keys()

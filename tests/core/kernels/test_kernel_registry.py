@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.core.kernels import PROVIDERS, KernelRequest, auto_order, available, choose, choose_kernel
+from megatron_longctx.core.kernels import PROVIDERS, KernelRequest, auto_order, available, choose_kernel
+from megatron_longctx.core.kernels.choose_kernel import __name__ as LOGGER
+from megatron_longctx.core.kernels.choose_kernel import _logged
 from megatron_longctx.core.kernels.interface import BlockInputs
 from megatron_longctx.core.kernels.providers import fa4
 from tests.core.kernels.blocks import Case
@@ -41,7 +43,7 @@ def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     package_problem, interface = fa4.package_problem, fa4._interface
-    choose_kernel._logged.clear()
+    _logged.clear()
     package_problem.cache_clear()
     yield
     package_problem.cache_clear()
@@ -54,8 +56,8 @@ def test_auto_tries_the_fastest_first() -> None:
 
 
 def test_auto_takes_cpu_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger=choose_kernel.__name__):
-        kernels = [choose("auto", request_for()) for _ in range(3)]
+    with caplog.at_level(logging.INFO, logger=LOGGER):
+        kernels = [choose_kernel("auto", request_for()) for _ in range(3)]
     assert {kernel.name for kernel in kernels} == {"cpu"}
     assert [record.message for record in caplog.records] == ["attention kernel: cpu"]
 
@@ -63,13 +65,15 @@ def test_auto_takes_cpu_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_auto_logs_the_providers_it_skips(
     pretend_hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert choose("auto", on_gpu()).name == "fa4"
+    assert choose_kernel("auto", on_gpu()).name == "fa4"
     monkeypatch.setattr(fa4, "package_problem", lambda: "the package is not installed")
-    assert choose("auto", on_gpu()).name == "cudnn"
-    assert choose("auto", on_gpu(packed=True)).name == choose("auto", on_gpu(windows=True)).name == "flash"
+    assert choose_kernel("auto", on_gpu()).name == "cudnn"
+    assert (
+        choose_kernel("auto", on_gpu(packed=True)).name == choose_kernel("auto", on_gpu(windows=True)).name == "flash"
+    )
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger=choose_kernel.__name__):
-        kernel = choose("auto", on_gpu(head_dim=192))
+    with caplog.at_level(logging.INFO, logger=LOGGER):
+        kernel = choose_kernel("auto", on_gpu(head_dim=192))
     assert kernel.name == "flash"
     (message,) = [record.message for record in caplog.records]
     assert "not cudnn (head_dim=192 is not supported, only multiples of 8 up to 128)" in message
@@ -78,21 +82,21 @@ def test_auto_logs_the_providers_it_skips(
 
 def test_unknown_names_are_refused_with_the_list() -> None:
     with pytest.raises(ValueError, match=r"kernel='cuddn' is unknown; expected 'auto' or one of .*flash, cudnn"):
-        choose("cuddn", request_for())
+        choose_kernel("cuddn", request_for())
 
 
 def test_unusable_names_are_refused_with_reason_and_remedy() -> None:
     with pytest.raises(ValueError) as error:
-        choose("cudnn", request_for())
+        choose_kernel("cudnn", request_for())
     assert "kernel='cudnn' cannot be used here: device_type='cpu' is not supported, only 'cuda'." in str(error.value)
     assert "Usable for this request: " in str(error.value)
 
 
 def test_auto_refuses_unknown_devices_and_dtypes() -> None:
     with pytest.raises(ValueError, match=r"device_type='tpu'; expected 'cpu' or 'cuda'"):
-        choose("auto", request_for(device_type="tpu"))
+        choose_kernel("auto", request_for(device_type="tpu"))
     with pytest.raises(ValueError, match=r"cpu \(dtype=torch.int32 is not supported"):
-        choose("auto", request_for(dtype=torch.int32))
+        choose_kernel("auto", request_for(dtype=torch.int32))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -126,10 +130,10 @@ def test_without_a_gpu_cuda_requests_name_the_missing_device() -> None:
 )
 def test_gpu_limits(pretend_hopper: None, name: str, changes: dict[str, Any], reason: str | None) -> None:
     if reason is None:
-        assert choose(name, on_gpu(**changes)).name == name
+        assert choose_kernel(name, on_gpu(**changes)).name == name
     else:
         with pytest.raises(ValueError, match=reason):
-            choose(name, on_gpu(**changes))
+            choose_kernel(name, on_gpu(**changes))
 
 
 def test_older_hardware_and_software_are_refused(pretend_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

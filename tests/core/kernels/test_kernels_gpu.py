@@ -14,7 +14,7 @@ from megatron_longctx.core.kernels import (
     KernelRequest,
     Partial,
     auto_order,
-    choose,
+    choose_kernel,
     merge_partials,
     partials,
 )
@@ -144,8 +144,8 @@ def test_deterministic_kernels_repeat_bit_for_bit(name: str, monkeypatch: pytest
 
 
 def test_auto_takes_a_fused_kernel_for_bf16_and_reference_for_fp64() -> None:
-    assert choose("auto", KernelRequest("cuda", torch.bfloat16, 128, 8, 2)).name in ("fa4", "cudnn", "flash")
-    assert choose("auto", KernelRequest("cuda", torch.float64, 128, 8, 2)).name == "reference"
+    assert choose_kernel("auto", KernelRequest("cuda", torch.bfloat16, 128, 8, 2)).name in ("fa4", "cudnn", "flash")
+    assert choose_kernel("auto", KernelRequest("cuda", torch.float64, 128, 8, 2)).name == "reference"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

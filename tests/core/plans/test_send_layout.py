@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from itertools import combinations
 
-from megatron_longctx.core.plans.send_layout import Batch, place
+from megatron_longctx.core.plans.send_layout import MessageBatch, place
 
 
-def place_without_pruning(batches: list[Batch]) -> tuple[list[int], int, dict[int, int]]:
+def place_without_pruning(batches: list[MessageBatch]) -> tuple[list[int], int, dict[int, int]]:
     offsets, placed, awaited = [0] * len(batches), [], {}
     for i in sorted(range(len(batches)), key=lambda i: (batches[i].written, batches[i].step)):
         new, size = batches[i], batches[i].num_bytes
@@ -31,7 +31,7 @@ def test_placement_is_valid_and_pruning_does_not_change_it() -> None:
         for _ in range(draw.randint(0, 14)):
             step, passed = draw.randint(0, 12), draw.random() < 0.5
             written = step if passed else draw.randint(0, step)
-            batches.append(Batch(step, written, draw.randint(1, 4), passed))
+            batches.append(MessageBatch(step, written, draw.randint(1, 4), passed))
         offsets, num_bytes, awaited = place(batches)
         assert (offsets, num_bytes, awaited) == place_without_pruning(batches), batches
         assert num_bytes <= sum(batch.num_bytes for batch in batches)

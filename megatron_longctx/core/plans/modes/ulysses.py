@@ -37,7 +37,7 @@ class Ulysses(Mode):
             queries = tuple(Block(Kind.Q, *span, heads=part) for span in spans)
             keys = tuple(Block(Kind.KV, *span, heads=part) for span in spans)
             sent += [Move(block, block.home, rank) for block in (*queries, *keys) if block.home != rank]
-            # The concatenated tokens of all ranks are the sequence, so the slices are those of the mask.
+            # The concatenated tokens of all ranks are the sequence, so the slices are the mask's.
             attends.append((Attend(queries, keys, visible.mask.slices),))
             returned += [
                 Move(query.result(Kind.OUT, rank), rank, query.home) for query in queries if query.home != rank
