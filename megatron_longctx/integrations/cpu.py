@@ -31,20 +31,24 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
+def _each(names: tuple[str, ...], result: Any = None) -> dict[str, Any]:
+    """Return a function for each name, all with the same result."""
+    return {name: lambda *args, **kwargs: result for name in names}
 
 
 def apply() -> bool:
     """Make `megatron.training` usable without CUDA; return False, and change nothing, where a CUDA device exists."""
-    if not cpu.apply():
+    if torch.cuda.is_available():
         return False
+    config: Any = importlib.import_module("torch._dynamo.config")
+    config.disable = True  # Megatron's experts are compiled, for the device that the functions below pretend
+    cpu.apply()
     memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     replaced: dict[Any, dict[str, Any]] = {
         torch.cuda: {
-            **dict.fromkeys((*memory, "device_memory_used"), _zero),
-            **dict.fromkeys(("empty_cache", "ipc_collect", "reset_peak_memory_stats"), _nothing),
-            **dict.fromkeys(("manual_seed", "manual_seed_all"), _nothing),  # torch.manual_seed seeds this generator
+            **_each((*memory, "device_memory_used"), 0),
+            **_each(("empty_cache", "ipc_collect", "reset_peak_memory_stats")),
+            **_each(("manual_seed", "manual_seed_all")),  # torch.manual_seed seeds this generator
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "get_device_capability": lambda device=None: (_DEVICE.major, _DEVICE.minor),
@@ -54,10 +58,8 @@ def apply() -> bool:
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
             **{f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in ("Float", "Half", "BFloat16", "Long")},
         },
-        torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop"), _nothing),
-        torch.optim.Optimizer: dict.fromkeys(
-            ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"), _nothing
-        ),
+        torch.cuda.nvtx: _each(("range_push", "range_pop")),
+        torch.optim.Optimizer: _each(("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")),
         torch.nn.Module: {"cuda": lambda self, device=None: self},
         dist: {"barrier": _without(dist.barrier, "device_ids")},
         torch.utils.data.DataLoader: {"__init__": _without(torch.utils.data.DataLoader.__init__, "pin_memory")},

@@ -41,11 +41,11 @@ def layer_spec(**options: Any) -> _Spec | Callable[..., _Spec]:
         ValueError: at the latest when the model is built: unknown options, or settings of Megatron-LM whose results
             would differ from those of its own attention.
     """
-    if parallel_state.model_parallel_is_initialized():
-        from megatron.training import get_args
+    args = _arguments()
+    if args is not None and parallel_state.model_parallel_is_initialized():
         from megatron.training.arguments import core_transformer_config_from_args
 
-        return _spec(core_transformer_config_from_args(get_args()), None, options)
+        return _spec(core_transformer_config_from_args(args), None, options)
 
     def build(config: Any, vp_stage: int | None = None) -> _Spec:
         return _spec(getattr(config, "transformer", config), vp_stage, options)
@@ -81,14 +81,19 @@ def _attention(group: Any, **options: Any) -> ContextParallelAttention:
     return ContextParallelAttention(group, **options)
 
 
-def _layout() -> str:
-    """Return the layout in which Megatron-LM slices packs; a plain sequence is in zigzag in both."""
+def _arguments() -> Any:
+    """Return Megatron-LM's arguments; None before it has them, and without Megatron-LM."""
     try:
         from megatron.training import get_args
 
-        args = get_args()
-    except (ImportError, AssertionError):  # models without Megatron-LM's arguments
-        return "per_document"
+        return get_args()
+    except (ImportError, AssertionError):
+        return None
+
+
+def _layout() -> str:
+    """Return the layout in which Megatron-LM slices packs; a plain sequence is in zigzag in both."""
+    args = _arguments()
     if getattr(args, "reset_attention_mask", False):
         remedy = "Without it, documents see each other; to keep them apart, train on packs (--sft)."
         raise refuse("--reset-attention-mask", True, "False: its mask is ignored in causal layers", remedy)

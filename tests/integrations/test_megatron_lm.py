@@ -66,8 +66,9 @@ def _losses(folder: Path, ranks: int, *settings: str) -> list[float]:
 
 
 @functools.cache
-def _megatrons_own(folder: Path, *settings: str) -> list[float]:
-    return _losses(folder, 1, *settings)
+def _megatrons_own(folder: Path, model: str) -> list[float]:
+    """Return the losses of one rank; stages of a pipeline draw other weights."""
+    return _losses(folder, 2 if PP2 in model else 1, model)
 
 
 def _own_spec(folder: Path, options: str) -> str:
@@ -88,7 +89,7 @@ def _own_spec(folder: Path, options: str) -> str:
         (2, ROPE, OVERLAPS, "zigzag"),
         (4, ROPE, f"{CP2} {OVERLAPS}", "zigzag"),
         (2, ROPE, f"{CP2} {RECOMPUTE}", "zigzag"),
-        (2, ROPE, PP2, "zigzag"),
+        (2, f"{ROPE} {PP2}", "", "zigzag"),
         (2, EXPERTS, CP2, "zigzag"),
         (1, BALANCED, "", "zigzag"),
         (2, WINDOWS, CP2, "zigzag"),
