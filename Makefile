@@ -25,10 +25,10 @@ MODES := zigzag ring striped helper double_ring tasp all_gather ulysses usp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo compare browser test test-slurm test-gpu lint format types docs wheel clean
+.PHONY: help setup demo compare browser test test-megatron-lm test-slurm test-gpu lint format types docs wheel clean
 
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make .venv with everything the tests and the demo need
 
@@ -58,6 +58,10 @@ browser: setup ## Get a Chromium for the dashboard's test, where network and rig
 
 test: setup ## Run the CPU test suite
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-megatron-lm: setup ## Run Megatron-LM's own scripts on this attention (MEGATRON_LM=its checkout; minutes)
+	$(BIN)/python -m pip install -q six
+	$(TEST_ENV) $(BIN)/python -m pytest tests/integrations/test_megatron_lm.py $(ARGS)
 
 test-slurm: setup ## Run the launch scripts on a real Slurm, which root installs where it is missing (minutes)
 	PYTHON=$(BIN)/python tests/slurm/run.sh $(ARGS)

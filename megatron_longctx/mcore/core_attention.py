@@ -7,8 +7,10 @@ field, and fails when Megatron adds one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,12 +29,14 @@ from ..core.plans.mask import Window
 from .sequence import ShardedSequence
 from .stores import AttentionTape
 
+logger = logging.getLogger(__name__)
+
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 # TransformerEngine's names for the same masks over packed documents.
 _CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.padding: False}
 
 _NO_MAXIMA = "Unset it; no kernel here returns the maxima of logits."
-_ZIGZAG = "Megatron's own zigzag layout"
+_ZIGZAG = "Megatron's own zigzag layout; a ShardedSequence without a length, where Megatron slices, accepts it"
 _PRECISION = "Attention is computed in the model's precision; unset it."
 _OWN_TOKENS = "Which tokens are dropped would depend on how ranks divide the sequence; unset it."
 _BALANCING = ("none", "aux_loss", "seq_aux_loss")  # `experts.SummedLossRouter` computes both losses
@@ -54,11 +58,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "moe_expert_rank_capacity_factor": (None, _OWN_TOKENS),
 }
 """The only supported value of each field, and the remedy for other values."""
+OF_LAYOUT = (
+    *("mtp_num_layers", "mrope_section"),
+    *("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"),
+)
+"""The fields that are refused for the layout alone: where Megatron slices, ranks have Megatron's own equal shares."""
 
 
-def _check_supported(config: TransformerConfig, deterministic: bool, in_stack: bool) -> None:
+def _check_supported(config: TransformerConfig, deterministic: bool, megatron_slices: bool, in_stack: bool) -> None:
     """Raise ValueError for a setting that would make results differ from Megatron's."""
     for name, (supported, remedy) in REFUSED.items():
+        if megatron_slices and name in OF_LAYOUT:
+            continue
         value = getattr(config, name, supported)
         if value != supported and not (in_stack and name == "is_hybrid_model"):
             expected = "null" if supported is None else supported
@@ -66,7 +77,7 @@ def _check_supported(config: TransformerConfig, deterministic: bool, in_stack: b
     if config.deterministic_mode and not deterministic:
         remedy = "Set deterministic=True in ContextParallelAttention, too."
         raise refuse("deterministic_mode", True, "False with kernels that need not be deterministic", remedy)
-    if config.num_moe_experts is not None:
+    if config.num_moe_experts is not None and not megatron_slices:
         _check_experts(config)
 
 
@@ -108,6 +119,15 @@ def _check_window(window: Window, causal: bool) -> None:
     if causal and after:
         expected = f"({before}, 0) with a causal mask"
         raise refuse("window_size", window, expected, "Set the second number to 0, or attn_mask_type to no_mask.")
+
+
+@cache
+def _say_that_masks_are_ignored() -> None:
+    """Say once that a causal model needs no mask, which takes memory that is quadratic in the length."""
+    logger.warning(
+        "attention_mask: ignored in causal layers, as by TransformerEngine. To save its memory, start Megatron-LM with "
+        "--no-create-attention-mask-in-dataloader."
+    )
 
 
 class _SinksInFp32(torch.autograd.Function):
@@ -174,7 +194,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             raise refuse("attention_type", attention_type, "self", "Use it for self-attention only.")
         if dropout != 0:
             raise refuse("attention_dropout", dropout, "0 with context-parallel attention", "Set it to 0.")
-        _check_supported(config, sequence.attention.deterministic, in_stack)
+        _check_supported(config, sequence.attention.deterministic, sequence.megatron_slices, in_stack)
         world = pg_collection.cp.size() if pg_collection is not None else sequence.attention.world
         if world != sequence.attention.world:
             expected = f"the sequence's {sequence.attention.world}"
@@ -226,6 +246,10 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
+    def check_rope(self, packed_seq_params: PackedSeqParams | None) -> None:
+        """Refuse queries that Megatron's own RoPE has rotated, unless it fits the layout."""
+        self._sequence.check_megatrons_rope(packed_seq_params)
+
     @contextmanager
     def taped(self, tape: AttentionTape) -> Iterator[None]:
         """Record calls on `tape`, or replay them from it."""
@@ -251,7 +275,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         Args:
             query: `[s, b, h/tp, d]`, or `[s, h/tp, d]` from Megatron's layers for packed (thd) documents.
             key, value: `[s, b, g/tp, d]` and `[s, b, g/tp, e]`, or without b.
-            attention_mask: must be None: masks need no tensor.
+            attention_mask: ignored in causal layers, as by TransformerEngine, otherwise None: masks need no tensor.
             packed_seq_params: a `ShardedSequence.pack`; or Megatron's own, with `cu_seqlens_q` of the whole sequence
                 and not of one rank; or None for a plain sequence. Padding between documents attends to itself only,
                 and no other token attends to it.
@@ -265,16 +289,20 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
                 or a causal one for a layer whose window includes later tokens.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        causal = _CAUSAL_PACKED if query.ndim == 3 else _CAUSAL
+        causal = _CAUSAL if packed_seq_params is None else _CAUSAL_PACKED
         if mask_type not in causal:
             raise refuse("attn_mask_type", mask_type, "causal or no_mask", "Pass sequences without padding.")
+        if attention_mask is not None and causal[mask_type]:
+            _say_that_masks_are_ignored()
+            attention_mask = None
         for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
             if given is not None:
                 remedy = "Documents, windows and causal or full attention need no tensor."
                 raise refuse(name, type(given).__name__, "None", remedy)
         _check_window(self.window, causal[mask_type])
         sequence = self._sequence
-        pack = sequence.pack_of(packed_seq_params)
+        pack = sequence.pack_of(packed_seq_params, query.shape[0])
+        sequence.check_slices(pack, packed_seq_params)
         if query.ndim == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if query.shape[0] != pack.num_local_tokens:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .norms import LayerNorm, PostNormAdd, RMSNorm
-from .rope import Rotation
+from .rope import Rotation, checking_rope
 from .row_parallel import ReducedRowParallelLinear
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -52,7 +52,7 @@ def why_not_direct(gpt: GPTModel) -> str | None:
             ("", (TransformerLayer,)),
             ("pre_cross_attn_layernorm", (IdentityOp,)),
             ("cross_attention", (IdentityOp,)),
-            ("self_attention", (SelfAttention,)),
+            ("self_attention", (SelfAttention, checking_rope(SelfAttention))),
             ("self_attn_bda", (FunctionType, PostNormAdd)),
             ("self_attention.q_layernorm", (IdentityOp, RMSNorm, LayerNorm, type(None))),
             ("self_attention.k_layernorm", (IdentityOp, RMSNorm, LayerNorm, type(None))),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -32,12 +33,21 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
     Pass it to the model as `packed_seq_params`. It belongs to its micro-batch, so layers that are recomputed in
     backward, and pipelines with several micro-batches in flight, use the right documents. All rows of a batch `[b, S]`
     have these documents. For Megatron its format is that of any other batch (`sbhd`).
+
+    Args:
+        padding: the number of tokens at the end of each document that no other token sees; empty for none.
     """
 
     def __init__(
-        self, attention: ContextParallelAttention, documents: Sequence[int], *, parents: Sequence[int] | None = None
+        self,
+        attention: ContextParallelAttention,
+        documents: Sequence[int],
+        padding: Sequence[int] = (),
+        *,
+        parents: Sequence[int] | None = None,
     ) -> None:
         self.documents, self.parents = tuple(documents), None if parents is None else tuple(parents)
+        self._padding = tuple(padding)
         self._masks: dict[tuple[bool, Window], Mask] = {}
         longest = max((each.position + each.stop - each.start for each in self.mask().documents), default=0)
         super().__init__(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest)
@@ -67,7 +77,15 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         key = causal, window
         if key not in self._masks:
             self._masks[key] = mask.documents(self.documents, causal=causal, window=window, parents=self.parents)
+            if any(self._padding) and not causal:  # a causal mask hides what comes later
+                self._masks[key] = self._hide_padding(self._masks[key], window)
         return self._masks[key]
+
+    def _hide_padding(self, padded: Mask, window: Window) -> Mask:
+        """Return a full mask whose padding sees itself only. The layout still follows the padded documents."""
+        pairs = zip(self.documents, self._padding, strict=True)
+        parts = [part for length, padding in pairs for part in (length - padding, padding) if part]
+        return replace(padded, slices=mask.documents(parts, causal=False, window=window).slices)
 
     def tokens(self, device: torch.device) -> Tensor:
         """Return the global positions of this rank's tokens, int64 `[s]`, in slot order."""
@@ -92,10 +110,11 @@ def _to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def document_lengths(params: PackedSeqParams) -> tuple[int, ...]:
-    """Return the lengths of documents in Megatron's own parameters, which are read from the device once.
+def document_lengths(params: PackedSeqParams) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the padded lengths of documents in Megatron's own parameters, and the padding in each.
 
-    Tokens between the end of a document and the padded start of the next one are a separate document.
+    Both are read from the device once. Tokens between the end of a document and the padded start of the next one belong
+    to it, so a rank's tokens are those of TransformerEngine's `thd_get_partitioned_indices`.
 
     Raises:
         ValueError: the format is not thd, keys differ from queries, there is a separate context-parallel group, or the
@@ -117,8 +136,10 @@ def document_lengths(params: PackedSeqParams) -> tuple[int, ...]:
         if not 0 <= stop - start <= last - first:
             expected = "lengths from 0 on, each at most its padded one"
             raise refuse("packed_seq_params.cu_seqlens_q", f"{stops}, padded {padded}", expected, "Correct them.")
-        lengths += [stop - start, last - first - (stop - start)]
-    return tuple(length for length in lengths if length)
+        if last > first:
+            lengths.append((last - first, last - first - (stop - start)))
+    documents, padding = zip(*lengths, strict=True) if lengths else ((), ())
+    return documents, padding
 
 
 def tree_of(params: PackedSeqParams, parents: Sequence[int] | Tensor) -> tuple[list[int], list[int]]:

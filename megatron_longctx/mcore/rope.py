@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
             with other angles.
     """
 
+    needs_own_batches = True
+
     def __init__(
         self,
         original: RotaryEmbedding,
@@ -138,6 +141,28 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
         """Return None: Megatron's layers rotate nothing."""
+
+
+class _ChecksRope:
+    """A self-attention layer that refuses Megatron's own RoPE where it would rotate tokens by wrong positions."""
+
+    core_attention: Any
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        """Call Megatron's layer, which gets `rotary_pos_emb` only if the model has Megatron's own RoPE."""
+        if kwargs.get("rotary_pos_emb") is not None:
+            self.core_attention.check_rope(kwargs.get("packed_seq_params"))
+        return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
+
+
+@cache
+def checking_rope(module: type) -> type:
+    """Return a subclass of a self-attention layer that checks its RoPE, under the same name."""
+    return (
+        module
+        if issubclass(module, _ChecksRope)
+        else type(module.__name__, (_ChecksRope, module), {"__module__": module.__module__})
+    )
 
 
 class _Rotate(torch.autograd.Function):
@@ -210,7 +235,8 @@ class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
             raise refuse("inference_context", "given", "None with MLA", "MLA supports training, but not inference.")
         if (packed := kwargs.get("packed_seq_params")) is not None:
             # For its own parameters, Megatron would lay out the documents itself.
-            kwargs["packed_seq_params"] = self._sequence.pack_of(packed)
+            kwargs["packed_seq_params"] = pack = self._sequence.pack_of(packed)
+            self._sequence.check_slices(pack, packed)
         return super().forward(hidden_states, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -249,6 +275,8 @@ class _LatentRope:
         returns_factor: whether Megatron expects angles and their attention factor.
     """
 
+    needs_own_batches = False
+
     def __init__(self, sequence: ShardedSequence, frequencies: Frequencies, returns_factor: bool) -> None:
         self._sequence, self._frequencies, self._returns_factor = sequence, frequencies, returns_factor
 
@@ -267,7 +295,8 @@ class _LatentRope:
 
         Queries are `[s, b, h, d]`; Megatron drops b if a pack has one sequence.
         """
-        return self._sequence.pack_of(packed), 3 if packed is not None and hidden.shape[1] == 1 else 4
+        tokens = hidden.shape[0] * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        return self._sequence.pack_of(packed, tokens), 3 if packed is not None and hidden.shape[1] == 1 else 4
 
     def __call__(self, pack_and_ndim: tuple[Pack, int], packed_seq: bool = False) -> Any:
         """Return the angles as `[s, 1, r]` or `[s, 1, 1, r]`."""

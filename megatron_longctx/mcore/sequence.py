@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,18 @@ from ..core.plans.mask import Window
 from ..inference.kv_int8 import int8_kv
 from .pack import UNBOUNDED, Pack, PackRotations, document_lengths, tree_of
 
+MEGATRONS_LAYOUTS = ("zigzag", "per_document")
+"""The layouts in which Megatron slices batches: whole ones, and packs document by document."""
+
 
 class Rope(Protocol):
-    """A model's RoPE, which rotates queries and keys by the positions of their tokens."""
+    """A model's RoPE, which rotates queries and keys by the positions of their tokens.
+
+    Attributes:
+        needs_own_batches: whether it can only be there if the caller knows this project's layouts.
+    """
+
+    needs_own_batches: bool
 
     def equals(self, other: Rope) -> bool:
         """Whether both rotate by the same angles."""
@@ -35,21 +44,31 @@ class ShardedSequence:
     Core attention, RoPE and batch sharding of a model share one object, so they agree on the layout. It stores nothing
     about the current batch: documents that differ from a plain sequence come with their `pack`.
 
+    Without a length, Megatron slices the batches itself (`get_batch_on_this_cp_rank`, `thd_get_partitioned_indices`):
+    all ranks hold equally many tokens, their number tells the length, and only Megatron's layouts are accepted.
+
     Attributes:
         rope: the model's RoPE, if it has one.
         windows: the windows of all layers; each layer adds its own.
     """
 
-    def __init__(self, attention: ContextParallelAttention, length: int) -> None:
+    def __init__(self, attention: ContextParallelAttention, length: int | None = None) -> None:
         self.attention = attention
         self.rope: Rope | None = None
         self.windows: set[Window] = set()
         self._length = length
+        self._has_sharded = False
+        self._plain = lru_cache(maxsize=64)(lambda tokens: Pack(attention, (tokens,)))
 
     @property
-    def length(self) -> int:
+    def length(self) -> int | None:
         """The number of tokens of a plain sequence. A sequence of another length is a `pack` of one document."""
         return self._length
+
+    @property
+    def megatron_slices(self) -> bool:
+        """Whether Megatron slices batches, so that everything around attention is as in Megatron."""
+        return self._length is None
 
     def set_rope(self, rope: Rope) -> None:
         """Set the model's RoPE.
@@ -65,7 +84,9 @@ class ShardedSequence:
     @cached_property
     def whole(self) -> Pack:
         """A plain sequence, as a pack of one document."""
-        return Pack(self.attention, (self.length,))
+        if self.length is None:
+            raise refuse("length", None, "the number of tokens of a plain sequence", "Give it to ShardedSequence.")
+        return self._plain(self.length)
 
     def pack(self, documents: Sequence[int], parents: Sequence[int] | None = None) -> Pack:
         """Return the sequence of documents of these lengths.
@@ -80,8 +101,8 @@ class ShardedSequence:
         Raises:
             ValueError: a document without tokens, or a parent that is not an earlier document.
         """
-        if parents is None and tuple(documents) == (self.length,):
-            return self.whole
+        if parents is None and len(documents) == 1:
+            return self._plain(documents[0])
         return Pack(self.attention, documents, parents=parents)
 
     def prepare(self, documents: Sequence[int], parents: Sequence[int] | None = None) -> None:
@@ -95,30 +116,76 @@ class ShardedSequence:
 
         The first step then compiles the kernels of all kinds of calls, instead of the first pack of another kind.
         """
-        count = min(4 * self.attention.world, self.length)
-        several = [len(range(i, self.length, count)) for i in range(count)]
+        count = min(4 * self.attention.world, self.whole.length)
+        several = [len(range(i, self.whole.length, count)) for i in range(count)]
         examples = [self.whole, *([Pack(self.attention, several)] if packs else [])]
         self.attention.announce([each.mask(window=window) for each in examples for window in self.windows], packs)
 
-    def pack_of(self, params: PackedSeqParams | None) -> Pack:
+    def pack_of(self, params: PackedSeqParams | None, num_local_tokens: int = 2) -> Pack:
         """Return the pack of a model's input: a `pack`, Megatron's own parameters (thd), or None for a plain sequence.
 
         Megatron's parameters are on the device. They are read once, when an object is new or its tensors have changed.
         They may have an attribute `parents`, as `pack` takes them.
 
+        Args:
+            num_local_tokens: this rank's tokens; they tell the length of a plain sequence if none was given.
+
         Raises:
             ValueError: unsupported parameters (see `pack.document_lengths`).
         """
         if params is None:
-            return self.whole
+            return self._plain(num_local_tokens * self.attention.world) if self.megatron_slices else self.whole
         if isinstance(params, Pack):
             return params
         parsed: _ParsedParams | None = getattr(params, "_longctx", None)
         if parsed is None or not parsed.is_current(self, params):
             parents = getattr(params, "parents", None)
-            pack = self.pack(document_lengths(params)) if parents is None else self.pack(*tree_of(params, parents))
+            if parents is not None and self.megatron_slices:
+                remedy = "Give ShardedSequence a length, and shard batches by it: Megatron's RoPE knows no trees."
+                raise refuse("packed_seq_params.parents", "given", "None where Megatron slices batches", remedy)
+            if parents is not None:
+                pack = self.pack(*tree_of(params, parents))
+            else:
+                documents, padding = document_lengths(params)
+                pack = Pack(self.attention, documents, padding) if any(padding) else self.pack(documents)
             parsed = params._longctx = _ParsedParams(self, _versions(params), pack)
         return parsed.pack
+
+    def check_slices(self, pack: Pack, params: PackedSeqParams | None) -> None:
+        """Refuse batches that Megatron slices while attention has another layout.
+
+        Only the number of tokens would tell, and it is mostly the same.
+
+        Raises:
+            ValueError: no `shard_batch`, pack or ShardedRotaryEmbedding shows that the caller knows this layout.
+        """
+        known = self._has_sharded or isinstance(params, Pack) or (self.rope is not None and self.rope.needs_own_batches)
+        if self.attention.world == 1 or known or pack.layout.name in MEGATRONS_LAYOUTS:
+            return
+        raise refuse(
+            "layout",
+            pack.layout.name,
+            f"{' or '.join(MEGATRONS_LAYOUTS)}, in which Megatron slices batches",
+            "Set ContextParallelAttention(layout='per_document'), or slice with sequence.shard_batch on every rank.",
+        )
+
+    def check_megatrons_rope(self, params: PackedSeqParams | None) -> None:
+        """Refuse Megatron's own RoPE for tokens that it does not rotate by their positions.
+
+        It assumes zigzag, and that Megatron's own packs are in zigzag document by document.
+
+        Raises:
+            ValueError: another layout, or a `pack` of several documents.
+        """
+        pack = self.pack_of(params)
+        several = len(pack.documents) > 1
+        remedy = "Set gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence)"
+        if several and isinstance(params, Pack):
+            raise refuse("rotary_pos_emb", "Megatron's", "ShardedRotaryEmbedding with sequence.pack", f"{remedy}.")
+        fitting = MEGATRONS_LAYOUTS[1:] if several else MEGATRONS_LAYOUTS
+        if self.attention.world > 1 and pack.layout.name not in fitting:
+            expected = f"{' or '.join(fitting)} with Megatron's own RoPE" + " of packs" * several
+            raise refuse("layout", pack.layout.name, expected, f"{remedy}, or choose the layout.")
 
     def rotation(self, pack: Pack, window: Window = UNBOUNDED) -> Callable[[Tensor], Tensor] | None:
         """Return the function that rotates queries and keys in layers with this window; None without RoPE.
@@ -143,7 +210,9 @@ class ShardedSequence:
         Raises:
             ValueError: a tensor that is not `[b, S]`, or a rank without tokens, for which Megatron's layers fail.
         """
-        pack = self.pack_of(packed)
+        tokens = next(iter(batch.values())).shape[-1] if batch else 0
+        pack = self._plain(tokens) if packed is None and self.megatron_slices else self.pack_of(packed)
+        self._has_sharded = True
         length, layout = pack.length, pack.layout
         empty = [rank for rank in range(self.attention.world) if layout.num_tokens(rank) == 0]
         if empty:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from typing import TypeVar
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -10,7 +12,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from ..config import RecomputeConfig
@@ -20,36 +26,54 @@ from .core_attention import ContextParallelCoreAttention
 from .experts import experts_spec, with_summed_losses
 from .norms import NORMS, with_post_norms
 from .recompute import with_mlp_tiles, with_recompute
-from .rope import LatentSelfAttention
+from .rope import LatentSelfAttention, checking_rope
 from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
 from .stack import is_stack, with_layers
 from .stores import HostStore, Store
 from .version import as_builder, copy_spec, mlp_spec
 
+_Spec = TypeVar("_Spec", ModuleSpec, TransformerBlockSubmodules)
+
 
 def with_context_parallel(
-    layer: ModuleSpec, sequence: ShardedSequence, latent_frequencies: Frequencies | None = None
-) -> ModuleSpec:
-    """Return a copy of a transformer layer's spec whose self-attention computes context-parallel attention.
+    spec: _Spec, sequence: ShardedSequence, latent_frequencies: Frequencies | None = None
+) -> _Spec:
+    """Return a copy of a transformer layer's or block's spec whose self-attention computes context-parallel attention.
 
     The spec may also be of a stack (Megatron's `HybridModel`): its layers of attention change, and its Mamba and
     gated-delta-net layers are refused when they are built.
 
     Every spec with a `self_attention` submodule is supported: those of Megatron's local and TransformerEngine layers
     and specs derived from them, also with multi-latent attention (MLA). Megatron's router of experts becomes
-    `experts.SummedLossRouter`.
+    `experts.SummedLossRouter`, unless Megatron slices the batches, so that ranks have equal shares.
 
     Args:
+        spec: of a layer, or of a block of layers as for models with experts.
         latent_frequencies: RoPE frequencies of MLA; None for those of Megatron's configuration.
 
     Raises:
-        ValueError: a spec without self-attention, or of MLA with fused projections.
+        ValueError: a layer without self-attention, or of MLA with fused projections.
     """
-    if is_stack(layer):
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers = {id(each): with_context_parallel(each, sequence, latent_frequencies) for each in spec.layer_specs}
+        return replace(spec, layer_specs=[layers[id(each)] for each in spec.layer_specs])
+    if isinstance(spec.module, type) and issubclass(spec.module, TransformerBlock):
+        block = copy_spec(spec)
+        block.submodules = with_context_parallel(spec.submodules, sequence, latent_frequencies)
+        return block
+    if is_stack(spec):
         return with_layers(
-            layer, lambda each: with_context_parallel(each, sequence, latent_frequencies), _with_summed_losses
+            spec,
+            lambda each: with_context_parallel(each, sequence, latent_frequencies),
+            lambda each: _with_summed_losses(each, sequence),
         )
+    return _layer_with_context_parallel(spec, sequence, latent_frequencies)
+
+
+def _layer_with_context_parallel(
+    layer: ModuleSpec, sequence: ShardedSequence, latent_frequencies: Frequencies | None
+) -> ModuleSpec:
     attention = getattr(layer.submodules, "self_attention", None)
     if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
         raise ValueError(f"layer spec of {layer.module}: expected a self_attention with a core_attention to replace.")
@@ -61,14 +85,16 @@ def with_context_parallel(
             raise refuse("self_attention", attention.module.__name__, "MLASelfAttention", remedy)
         attention.module = LatentSelfAttention
         attention.params = {**attention.params, "sequence": sequence, "frequencies": latent_frequencies}
+    elif isinstance(attention.module, type):
+        attention.module = checking_rope(attention.module)
     attention.submodules.core_attention = ModuleSpec(ContextParallelCoreAttention, params={"sequence": sequence})
-    return _with_summed_losses(layer)
+    return _with_summed_losses(layer, sequence)
 
 
-def _with_summed_losses(layer: ModuleSpec) -> ModuleSpec:
+def _with_summed_losses(layer: ModuleSpec, sequence: ShardedSequence) -> ModuleSpec:
     """Return a layer's spec with `experts.SummedLossRouter`, if it has experts; the spec itself is not changed."""
     mlp = mlp_spec(layer)
-    if (summed := with_summed_losses(mlp)) is not mlp:
+    if not sequence.megatron_slices and (summed := with_summed_losses(mlp)) is not mlp:
         layer = copy_spec(layer)
         layer.submodules.mlp = as_builder(summed)
     return layer

@@ -89,7 +89,10 @@ def test_supported_settings() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"attention_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)}, "attention_mask=Tensor: expected"),
+        (
+            {"attention_mask": torch.ones(1, 1, 1, 1), "attn_mask_type": AttnMaskType.no_mask},
+            "attention_mask=Tensor: expected None",
+        ),
         ({"attention_bias": torch.zeros(1, 1, LENGTH, LENGTH)}, "attention_bias=Tensor: expected None"),
         ({"packed_seq_params": PackedSeqParams()}, "packed_seq_params.qkv_format=None: expected thd"),
         ({"attn_mask_type": AttnMaskType.padding}, "expected causal or no_mask"),
@@ -122,14 +125,25 @@ def test_megatrons_packed_documents(mask: AttnMaskType) -> None:
         torch.testing.assert_close(out[rows], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_no_token_attends_to_padding_between_documents() -> None:
+def test_a_mask_of_a_causal_layer_is_ignored_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    core, expected = _core(), _core()(*_inputs(), None)
+    for _ in range(2):  # another mask than the causal one: TransformerEngine does not read it, either
+        assert torch.equal(core(*_inputs(), torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)), expected)
+    assert caplog.text.count("--no-create-attention-mask-in-dataloader") == 1
+
+
+@pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.padding])
+@pytest.mark.parametrize("config", [{}, {"window_size": (2, 0)}])
+def test_no_token_attends_to_padding_between_documents(mask: AttnMaskType, config: dict[str, Any]) -> None:
     leaves = [x[:, 0].requires_grad_() for x in _inputs()]
     params = _packed([0, 4, 9], [0, 6, LENGTH])  # tokens 4, 5, 11 and 12 are padding
-    out = _core()(*leaves, None, packed_seq_params=params)[:, 0]
+    out = _core(config=config)(*leaves, None, packed_seq_params=params, attn_mask_type=mask)[:, 0]
     pack = sequence_of(length=LENGTH).pack([4, 2, 5, 2])
-    expected = _core()(*(x[:, None] for x in leaves), None, packed_seq_params=pack)[:, 0]
-    assert torch.equal(out, expected) and torch.isfinite(out).all()
+    kind = {"packed_seq_params": pack, "attn_mask_type": mask}
+    expected = _core(config=config)(*(x[:, None] for x in leaves), None, **kind)[:, 0]
     real = torch.tensor([0, 1, 2, 3, 6, 7, 8, 9, 10])
+    torch.testing.assert_close(out[real], expected[real], rtol=1e-12, atol=1e-12)
+    assert torch.isfinite(out).all()
     for x in torch.autograd.grad(out[real].sum(), leaves):
         assert not x[[4, 5, 11, 12]].any() and x[real].any()
 

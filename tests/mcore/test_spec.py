@@ -10,9 +10,11 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
@@ -41,7 +43,23 @@ def test_only_core_attention_of_the_local_spec_changes(qk_layernorm: bool) -> No
     assert replaced.params["sequence"] is sequence, "layers share one sequence, not copies of it"
     assert original.submodules.self_attention.submodules.core_attention is DotProductAttention, "a copy"
     ours.submodules.self_attention.submodules.core_attention = DotProductAttention
+    assert issubclass(ours.submodules.self_attention.module, SelfAttention), "it also checks RoPE"
+    ours.submodules.self_attention.module = SelfAttention
     assert ours == original
+
+
+def test_blocks_are_specs_too() -> None:
+    dense, experts = get_gpt_layer_local_spec(), get_gpt_layer_local_spec(num_experts=4)
+    norm = RMSNorm
+    block = TransformerBlockSubmodules([dense, experts, dense], norm)
+    for given in (block, ModuleSpec(TransformerBlock, submodules=block)):
+        ours = with_context_parallel(given, sequence_of())
+        layers = getattr(ours, "submodules", ours).layer_specs
+        assert getattr(ours, "submodules", ours).layer_norm is norm and layers[0] is layers[2] is not layers[1]
+        for layer in layers:
+            assert layer.submodules.self_attention.submodules.core_attention.module is ContextParallelCoreAttention
+        assert mlp_spec(layers[1]).submodules.router is SummedLossRouter
+    assert block.layer_specs[0].submodules.self_attention.submodules.core_attention is DotProductAttention, "a copy"
 
 
 def test_megatrons_router_is_replaced_by_one_whose_losses_are_sums() -> None:

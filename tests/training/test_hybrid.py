@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.models.gpt import GPTModel
 
 from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.inference import load_model
+from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.version import RELEASE
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import preflight, recorded
+from megatron_longctx.training.run_folder import RunFolder
 from tests.shared.training import LATENTS, Job, run_jobs, tiny_config, tiny_corpus
 
 CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
@@ -100,3 +105,23 @@ def test_the_older_release_refuses_it_before_any_rank_starts(tmp_path: Path) -> 
     tiny_corpus(tmp_path / "corpus")
     with pytest.raises(ValueError, match=r"model.builder=hybrid: expected gpt with Megatron-Core 0.16"):
         preflight.check(tiny_config(tmp_path, "hybrid", HYBRID), 1)
+
+
+def _serve(rank: int, root: Path) -> list[bool]:
+    """Return, for both builders, whether inference has a GPT of the saved weights."""
+    config = tiny_config(root, "saved", {**STEPS, **RESUMED})
+    run_jobs(rank, [Job(config)])
+    found = []
+    for builder in ("gpt", "hybrid"):
+        settings = dataclasses.replace(config, model=dataclasses.replace(config.model, builder=builder))
+        collection = groups.from_config(settings.parallelism, 1)
+        sequence = build_sequence(settings, collection.cp)
+        gpt, _ = load_model(settings, collection, sequence, RunFolder.of(config).checkpoints)
+        groups.destroy()
+        found.append(type(gpt) is GPTModel and float(gpt.output_layer.weight.norm()) > 0)
+    return found
+
+
+def test_inference_takes_the_run_of_either(tmp_path: Path) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    assert run_distributed(_serve, 1, tmp_path)[0] == [True, True]

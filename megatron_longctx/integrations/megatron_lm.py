@@ -1,0 +1,116 @@
+"""Megatron-LM: `--spec megatron_longctx.integrations.megatron_lm layer` trains on this attention.
+
+Megatron slices batches and applies RoPE as always. For settings, name a file of your own instead:
+
+    from megatron_longctx.integrations.megatron_lm import layer_spec
+    layer = layer_spec(schedule="all_gather")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from ..core.attention import ContextParallelAttention
+from ..core.errors import refuse
+from ..mcore.norms import NORMS
+from ..mcore.sequence import ShardedSequence
+from ..mcore.spec import with_context_parallel
+from ..mcore.version import copy_spec
+
+_Spec: TypeAlias = ModuleSpec | TransformerBlockSubmodules
+
+
+def layer_spec(**options: Any) -> _Spec | Callable[..., _Spec]:
+    """Return what `--spec` names: the spec of Megatron's own layers for the command line, with this attention.
+
+    Megatron-LM 0.16 reads it while it builds the model, when groups exist, and gets a spec. 0.19 reads it earlier and
+    gets a function, which it calls with the model's configuration.
+
+    Args:
+        options: of `ContextParallelAttention`. `layout` is Megatron's unless given, `deterministic` is
+            `deterministic_mode`.
+
+    Raises:
+        ValueError: at the latest when the model is built: unknown options, or settings of Megatron-LM whose results
+            would differ from those of its own attention.
+    """
+    args = _arguments()
+    if args is not None and parallel_state.model_parallel_is_initialized():
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        return _spec(core_transformer_config_from_args(args), None, options)
+
+    def build(config: Any, vp_stage: int | None = None) -> _Spec:
+        return _spec(getattr(config, "transformer", config), vp_stage, options)
+
+    return build
+
+
+def _spec(config: TransformerConfig, vp_stage: int | None, options: dict[str, Any]) -> _Spec:
+    transformer_engine = config.transformer_impl == "transformer_engine"
+    if config.heterogeneous_block_specs or config.transformer_impl not in ("transformer_engine", "local"):
+        remedy = "Use with_context_parallel(spec, ShardedSequence(attention)) on the spec of such layers."
+        kind = "heterogeneous" if config.heterogeneous_block_specs else config.transformer_impl
+        raise refuse("layers", kind, "those of transformer_engine or local", remedy)
+    settings: dict[str, Any] = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
+    layers = get_gpt_decoder_layer_specs(config, transformer_engine, **settings, vp_stage=vp_stage)
+    options = {"layout": _layout(), "deterministic": config.deterministic_mode, **options}
+    sequence = ShardedSequence(_attention(parallel_state.get_context_parallel_group(), **options))
+    if config.virtual_pipeline_model_parallel_size is not None and vp_stage is None:
+        # One object serves all virtual stages, so it cannot list the layers of one.
+        if any(each is not layers[0] for each in layers):
+            remedy = "Use Megatron-LM 0.19, or no virtual stages."
+            raise refuse("moe_layer_freq", config.moe_layer_freq, "equal layers with virtual stages", remedy)
+        return with_context_parallel(layers[0], sequence)
+    block = get_gpt_decoder_block_spec(config, transformer_engine, **settings, vp_stage=vp_stage)
+    if config.sequence_parallel and not transformer_engine:
+        block = with_sharded_norms(block, config)
+    return with_context_parallel(block, sequence)
+
+
+@lru_cache(maxsize=8)
+def _attention(group: Any, **options: Any) -> ContextParallelAttention:
+    """Return the attention that all stages and models of a job share."""
+    return ContextParallelAttention(group, **options)
+
+
+def _arguments() -> Any:
+    """Return Megatron-LM's arguments; None before it has them, and without Megatron-LM."""
+    try:
+        from megatron.training import get_args
+
+        return get_args()
+    except (ImportError, AssertionError):
+        return None
+
+
+def _layout() -> str:
+    """Return the layout in which Megatron-LM slices packs; a plain sequence is in zigzag in both."""
+    args = _arguments()
+    if getattr(args, "reset_attention_mask", False):
+        remedy = "Without it, documents see each other; to keep them apart, train on packs (--sft)."
+        raise refuse("--reset-attention-mask", True, "False: its mask is ignored in causal layers", remedy)
+    whole = getattr(args, "dataloader_inter_document_masking", False) and not getattr(args, "sft", False)
+    return "zigzag" if whole else "per_document"
+
+
+def with_sharded_norms(block: TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Return a copy of a block of local layers whose norms support sequence parallelism, unlike Megatron's."""
+    norm = NORMS[config.normalization]
+
+    def with_norms(layer: ModuleSpec) -> ModuleSpec:
+        layer = copy_spec(layer)
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        return layer
+
+    return TransformerBlockSubmodules([with_norms(each) for each in block.layer_specs], norm)
+
+
+layer = block = layer_spec()

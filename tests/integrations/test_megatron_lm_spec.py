@@ -1,0 +1,83 @@
+"""What `--spec` names, as far as it needs no Megatron-LM."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_longctx.integrations import megatron_lm
+from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
+from megatron_longctx.mcore.norms import RMSNorm
+from tests.mcore.tiny_gpt import Layout, model_config
+
+
+def _arguments(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
+    training = SimpleNamespace(get_args=lambda: SimpleNamespace(**arguments))
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda: None)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+
+
+def _sequence(spec: Any) -> Any:
+    layer = spec.layer_specs[0] if isinstance(spec, TransformerBlockSubmodules) else spec
+    core = layer.submodules.self_attention.submodules.core_attention
+    assert core.module is ContextParallelCoreAttention
+    return core.params["sequence"]
+
+
+def test_before_groups_exist_it_is_a_function_of_the_models_configuration() -> None:
+    config = model_config(Layout(), transformer_impl="local", num_layers=3)
+    for build in (megatron_lm.layer, megatron_lm.block):
+        sequence = _sequence(build(SimpleNamespace(transformer=config), vp_stage=None))
+        assert sequence.megatron_slices and sequence.attention is _sequence(build(config)).attention
+        assert sequence.attention.layout(64).name == "per_document"
+    other = _sequence(megatron_lm.layer_spec(schedule="all_gather", layout="zigzag")(config)).attention
+    assert other.mode.name == "all_gather" and other.layout(64).name == "zigzag"
+    with pytest.raises(ValueError, match="nonsense"):
+        megatron_lm.layer_spec(schedule="nonsense")(config)
+
+
+def test_local_norms_support_sequence_parallelism() -> None:
+    config = model_config(Layout(), transformer_impl="local", tensor_model_parallel_size=2, sequence_parallel=True)
+    block = megatron_lm.layer_spec()(config)
+    assert block.layer_norm is block.layer_specs[0].submodules.input_layernorm is RMSNorm
+    assert get_gpt_layer_local_spec(normalization="RMSNorm").submodules.input_layernorm is not RMSNorm
+
+
+def test_layers_of_other_kinds_are_refused() -> None:
+    config = model_config(Layout(), transformer_impl="local")
+    config.transformer_impl = "inference_optimized"
+    with pytest.raises(ValueError, match="layers=inference_optimized: expected those of transformer_engine or local"):
+        megatron_lm.layer_spec()(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layout"),
+    [
+        ({}, "per_document"),
+        ({"dataloader_inter_document_masking": True, "sft": False}, "zigzag"),
+        ({"dataloader_inter_document_masking": True, "sft": True}, "per_document"),
+    ],
+)
+def test_the_layout_is_that_of_megatrons_slices(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], layout: str
+) -> None:
+    _arguments(monkeypatch, **arguments)
+    config = model_config(Layout(), transformer_impl="local")
+    assert _sequence(megatron_lm.layer_spec()(config)).attention.layout(64).name == layout
+
+
+def test_masks_that_would_be_ignored_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _arguments(monkeypatch, reset_attention_mask=True)
+    with pytest.raises(ValueError, match="--reset-attention-mask=True: expected False"):
+        megatron_lm.layer_spec()(model_config(Layout(), transformer_impl="local"))
