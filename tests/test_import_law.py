@@ -18,7 +18,19 @@ MAX_LINES = 400
 
 # In the order data flows: a wing imports itself and what stands before it.
 WINGS = (
-    *("core", "config", "planner", "models", "lowbit", "inference", "mcore", "training", "serving", "cli"),
+    *(
+        "core",
+        "config",
+        "planner",
+        "models",
+        "lowbit",
+        "inference",
+        "mcore",
+        "integrations",
+        "training",
+        "serving",
+        "cli",
+    ),
     *("__main__", "testing"),
 )
 # The package's own __init__ is loaded by every import of any wing, so it may know only the core.

@@ -1,0 +1,1 @@
+"""One short file for each framework: what switches it to this attention."""
