@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from megatron_longctx import ContextParallelAttention
-from megatron_longctx.integrations.transformers import IGNORED, compare, register
+from megatron_longctx.integrations.transformers import IGNORED, compare, register, shard
 from megatron_longctx.testing.distributed import run_distributed
 
 DOCUMENTS = (13, 5, 22, 1, 9)
@@ -78,3 +78,14 @@ def test_families_equal_eager_document_by_document(n: int) -> None:
     assert len(found) == len(FAMILIES) + (n == 2)
     for family, (loss, gradients) in found.items():
         assert loss < 1e-6 and gradients < 5e-6, family
+
+
+def _compiled(rank: int, n: int) -> tuple[float, float]:
+    register(ContextParallelAttention(group_of(n)))
+    batch, results = batch_of(), []
+    for each in (model_of("mistral"), torch.compile(model_of("mistral"), backend="aot_eager")):
+        loss = each(**shard(batch, DOCUMENTS)).loss
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in each.parameters())])
+    loss, gradients = (max(float((a - b).norm() / b.norm()) for a, b in zip(*part, strict=True)) for part in split(results))
+    return loss, gradients
