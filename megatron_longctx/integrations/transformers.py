@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -202,6 +203,7 @@ class ShardedMask:
         self._masks: dict[int | None, LayerMask] = {}
         self.shape = torch.Size([words.shape[0], self._layout.num_tokens(attention.rank)])
 
+    @_disable_dynamo  # a compiler would trace the planning
     def of_window(self, window: int | None) -> LayerMask:
         """Return what layers see whose tokens see `window` tokens, themselves among them; None for no bound."""
         if window not in self._masks:

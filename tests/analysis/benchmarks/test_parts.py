@@ -1,4 +1,4 @@
-"""`parts`, `prefill`, `planning`, `simulation` and `huggingface` of `analysis.benchmarks` on CPU: their results and tables."""
+"""Benchmarks on CPU, `parts` to `huggingface`: their results and tables."""
 
 from __future__ import annotations
 
