@@ -13,14 +13,14 @@ PAGE = ROOT / "docs" / "packages.md"
 _HEAD = """# Packages
 
 This page lists the wings of `megatron_longctx` in the order of imports: a wing may import only itself and wings above
-it. `core` needs torch and numpy alone. Only `mcore` imports Megatron, and only `serving` imports Starlette and uvicorn.
-No wing imports `analysis` or `tests`. Files have at most 400 lines.
+it. `core` needs torch and numpy alone. Only `mcore` and `integrations` import Megatron, and only `serving`
+imports Starlette and uvicorn. No wing imports `analysis` or `tests`. Files have at most 400 lines.
 [`tests/test_import_law.py`](../tests/test_import_law.py) enforces all of this, and `python -m analysis.budgets` prints
 the size of every wing. The tests of a wing are in the folder of `tests/` that has its name.
 
 Where does a line belong? What knows tokens and ranks only, touches the tensors of one process, or crosses ranks:
-`core`. What knows a second or a byte rate: `planner`. A layer of Megatron: `mcore`. A key: `config`. A request:
-`serving`. A paper or a measurement: `analysis`.
+`core`. What knows a second or a byte rate: `planner`. A layer of Megatron: `mcore`. What switches a framework
+to this attention: `integrations`. A key: `config`. A request: `serving`. A paper or a measurement: `analysis`.
 
 `python -m analysis.packages_page` generates this page from docstrings; a test compares it with them.
 [Architecture](architecture.md) explains how the wings work together.

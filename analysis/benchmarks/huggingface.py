@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -56,7 +56,8 @@ class Options:
         heads = max(4, self.size // 128)
         return LlamaConfig(
             hidden_size=self.size, intermediate_size=self.size * 7 // 2, num_hidden_layers=self.layers,
-            num_attention_heads=heads, num_key_value_heads=heads // 4, vocab_size=self.vocabulary, rope_theta=500000.0,
+            num_attention_heads=heads, num_key_value_heads=heads // 4, vocab_size=self.vocabulary,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
             max_position_embeddings=2**20, rms_norm_eps=1e-5, pad_token_id=0,
         )  # fmt: skip
 
@@ -150,8 +151,8 @@ class Step(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, shift_labels: Tensor, num_items_in_batch: Tensor, **inputs: Any) -> Tensor:
-        hidden = self.model.model(**inputs, use_cache=False).last_hidden_state
+    def forward(self, shift_labels: Any, num_items_in_batch: Tensor, **inputs: Any) -> Tensor:
+        hidden: Any = self.model.model(**inputs, use_cache=False).last_hidden_state
         pieces = zip(hidden.split(_CHUNK, dim=1), shift_labels.split(_CHUNK, dim=1), strict=True)
         losses = [checkpoint(self.piece, *each, use_reentrant=False) for each in pieces]
         return torch.stack(losses).sum() / num_items_in_batch
@@ -170,8 +171,9 @@ def measure(
     register(ContextParallelAttention(), "one_rank")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(1)
+    models: Any = AutoModelForCausalLM
     with device:
-        model = AutoModelForCausalLM.from_config(options.config(), attn_implementation="longctx", dtype=dtype)
+        model = models.from_config(options.config(), attn_implementation="longctx", dtype=dtype)
     step, mesh = Step(model), DeviceMesh.from_group(group, device.type)
     for each in (*model.model.layers, step):
         fully_shard(each, mesh=mesh)
@@ -210,7 +212,7 @@ def _ours(batch: dict[str, Tensor], documents: Sequence[int], name: str = "longc
     return {key: value for key, value in sharded.items() if key not in ("labels", "use_cache")}
 
 
-def _cut(batch: dict[str, Tensor], documents: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
+def _cut(batch: dict[str, Tensor], documents: Sequence[int], tokens: Iterable[int]) -> dict[str, Any]:
     """Return these tokens of what `shard` returns for one rank, without its mask."""
     whole = _ours(batch, documents, "one_rank")
     del whole["attention_mask"]
@@ -338,7 +340,8 @@ class Bench(NamedTuple):
         total = sum(gather_objects(self.group, float(loss.detach()))) / (
             dist.get_world_size(self.group) if alone else 1
         )
-        squares = [each.grad.float().square().sum().full_tensor() for each in self.step.parameters()]
+        gradients: list[Any] = [each.grad for each in self.step.parameters()]
+        squares = [each.float().square().sum().full_tensor() for each in gradients]
         self.step.zero_grad()
         return total, float(torch.stack(squares).sum().sqrt()) * n  # fully_shard averages over ranks
 

@@ -10,16 +10,13 @@ attention can use it, so a model that runs another implementation fails at its f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -103,7 +100,7 @@ def shard(
     if isinstance(batch.get("attention_mask"), ShardedMask):
         raise refuse("batch", "a batch that shard returned", "a whole batch", "Call shard once.")
     _check_no_padding(batch.pop("attention_mask", None))
-    lengths = _documents(batch, words.shape[1]) if documents is None else tuple(documents)
+    lengths = documents_of(batch, words.shape[1]) if documents is None else tuple(documents)
     mask = masks.documents(lengths, parents=parents)
     if mask.length != words.shape[1]:
         raise refuse("documents", lengths, f"numbers with the sum {words.shape[1]}", "The batch has these tokens.")
@@ -148,7 +145,7 @@ def _check_no_padding(mask: Any) -> None:
         raise refuse("attention_mask", f"{int((mask == 0).sum())} padding tokens", "none", remedy)
 
 
-def _documents(batch: Mapping[str, Any], length: int) -> tuple[int, ...]:
+def documents_of(batch: Mapping[str, Any], length: int) -> tuple[int, ...]:
     """Return the lengths of the documents that a batch describes."""
     ends, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
     if ends is not None:
@@ -229,7 +226,7 @@ class ShardedMask:
         )
         raise refuse("attention_mask", "used by another implementation", f"that of {self._name!r} alone", remedy)
 
-    __getitem__ = __eq__ = __invert__ = __mul__ = __rsub__ = _refuse  # type: ignore[assignment]
+    __getitem__ = __eq__ = __invert__ = __mul__ = __rsub__ = _refuse
     __hash__ = object.__hash__
 
     @classmethod
@@ -304,84 +301,6 @@ def _attend(
     return out.transpose(0, 1).contiguous(), None
 
 
-class ContextParallelTrainer:
-    """A mix-in that shards the batches of a `Trainer`, or of a class made from it: `class Mine(This, SFTTrainer)`.
-
-    The ranks of the attention load the same batches, and the other ranks of the job load others. Losses are those of
-    the Trainer on one rank. `longctx_name` is the name of the attention.
-
-    Raises:
-        ValueError: by the constructor, for ranks that are not neighbours, for accelerate's own context parallelism, and
-            for a loss that shifts labels after the cut.
-    """
-
-    longctx_name = "longctx"
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, whose data loaders give the ranks of the attention the same batches."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        args, accelerator = self.args, self.accelerator  # type: ignore[attr-defined]
-        parallelism = accelerator.parallelism_config
-        if parallelism is not None and parallelism.non_data_parallel_size > 1:
-            expected = "none with cp_size, sp_size or tp_size above 1"
-            raise refuse("parallelism_config", parallelism, expected, "Leave it out: the attention has its own group.")
-        if args.label_smoothing_factor:
-            remedy = "The Trainer would shift labels after they are sharded."
-            raise refuse("label_smoothing_factor", args.label_smoothing_factor, "0", remedy)
-        self._longctx_size = registered(self.longctx_name).world
-        if self._longctx_size > 1:
-            mesh = _data_mesh(accelerator.device.type, registered(self.longctx_name))
-            accelerator._prepare_device_mesh = lambda: mesh  # only data loaders ask for it
-
-    def get_cp_size(self) -> int:
-        """Return the number of ranks that share a batch."""
-        return self._longctx_size
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        for batch in batch_samples:
-            if isinstance(batch.get("labels"), Tensor):
-                starts = [0, *accumulate(_documents(batch, batch["labels"].shape[1]))][:-1]
-                batch["labels"][:, starts] = IGNORED  # they are never predicted, so they do not count
-        return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
-
-    def _prepare_context_parallel_inputs(
-        self, model: torch.nn.Module, inputs: dict[str, Any]
-    ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        return nullcontext, self._sharded(inputs)
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return this rank's share of the loss, as the Trainer scales it. `inputs` may be a whole batch."""
-        if self.compute_loss_func is not None:  # type: ignore[attr-defined]
-            remedy = "Override compute_loss and read shift_labels."
-            raise refuse("compute_loss_func", "given", "none: labels are shifted before they are sharded", remedy)
-        inputs = self._sharded(inputs)
-        counted = inputs.pop("num_items_in_batch", None)
-        if num_items_in_batch is None and counted is not None:  # an evaluation that does not count
-            averaged = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
-            scale = self.accelerator.num_processes if averaged else 1  # type: ignore[attr-defined]
-            num_items_in_batch = counted * scale / self._longctx_size
-        return super().compute_loss(  # type: ignore[misc]
-            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
-        )
-
-    def _sharded(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(inputs.get("attention_mask"), ShardedMask):
-            return inputs
-        return shard(self._prepare_inputs(inputs), name=self.longctx_name)  # type: ignore[attr-defined]
-
-
-def _data_mesh(device_type: str, attention: ContextParallelAttention) -> DeviceMesh:
-    """Return the mesh by which accelerate's data loaders give the ranks of an attention the same batches."""
-    world, n = dist.get_world_size(), attention.world
-    neighbours = world % n == 0 and attention.rank == dist.get_rank() % n
-    if not neighbours:
-        expected = f"{n} ranks in a row, as 0 to {n - 1}"
-        raise refuse("rank", f"{attention.rank} of {n}, {dist.get_rank()} in the job", expected, "Use another group.")
-    return DeviceMesh(device_type, torch.arange(world).view(-1, n), mesh_dim_names=("dp_shard", "cp"))
-
-
 class Difference(NamedTuple):
     """Relative differences between this attention and eager: of the loss, and of all gradients (Frobenius)."""
 
@@ -414,7 +333,7 @@ def compare(
         | {"num_items_in_batch": sharded["num_items_in_batch"], "use_cache": False}
         for start, stop in pairwise([0, *ends])
     ]
-    model.eval()
+    model.train(False)
     try:
         loss, gradients = _gradients(model, [sharded])
         group = attention._group if attention.world > 1 else None

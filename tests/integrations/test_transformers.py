@@ -29,9 +29,9 @@ from transformers import (
 )
 
 from megatron_longctx import ContextParallelAttention
+from megatron_longctx.integrations.trainer import ContextParallelTrainer
 from megatron_longctx.integrations.transformers import (
     IGNORED,
-    ContextParallelTrainer,
     compare,
     register,
     shard,
