@@ -106,14 +106,7 @@ def shard(
         raise refuse("documents", lengths, f"numbers with the sum {words.shape[1]}", "The batch has these tokens.")
     for key in _BOUNDARIES:
         batch.pop(key, None)
-    positions = torch.cat(
-        [torch.arange(each.stop - each.start, device=words.device) + each.position for each in mask.documents]
-    )
-    given = batch.get("position_ids")
-    if given is not None and (given.shape[-1:] != positions.shape or not bool((given == positions).all())):
-        expected = f"the positions in documents {_short(lengths)}, which begin with 0"
-        raise refuse("position_ids", _short(given.flatten().tolist()), expected, "Leave them or documents out.")
-    batch["position_ids"] = positions.expand(words.shape[0], -1)
+    batch["position_ids"] = _positions(mask, lengths, batch.get("position_ids"), words)
     labels = batch.get("labels")
     if labels is not None:
         batch["shift_labels"] = shifted = _shifted(labels, mask)
@@ -132,6 +125,17 @@ def shard(
         # A model that reads these instead of shift_labels would predict wrong tokens. So it finds none.
         result["labels"] = torch.full_like(result["labels"], IGNORED)
     return result
+
+
+def _positions(mask: Mask, lengths: Sequence[int], given: Tensor | None, words: Tensor) -> Tensor:
+    """Return the positions in documents `[b, S]`, and refuse others."""
+    positions = torch.cat(
+        [torch.arange(each.stop - each.start, device=words.device) + each.position for each in mask.documents]
+    )
+    if given is not None and (given.shape[-1:] != positions.shape or not bool((given == positions).all())):
+        expected = f"the positions in documents {_short(lengths)}, which begin with 0"
+        raise refuse("position_ids", _short(given.flatten().tolist()), expected, "Leave them or documents out.")
+    return positions.expand(words.shape[0], -1)
 
 
 def _check_no_padding(mask: Any) -> None:
