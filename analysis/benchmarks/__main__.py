@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = ("attention", "packed", "planning", "simulation", "all_reduce", "inference", "prefill", "parts", "fit")
+BENCHMARKS = (
+    *("attention", "packed", "planning", "simulation", "all_reduce", "inference", "prefill", "parts", "fit"),
+    "huggingface",
+)
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, argparse.Namespace]:

@@ -1,4 +1,4 @@
-"""`parts`, `prefill`, `planning` and `simulation` of `analysis.benchmarks` on CPU: their results and tables."""
+"""Benchmarks on CPU, `parts` to `huggingface`: their results and tables."""
 
 from __future__ import annotations
 
@@ -66,3 +66,12 @@ def test_tables_show_shares_and_ratios() -> None:
     assert parts.medians(measured).splitlines()[-1] == "| 4,096 | 2.00 | 6.00 | 25% |"
     prompts = [prefill.Prefill(8, "none", [0.2, 0.1, 0.3]), prefill.Prefill(8, "int8", [0.1, 0.1, 0.5])]
     assert prefill.medians(prompts).splitlines()[-1] == "| 8 | 200.00 | 100.00 (0.500) |"
+
+
+def test_a_transformers_model_is_measured_beside_others_that_are_right(tmp_path: Path) -> None:
+    words = "--device cpu --ranks 2 --packs causal --tokens 256 --documents 128:64 --layers 1 --size 64"
+    data, text = run(tmp_path, f"huggingface {words} --vocabulary 200 --iterations 1 --rounds 2")
+    assert [(m["name"][:5], len(m["rounds"])) for m in data["measurements"][::3]] == [("this ", 2)] * 2
+    assert all(m["loss_error"] < 1e-5 for m in data["measurements"] if m["rounds"])
+    assert [m["reason"].startswith("ValueError: 2 documents") for m in data["measurements"][2::3]] == [False, True]
+    assert "ring-flash-attn, llama3 | " in text and "| not possible: " in text
