@@ -8,17 +8,16 @@ import os
 import signal
 import sys
 import textwrap
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeAlias
 
 from .. import __version__
 from ..config import TOKENIZERS
 from ..core.errors import JobFailed, is_line
 from . import hydra_options, wandb_runs
+from .interrupts import interrupts_not_swallowed
 
 _EPILOG = """\
 Settings are arguments of the form group=NAME or key.subkey=value, for example:
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=stream)
     logging.getLogger("megatron_longctx").setLevel(logging.INFO)
     try:
-        with _interrupts_not_swallowed():
+        with interrupts_not_swallowed():
             code = hydra_options.run(arguments, _run)
         sys.stdout.flush()  # inside `try`, which handles a closed pipe
         return code
@@ -66,40 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"megatron-longctx {arguments.verb}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-
-
-@contextmanager
-def _interrupts_not_swallowed() -> Iterator[None]:
-    """Let Ctrl-C interrupt where its exception is lost: in imports, where some modules catch it, and in destructors."""
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        while frame is not None:
-            if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-                os.write(2, b"megatron-longctx: interrupted\n")
-                os._exit(128 + number)
-            frame = frame.f_back
-        raise KeyboardInterrupt
-
-    def lost(unraisable: sys.UnraisableHookArgs) -> None:
-        if unraisable.exc_type is not KeyboardInterrupt:
-            report_lost(unraisable)
-            return
-        # Once more, a little later, when the destructor has ended.
-        again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-        again.daemon = True
-        again.start()
-
-    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not default or threading.current_thread() is not threading.main_thread():  # ignored, or another handler is set
-        yield
-        return
-    report_lost, sys.unraisablehook = sys.unraisablehook, lost
-    signal.signal(signal.SIGINT, interrupted)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.unraisablehook = report_lost
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -336,6 +301,15 @@ def _submit(arguments: argparse.Namespace) -> None:
     submit(arguments.kind, words, arguments.dry_run or words != arguments.words)
 
 
+_OF_SETTINGS = {
+    "serve": ("..serving.serve", "serve"),
+    "eval": (".evaluate", "evaluate"),
+    "logprobs": (".logprobs", "logprobs"),
+    "demo": (".check", "demo"),
+}
+"""The module and function of such a verb."""
+
+
 def _run(arguments: argparse.Namespace) -> int | None:
     """Run the parsed verb. Imports only its module, because Megatron takes seconds to import."""
     match arguments.verb:
@@ -359,10 +333,6 @@ def _run(arguments: argparse.Namespace) -> int | None:
             from ..serving.generate import generate
 
             generate(arguments.settings, arguments.chat)
-        case "serve":
-            from ..serving.serve import serve
-
-            serve(arguments.settings)
         case "import":
             from .conversion import import_model
 
@@ -371,14 +341,6 @@ def _run(arguments: argparse.Namespace) -> int | None:
             from .conversion import export_model
 
             export_model(arguments.words)
-        case "eval":
-            from .evaluate import evaluate
-
-            evaluate(arguments.settings)
-        case "logprobs":
-            from .logprobs import logprobs
-
-            logprobs(arguments.settings)
         case "data":
             from ..training.text import Source, prepare
 
@@ -395,17 +357,16 @@ def _run(arguments: argparse.Namespace) -> int | None:
             from . import doctor
 
             return doctor.main()
-        case "demo":
-            from .check import demo
-
-            demo(arguments.settings)
+        case verb:  # those that have settings alone
+            module, function = _OF_SETTINGS[verb]
+            getattr(import_module(module, __package__), function)(arguments.settings)
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 def _printable(text: str) -> str:
     """Return `text` for a terminal: control characters, which files may have, are escaped, except line breaks."""
     return "".join(letter if letter == "\n" or is_line(letter) else ascii(letter)[1:-1] for letter in text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,11 +11,13 @@ EXTRAS = {
     "gpu": ("transformer_engine", "flash_attn"),
     "serve": ("starlette", "uvicorn"),
     "models": ("safetensors", "gguf", "transformers", "tokenizers", "sentencepiece", "tiktoken"),
+    "transformers": ("transformers",),
     "data": ("backports.zstd",) if sys.version_info < (3, 14) else (),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb_workspaces",),
     "docs": ("sphinx", "myst_parser", "furo"),
-    "dev": ("pytest", "pytest_timeout", "xdist", "playwright", "hypothesis", "ruff", "mypy", "pre_commit", "triton"),
+    "dev": ("pytest", "pytest_timeout", "xdist", "playwright", "hypothesis", "ruff", "mypy", "pre_commit", "triton")
+    + ("accelerate",),
 }
 """The modules that each extra of pyproject.toml brings, besides those of the extras that it includes."""
 

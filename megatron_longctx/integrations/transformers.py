@@ -340,7 +340,7 @@ def compare(
     model.train(False)
     try:
         loss, gradients = _gradients(model, [sharded])
-        group = attention._group if attention.world > 1 else None
+        group = attention._group_to_send()
         for each in (loss, *gradients):
             if isinstance(each, DTensor):
                 each.mul_(attention.world)  # fully_shard has averaged over ranks

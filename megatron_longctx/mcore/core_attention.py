@@ -26,6 +26,7 @@ from torch import Tensor
 from ..core.errors import refuse
 from ..core.kernels.no_grad import first_order
 from ..core.plans.mask import Window
+from .pack import Pack
 from .sequence import ShardedSequence
 from .stores import AttentionTape
 
@@ -305,12 +306,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         sequence.check_slices(pack, packed_seq_params)
         if query.ndim == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        if query.shape[0] != pack.num_local_tokens:
-            raise ValueError(
-                f"query has {query.shape[0]} tokens: expected {pack.num_local_tokens}, the share of rank "
-                f"{sequence.attention.rank} of {sequence.attention.world} in {pack.length}. Pass the model what "
-                "sequence.shard_batch(batch) returns; for another length, pass a sequence.pack([length]) to both."
-            )
+        self._check_tokens(query, pack)
         rotation = sequence.rotation(pack, self.window)
         if rotation is not None and self.rotates:
             query, key = rotation(query), rotation(key)
@@ -323,3 +319,12 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         else:
             out = attention(query, key, value, mask=mask, scale=scale, sink=sink, inference=not self.training)
         return out.flatten(2)
+
+    def _check_tokens(self, query: Tensor, pack: Pack) -> None:
+        attention = self._sequence.attention
+        if len(query) != pack.num_local_tokens:
+            raise ValueError(
+                f"query has {len(query)} tokens: expected {pack.num_local_tokens}, the share of rank "
+                f"{attention.rank} of {attention.world} in {pack.length}. Pass the model what "
+                "sequence.shard_batch(batch) returns; for another length, pass a sequence.pack([length]) to both."
+            )
