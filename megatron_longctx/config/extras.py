@@ -16,8 +16,10 @@ EXTRAS = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb_workspaces",),
     "docs": ("sphinx", "myst_parser", "furo"),
-    "dev": ("pytest", "pytest_timeout", "xdist", "playwright", "hypothesis", "ruff", "mypy", "pre_commit", "triton")
-    + ("accelerate",),
+    "dev": (
+        *("pytest", "pytest_timeout", "xdist", "playwright", "hypothesis", "ruff", "mypy", "pre_commit", "triton"),
+        "accelerate",
+    ),
 }
 """The modules that each extra of pyproject.toml brings, besides those of the extras that it includes."""
 

@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], list[str], str]] = {
         r"model-00002-of-0000\d\.safetensors: expected this file of the model; it is missing",
     ),
     "truncated index": ("qwen2, in shards", _cut("model.safetensors.index.json"), [], r"expected a JSON file"),
-    "missing tensor": ("llama", _tensors(lambda t: t.pop(NORM)), [], rf"tensors={NORM}: expected it in the files"),
+    "missing tensor": ("llama", _tensors(lambda t: t.pop(NORM)), [], rf"tensors={NORM}: expected a tensor of the file"),
     "another tensor": (
         "llama", _tensors(lambda t: t.update(x=t[NORM].clone())), [], r"tensors=x: expected tensors that the architec",
     ),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.cli.logprobs import branches
-from megatron_longctx.inference.batch import TrainingBatch as CacheBatch
+from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.mcore import groups
@@ -64,7 +64,7 @@ def _compute(rank: int, root: Path, world: int) -> tuple[list[tuple[list[int], l
     cached, engines = CachedGPT(gpt, attention, VOCABULARY, None), []
     for tokens in SEQUENCES:
         turns = manager.append({manager.open(): len(tokens)})
-        attention.begin(CacheBatch(world, manager.slots_per_rank, turns), "pass_kv")
+        attention.begin(Batch(world, manager.slots_per_rank, turns), "pass_kv")
         mine = torch.tensor([position for span in turns[0].new_spans[rank] for position in span])
         logits: Tensor = cached.logits(torch.tensor(tokens)[mine], mine, torch.arange(len(mine)))
         engines.append({int(at): row for at, row in zip(mine, logits.log_softmax(-1).tolist(), strict=True)})

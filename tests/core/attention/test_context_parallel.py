@@ -401,7 +401,7 @@ def test_wrong_input_is_refused_on_every_rank(n: int, ranks: list[dict[str, Any]
             "too few dimensions": f"q has shape ({s}, 2, 4): expected [{s}, b, heads, d], {where}",
             "heads of keys and values differ": f"k ({s}, 2, 2, 8), v ({s}, 2, 1, 8): expected q [s, b, h, d]",
             "batches differ": f"q ({s}, 2, 4, 8) and k ({s}, 1, 2, 8) differ in batch or head dim",
-            "heads do not divide": "3 query heads over 2 KV heads: expected a multiple of the KV heads, each of",
+            "heads do not divide": "3 query heads over 2 KV heads: expected a multiple of the KV heads",
             "dtypes differ": "v torch.float32 on cpu; convert them to one",
             "heads that cannot be shared": "query heads",
             "kernel": "kernel='cudnn' cannot be used here",

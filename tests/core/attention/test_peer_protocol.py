@@ -234,7 +234,8 @@ class Rank:
         transport = self.peers = PeerTransport.__new__(PeerTransport)
         transport.rank, transport.world = number, device.n
         transport.stream, transport.signals = streams[1:3]  # type: ignore[assignment]
-        transport.device, transport.group, transport.generation = torch.device("cpu"), None, 0  # type: ignore[assignment]
+        transport.device, transport.generation = torch.device("cpu"), 0
+        transport._group = lambda: None  # type: ignore[assignment, return-value]
         transport._broken, transport._parity, transport._unread, transport._growth = None, 0, [None, None], 1.0
         transport._capacity = transport._steps = 0
         transport._allocate = self.take  # type: ignore[method-assign]

@@ -154,7 +154,7 @@ class OneModel:
             tables = () if rotation is None else (rotation.cos, rotation.sin)  # MLA has its own tables in every layer
             known |= {x.untyped_storage().data_ptr() for x in tables}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            output = self.gpt.decoder.layers[0](hidden, attention_mask=None)
+            output = self.gpt.decoder.layers[0](hidden, attention_mask=None, packed_seq_params=self.sequence.whole)
         num_bytes = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in known)
         del output
         return {
