@@ -76,17 +76,20 @@ def transformer_config(config: Config) -> TransformerConfig:
 
     Fusions that need TransformerEngine or Apex are on if these are installed; on CPU all are off.
     """
-    model, par = config.model, config.parallelism
-    cuda = torch.cuda.is_available()
-    bf16 = config.train.precision == "bf16"
-    # Tiles of the MLP accumulate their gradients themselves.
-    tiled = config.recompute.mlp_tile_tokens is not None
-    fused_accumulation = cuda and not tiled and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    recompute: dict[str, Any] = {}
-    if config.recompute.mode == "layer":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    model = config.model
     kind = MLATransformerConfig if model.latent else TransformerConfig
-    gpt = kind(
+    gpt = kind(**_layer_settings(model), **_run_settings(config), **expert_settings(config), **_latent_settings(config))
+    if model.builder == "hybrid":
+        require_hybrid_model()
+        from .hybrid import as_hybrid
+
+        return as_hybrid(gpt)
+    return gpt
+
+
+def _layer_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron's settings of the architecture."""
+    return dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -108,6 +111,21 @@ def transformer_config(config: Config) -> TransformerConfig:
         softmax_type=_SOFTMAX[model.sinks],
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        **(_OAI if model.activation == "swiglu_oai" else {}),
+    )
+
+
+def _run_settings(config: Config) -> dict[str, Any]:
+    """Return Megatron's settings of precision, parallelism, fusions and recomputation."""
+    model, par = config.model, config.parallelism
+    cuda, bf16 = torch.cuda.is_available(), config.train.precision == "bf16"
+    # Tiles of the MLP accumulate their gradients themselves.
+    tiled = config.recompute.mlp_tile_tokens is not None
+    fused_accumulation = cuda and not tiled and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    recompute: dict[str, Any] = {}
+    if config.recompute.mode == "layer":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return dict(
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
@@ -129,17 +147,8 @@ def transformer_config(config: Config) -> TransformerConfig:
         gradient_accumulation_fusion=fused_accumulation,
         attention_softmax_in_fp32=True,
         deterministic_mode=False,
-        **(_OAI if model.activation == "swiglu_oai" else {}),
-        **expert_settings(config),
-        **_latent_settings(config),
         **recompute,
     )
-    if model.builder == "hybrid":
-        require_hybrid_model()
-        from .hybrid import as_hybrid
-
-        return as_hybrid(gpt)
-    return gpt
 
 
 def _latent_settings(config: Config) -> dict[str, Any]:
