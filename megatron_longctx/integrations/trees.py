@@ -99,16 +99,8 @@ def to_tree(
     if multiple < 1:
         raise refuse("multiple", multiple, "1 or more", "Correct it.")
     starts, counts = _spans(present)
-    rows = [
-        ids[row, start : start + count].cpu() for row, (start, count) in enumerate(zip(starts, counts, strict=True))
-    ]
-    prompts = [1] * n if prompt_lengths is None else [int(each) for each in prompt_lengths]
-    if len(prompts) != n:
-        raise refuse("prompt_lengths", f"{len(prompts)} numbers", f"{n}, one for each row", "Correct it.")
-    for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-        if not 1 <= prompt <= count:
-            remedy = "Count a prompt's tokens without padding."
-            raise refuse(f"prompt_lengths[{row}]", prompt, f"1 to {count}, the tokens of row {row}", remedy)
+    rows = [row[start : start + count] for row, start, count in zip(ids.cpu(), starts, counts, strict=True)]
+    prompts = _checked([1] * n if prompt_lengths is None else [int(each) for each in prompt_lengths], counts)
     if groups is not None:
         _check_groups(groups, [row[:prompt] for row, prompt in zip(rows, prompts, strict=True)], prompt_lengths)
     tokens, documents, parents, paths = _merged(rows, multiple)
@@ -139,7 +131,10 @@ def _rows(input_ids: Tensor | Sequence[Sequence[int]], attention_mask: Tensor | 
     if not isinstance(input_ids, Tensor):
         if attention_mask is not None:
             raise refuse("attention_mask", "given", "none with lists, which have no padding", "Leave it out.")
-        lists = [torch.as_tensor(row, dtype=torch.int64) for row in input_ids]
+        lists = [torch.as_tensor(row) if len(row) else torch.empty(0, dtype=torch.int64) for row in input_ids]
+        for number, each in enumerate(lists):
+            if each.is_floating_point():
+                raise refuse(f"input_ids[{number}]", each.dtype, "integers", "Give token ids.")
         input_ids = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True) if lists else torch.empty(0, 0).long()
         attention_mask = torch.arange(input_ids.shape[1]) < torch.tensor([[len(row)] for row in lists])
     if input_ids.ndim != 2 or not len(input_ids) or input_ids.is_floating_point():
@@ -163,6 +158,17 @@ def _spans(present: Tensor) -> tuple[list[int], list[int]]:
         expected = "tokens one after the other, with padding before and after them alone"
         raise refuse(f"attention_mask[{row}]", found, expected, "Leave the row out, or close the gap.")
     return starts.tolist(), counts.tolist()
+
+
+def _checked(prompts: list[int], counts: Sequence[int]) -> list[int]:
+    """Return the tokens of each row's prompt, and refuse more than the row has."""
+    if len(prompts) != len(counts):
+        raise refuse("prompt_lengths", f"{len(prompts)} numbers", f"{len(counts)}, one for each row", "Correct it.")
+    for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        if not 1 <= prompt <= count:
+            remedy = "Count a prompt's tokens without padding."
+            raise refuse(f"prompt_lengths[{row}]", prompt, f"1 to {count}, the tokens of row {row}", remedy)
+    return prompts
 
 
 def _check_groups(groups: Sequence[Hashable], prompts: Sequence[Tensor], given: object) -> None:

@@ -110,6 +110,7 @@ GAP = torch.tensor([[1, 1, 1], [1, 0, 1]])
         (torch.ones(2, 4).long(), {"attention_mask": GAP}, r"attention_mask=a tensor \[2, 3\]: expected \[2, 4\]"),
         ([[1, 2]], {"attention_mask": GAP}, "attention_mask=given: expected none with lists"),
         (torch.ones(2, 3), {}, r"input_ids=torch.float32 \[2, 3\]: expected integers"),
+        ([[1, 2], [1.5]], {}, r"input_ids\[1\]=torch.float32: expected integers"),
         ([], {}, r"input_ids=torch.int64 \[0, 0\]"),
         ([[1, 2]], {"loss_mask": GAP}, r"loss_mask=a tensor \[2, 3\]: expected \[1, 2\]"),
         ([[1, 2]], {"multiple": 0}, "multiple=0: expected 1 or more"),

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.cli.logprobs import branches
-from megatron_longctx.core.trees import Example, following, merged
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
+from megatron_longctx.integrations.trees import to_tree
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.data import TrainingBatch
 from megatron_longctx.mcore.inference import CachedGPT
@@ -30,14 +30,8 @@ SEQUENCES = [[*PROMPT, 7, 9, 2], [*PROMPT, 7, 9, 4, 5, 5, 1], [*PROMPT, 30], [*P
 
 
 def batch_of(sequences: list[list[int]]) -> TrainingBatch:
-    def example(tokens: list[int]) -> Example:
-        learned = torch.tensor([at >= len(PROMPT) for at in range(len(tokens))])
-        return Example(torch.tensor(tokens).numpy(), learned.float().numpy(), torch.zeros(len(tokens), 0).numpy())
-
-    (tree,) = merged([example(tokens) for tokens in sequences])
-    places, tokens = torch.from_numpy(following(tree.lengths, tree.parents)), torch.from_numpy(tree.tokens)
-    mask = torch.where(places < 0, 0, torch.from_numpy(tree.weights)[places])
-    return TrainingBatch(tokens[None], tokens[places][None], mask[None], tokens[None], tree.lengths, tree.parents)
+    tree = to_tree(sequences, prompt_lengths=[len(PROMPT)] * len(sequences))
+    return TrainingBatch(tree.tokens, tree.labels, tree.loss_mask, tree.position_ids, tree.documents, tree.parents)
 
 
 def _compute(rank: int, root: Path, world: int) -> tuple[Any, ...]:
