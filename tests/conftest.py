@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import megatron_longctx.config  # noqa: F401 (registers all modes before tests are parametrized by them)
 
-settings.register_profile("default", deadline=None)  # a busy machine only makes tests slower
+# A busy machine only makes tests slower.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
 
 # Functions that run in ranks of their own are pickled by module name: the ranks must find `tests` on their path.

@@ -42,6 +42,7 @@ FORBIDDEN = (
     ("serving", "starlette", ("app.py", "serve.py")),
     ("serving", "uvicorn", ("server.py", "serve.py")),
     *((wing, "megatron", ()) for wing in (INIT, *WINGS) if wing not in ("mcore", "integrations")),
+    *(("integrations/trees.py", name, ()) for name in ("megatron", f"{PACKAGE}.mcore", "transformers")),
     # They stand beside the package and are not in its wheel.
     *((wing, name, ()) for name in ("analysis", "tests") for wing in (INIT, *WINGS)),
 )
@@ -138,6 +139,7 @@ def test_the_package_keeps_the_law() -> None:
         ("mcore/a.py", "from ..integrations import megatron_lm", "mcore may not import integrations"),
         ("serving/generate.py", "from uvicorn import Config", "serving may not import uvicorn"),
         ("serving/http_api/parsing.py", "import starlette.requests", "serving may not import starlette"),
+        ("integrations/trees.py", "from ..mcore import data", "trees.py may not import megatron_longctx.mcore"),
         ("inference/a.py", f"from {PACKAGE} import training", "inference may not import training"),
         ("training/a.py", "from analysis.benchmarks.peers import parts", "training may not import analysis"),
         ("training/a.py", f"from {PACKAGE}.testing.distributed import start", "training may not import testing"),

@@ -241,8 +241,8 @@ def _add_models(verbs: _Verbs) -> None:
 
     logprobs = verbs.add_parser(
         "logprobs",
-        help="write the log-probabilities of rollouts' tokens under a run's checkpoint",
-        description="Writes a line of tokens and log-probabilities for every branch. docs/training.md explains it.",
+        help="write log-probabilities and entropies of rollouts' tokens under a run's checkpoint",
+        description="Writes a line of tokens with their values for every branch. docs/training.md explains it.",
     )
     logprobs.add_settings(
         "checkpoint=RUN, data=PREFIX, out=FILE.jsonl, iteration=N, and settings that override the run's"

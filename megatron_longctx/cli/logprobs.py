@@ -1,4 +1,4 @@
-"""The `logprobs` verb: the log-probability of every learned token of rollouts, from a run's checkpoint."""
+"""The `logprobs` verb: log-probability and entropy of every learned token of rollouts, from a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _compute(job: InferenceJob, groups: Any) -> None:
     with partial.open("w") if writes else nullcontext() as file:
         for batch, values in model.logprobs():
             if file is not None:
-                found = list(branches(batch, values[0].tolist()))
+                found = list(branches(batch, values[:, 0].tolist()))
                 file.writelines(json.dumps(branch) + "\n" for branch in found)
                 count += len(found)
     if writes:
@@ -70,11 +70,11 @@ def _compute(job: InferenceJob, groups: Any) -> None:
         logger.info("%s: the log-probabilities of %s branches", out, f"{count:,}")
 
 
-def branches(batch: TrainingBatch, values: Sequence[float]) -> Iterator[dict[str, list[Any]]]:
-    """Yield the tokens of every branch of a pack of trees, and their log-probabilities; None for those not learned.
+def branches(batch: TrainingBatch, values: Sequence[Sequence[float]]) -> Iterator[dict[str, list[Any]]]:
+    """Yield the tokens of every branch of a pack of trees, and their values; None for those not learned.
 
     Args:
-        values: of the pack's labels.
+        values: log-probabilities of the pack's labels, and entropies of their predictions.
     """
     parents = batch.parents or (-1,) * len(batch.lengths)
     places = documents(batch.lengths, parents=parents).documents
@@ -83,11 +83,8 @@ def branches(batch: TrainingBatch, values: Sequence[float]) -> Iterator[dict[str
         path = [leaf]
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
-        ids: list[int] = []
-        found: list[float | None] = [None]
-        for node in path:
-            start, stop, _ = places[node]
-            ids += tokens[start:stop]
-            found += [values[at] if counts[at] else None for at in range(start, stop)]
-        if any(value is not None for value in found):
-            yield {"tokens": ids, "logprobs": found[:-1]}
+        steps = [at for node in path for at in range(*places[node][:2])]
+        learned = [at if counts[at] else None for at in steps[:-1]]
+        if any(at is not None for at in learned):  # the last token has no label
+            found = ([None, *(None if at is None else each[at] for at in learned)] for each in values)
+            yield {"tokens": [tokens[at] for at in steps], **dict(zip(("logprobs", "entropy"), found, strict=True))}

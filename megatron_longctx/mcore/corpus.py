@@ -17,8 +17,8 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
 from ..config import Config, DataConfig, files
 from ..core.errors import refuse
+from ..core.trees import Tree
 from .tokenizer import add_files, tokenizer_digest
-from .trees import Tree
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from ..config import Config, DataConfig, configured_mode, token_unit
 from ..core.errors import refuse
 from ..core.layout import build_layout
 from ..core.plans.mask import documents as pack_mask
+from ..core.trees import following
 from .corpus import SIDES, TokenDataset, check_corpus, check_labels, side_prefix, source_of, split_part, tree_of
 from .packing import Blend, Packs, SampleOrder, Spans, Stream, TreePacks
-from .trees import following
 
 
 @dataclass(frozen=True)

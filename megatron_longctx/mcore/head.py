@@ -55,6 +55,28 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, head: 
     return losses
 
 
+def chunked_entropy(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:
+    """Return the entropy of every token's prediction over the whole vocabulary, in nats, fp32 `[s, b]`.
+
+    With p the softmax of the logits x, m the largest and z the sum of exp(x - m), it is log z - sum of p (x - m).
+    Softmax and sums are in fp32, without a gradient. Arguments are those of `chunked_cross_entropy`.
+    """
+    shape = (head.num_shards, *hidden.shape[:2])
+    found = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+    for rows in _chunks(hidden, head):
+        logits = _logits(_gather(hidden[rows], head), weight)
+        largest = logits.amax(-1)
+        if head.group.size() > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=head.group)
+        powers = logits.sub_(largest.unsqueeze(-1)).exp()
+        sums = torch.stack((powers.sum(-1), powers.mul_(logits).sum(-1)))
+        if head.group.size() > 1:
+            dist.all_reduce(sums, group=head.group)
+        found[:, rows] = sums[0].log() - sums[1] / sums[0]
+        del logits, powers  # free them before the next chunk
+    return found.flatten(0, 1)
+
+
 def with_chunked_head(model: type) -> type:
     """Return a class of Megatron's GPT (`GPTModel`, `HybridModel`) with `ChunkedHead`."""
     return type(f"Chunked{model.__name__}", (ChunkedHead, model), {})
@@ -69,7 +91,7 @@ class ChunkedHead(LanguageModule):  # type: ignore[misc]
 
     def __init__(self, *args: Any, chunk_tokens: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head = Head(self.pg_collection.tp, self.config.sequence_parallel, chunk_tokens)
+        self.head = Head(self.pg_collection.tp, self.config.sequence_parallel, chunk_tokens)
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Run Megatron's model; with labels, its output layer returns losses instead of logits."""
@@ -79,7 +101,7 @@ class ChunkedHead(LanguageModule):  # type: ignore[misc]
 
         def losses(hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
             own = self.output_layer.weight if weight is None else weight
-            return chunked_cross_entropy(hidden, own, labels.transpose(0, 1).contiguous(), self._head), None
+            return chunked_cross_entropy(hidden, own, labels.transpose(0, 1).contiguous(), self.head), None
 
         # The layer is called with another forward: its hooks wait for weights that are gathered during forward.
         self.output_layer.forward = losses

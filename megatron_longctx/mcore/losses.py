@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from ..config import Config, RecomputeConfig
 from ..core.errors import refuse
 from ..inference.evaluation.results import Losses, edges
 from .data import TrainingBatch, TrainingData
+from .head import ChunkedHead, Head, chunked_entropy
 from .inference import load_model, refuse_training_sizes
 from .model import padded_vocab_size
 from .sequence import ShardedSequence, build_sequence
@@ -53,20 +56,44 @@ def losses_config(config: Config) -> Config:
 
 
 @torch.no_grad()
-def label_logprobs(model: Any, sequence: ShardedSequence, batch: TrainingBatch) -> Tensor:
+def label_logprobs(model: Any, sequence: ShardedSequence, batch: TrainingBatch, entropy: bool = False) -> Tensor:
     """Return the log-probabilities of a whole micro-batch's labels. Collective over context- and tensor-parallel ranks.
 
-    With `recompute.head_chunk_tokens` (`head.ChunkedHeadGPT`), the logits of that many tokens exist at the same time.
+    With `recompute.head_chunk_tokens` (`head.ChunkedHead`), the logits of that many tokens exist at the same time.
 
     Args:
         model: a Megatron GPT with context-parallel attention, and with all of its layers.
         batch: packs may be trees, which compute shared prefixes once.
+        entropy: compute also the entropy of each prediction, in nats, which takes the head's product once more. Its
+            chunks have `head_chunk_tokens`, or 4,096 tokens of a model without them.
 
     Returns:
-        fp32 `[b, S]`, of the whole sequence on every rank.
+        fp32 `[b, S]`, of the whole sequence on every rank; with `entropy` `[2, b, S]`, log-probabilities and entropies.
     """
-    losses, _, pack = token_losses(batch, model, sequence)
-    return sequence.attention.gather(-losses.float(), pack.mask(), dim=1)
+    found: list[Tensor] = []
+    with _entropies(model, found) if entropy else nullcontext():
+        losses, _, pack = token_losses(batch, model, sequence)
+    values = -losses.float()
+    return sequence.attention.gather(torch.stack((values, found[-1])) if entropy else values, pack.mask(), dim=-1)
+
+
+@contextmanager
+def _entropies(model: Any, found: list[Tensor]) -> Iterator[None]:
+    """Add the entropies `[b, s]` to `found` whenever the model's output layer runs."""
+    (gpt,) = unwrap_model([model])
+    plain = Head(gpt.pg_collection.tp, gpt.config.sequence_parallel, _HEAD_CHUNK_TOKENS)
+    head = gpt.head if isinstance(gpt, ChunkedHead) else plain
+
+    def compute(layer: Any, given: tuple[Any, ...], named: dict[str, Any], _: Any) -> None:
+        hidden = given[0] if given else named["input_"]
+        weight = named.get("weight")
+        found[:] = [chunked_entropy(hidden, layer.weight if weight is None else weight, head).transpose(0, 1)]
+
+    hook = gpt.output_layer.register_forward_hook(compute, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def with_seq_length(config: Config, length: int) -> Config:
@@ -103,13 +130,14 @@ class LossesByPosition:
         return Losses(length, table[:, 0].tolist(), table[:, 1].tolist())
 
     def logprobs(self) -> Iterator[tuple[TrainingBatch, Tensor]]:
-        """Yield every sample of one pass with `label_logprobs`. The samples' order is that of `train.seed`."""
+        """Yield every sample of one pass with its log-probabilities and entropies `[2, b, S]`, in the order of
+        `train.seed`."""
         vocab_size = padded_vocab_size(self._config.model, self._tokenizer.vocab_size)
         data = TrainingData(self._config, self._tokenizer, vocab_size, self._part)
         model = self._step.models[0].eval()
         for number in range(data.size):
             batch = data[[number]]
-            yield batch, label_logprobs(model, self._step.sequence, batch)
+            yield batch, label_logprobs(model, self._step.sequence, batch, entropy=True)
 
     def release(self) -> None:
         """Free the model."""

@@ -15,7 +15,7 @@ import numpy
 from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
-from .trees import Part, parts
+from ..core.trees import Part, parts
 
 _PERIOD = 2**16  # samples after which a blend repeats, so that any sample's place is known
 

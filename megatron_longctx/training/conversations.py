@@ -12,8 +12,8 @@ from typing import Any
 import numpy
 
 from ..core.errors import refuse
+from ..core.trees import Example, Tree, divided, merged
 from ..mcore.corpus import Document
-from ..mcore.trees import Example, Tree, divided, merged
 from ..models.chat import Chat, load_chat
 from .text_files import parsed
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 
 from ..core.errors import shown
-from ..mcore.trees import Example, Tree, merged
+from ..core.trees import Example, Tree, merged
 from .text_files import parsed
 
 ROLLOUT_KEYS = ({"prompt", "responses"}, {"prompt", "children"})

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.head import Head, chunked_cross_entropy, with_chunked_head
+from megatron_longctx.mcore.head import Head, chunked_cross_entropy, chunked_entropy, with_chunked_head
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.tolerances import relative_error
 from tests.mcore import tiny_gpt
@@ -111,6 +111,30 @@ def test_errors_are_megatrons_and_all_logits_never_exist() -> None:
             assert found["logits"] == min(most, LENGTH * BATCH) * width, where
             assert theirs["logits"] == LENGTH * BATCH * width
             assert found["losses"].dtype == torch.float32 and found["weight"].dtype == dtype
+
+
+def _entropies(rank: int) -> list[tuple[float, bool]]:
+    """Return errors of entropies, whose logits reach 300, and whether no more logits existed than a chunk's."""
+    found = []
+    hidden, weight, *_ = _inputs(torch.float32)
+    weight = 30 * weight
+    logs = (hidden.double() @ weight.double().t()).log_softmax(-1)
+    expected = -(logs.exp() * logs).sum(-1)
+    for tp, sequence_parallel in ((1, False), (2, False), (2, True)):
+        collection, at = groups.initialize(tensor=tp), rank % tp
+        mine = hidden.chunk(tp)[at] if sequence_parallel else hidden
+        for chunk in CHUNKS[1:]:
+            with LargestLogits(VOCABULARY // tp) as logits:
+                entropies = chunked_entropy(mine, weight.chunk(tp)[at], Head(collection.tp, sequence_parallel, chunk))
+            bounded = logits.largest == min(chunk, LENGTH * BATCH) * (VOCABULARY // tp)
+            found.append((float((entropies - expected).abs().max()), bounded))
+        groups.destroy()
+    return found
+
+
+def test_entropies_are_the_definitions_at_every_division_of_the_head() -> None:
+    for errors in run_distributed(_entropies, 2):
+        assert len(errors) == 9 and all(error < 1e-4 and bounded for error, bounded in errors), errors
 
 
 def _trained(rank: int) -> dict[bool, list[float]]:

@@ -34,6 +34,8 @@ class Tree(NamedTuple):
 
     tokens, weights, values: as in `Example`, of the S tokens; weights are sums over the sequences.
     lengths: the tokens of each node. parents: for each node, the number of an earlier one, or -1.
+    leaves: each example's number, and the node in which its tokens end. They are the first tokens of the nodes from the
+        root to it. A tree that was divided has none.
     """
 
     tokens: NDArray[numpy.int64]
@@ -41,6 +43,7 @@ class Tree(NamedTuple):
     values: NDArray[numpy.float32]
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
+    leaves: tuple[tuple[int, int], ...] = ()
 
 
 class Part(NamedTuple):
@@ -73,15 +76,20 @@ def merged(examples: Sequence[Example]) -> list[Tree]:
     order = sorted((_key(each), number) for number, each in enumerate(examples))
     keys = [key for key, _ in order]
     weights = [examples[number].weights.copy() for _, number in order]
-    kept = []
+    kept, ends = [], list[list[int]]([[]])
     for place, key in enumerate(keys):
+        ends[-1].append(order[place][1])
         if place + 1 < len(keys) and keys[place + 1].startswith(key):  # it is a part of the next one
             weights[place + 1][: len(weights[place])] += weights[place]
         else:
             kept.append(place)
+            ends.append([])
     some = [examples[order[place][1]]._replace(weights=weights[place]) for place in kept]
     width = 8 + examples[0].values.itemsize * examples[0].values.shape[1] if examples else 8
-    return list(_trees(some, [keys[place] for place in kept], width))
+    return [
+        tree._replace(leaves=tuple((number, node) for at, node in tree.leaves for number in ends[at]))
+        for tree in _trees(some, [keys[place] for place in kept], width)
+    ]
 
 
 def _key(each: Example) -> bytes:
@@ -108,6 +116,7 @@ def _trees(examples: Sequence[Example], keys: Sequence[bytes], width: int) -> It
 
     for root in groups(0, len(keys), 0) if keys else ():
         todo, nodes, parents = [_Range(*root, 0, -1, None)], list[Example](), list[int]()
+        leaves = []
         while todo:
             first, last, start, parent, own = todo.pop()
             head, alone = examples[first], last - first == 1
@@ -120,7 +129,9 @@ def _trees(examples: Sequence[Example], keys: Sequence[bytes], width: int) -> It
                 nodes.append(Example(head.tokens[start:stop], weights, head.values[start:stop]))
                 parents.append(parent)
                 parent = len(nodes) - 1
-            if not alone:
+            if alone:
+                leaves.append((first, parent))
+            else:
                 children = groups(first, last, shared)
                 children.sort(key=lambda group: sum(len(key) for key in keys[slice(*group)]))  # the largest comes first
                 copied = sum(float(each.weights[stop]) for each in examples[first:last])
@@ -128,7 +139,7 @@ def _trees(examples: Sequence[Example], keys: Sequence[bytes], width: int) -> It
                     own = None if parent < 0 else copied if (begin, end) == children[-1] else 0.0
                     todo.append(_Range(begin, end, stop, parent, own))
         tokens, weights, values = (numpy.concatenate(each) for each in zip(*nodes, strict=True))
-        yield Tree(tokens, weights, values, tuple(len(each.tokens) for each in nodes), tuple(parents))
+        yield Tree(tokens, weights, values, tuple(len(each.tokens) for each in nodes), tuple(parents), tuple(leaves))
 
 
 def parts(lengths: Sequence[int], parents: Sequence[int], capacity: int) -> list[Part]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_longctx.mcore.trees import Example, Tree, divided, following, merged, parts
+from megatron_longctx.core.trees import Example, Tree, divided, following, merged, parts
 
 
 def example(tokens: list[int], weights: list[float] | None = None, values: list[float] | None = None) -> Example:
