@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_longctx"
 GOALS = {"core": 8_000, "the package": 29_000, "tests": 30_000}
-LIMITS = {"core": 8_070, "the package": 39_332, "tests": 35_750}
+LIMITS = {"core": 8_270, "the package": 39_610, "tests": 35_910}
 WING, FILE, FUNCTION = 9_000, 400, 60
 
 
