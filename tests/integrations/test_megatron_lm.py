@@ -86,6 +86,7 @@ def _own_spec(folder: Path, options: str) -> str:
         (2, ROPE, CP2, "double_ring"),
         (2, ROPE, CP2, "ring"),
         (4, ROPE, f"{CP2} {TP2}", "zigzag"),
+        (2, f"{ROPE} --qk-layernorm", TP2, "zigzag"),
         (2, ROPE, OVERLAPS, "zigzag"),
         (4, ROPE, f"{CP2} {OVERLAPS}", "zigzag"),
         (2, ROPE, f"{CP2} {RECOMPUTE}", "zigzag"),
