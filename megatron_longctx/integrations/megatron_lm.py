@@ -9,7 +9,6 @@ Megatron slices batches and applies RoPE as always. For settings, name a file of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -66,20 +65,16 @@ def _spec(config: TransformerConfig, vp_stage: int | None, options: dict[str, An
     layers = get_gpt_decoder_layer_specs(config, transformer_engine, **settings, vp_stage=vp_stage)
     options = {"layout": _layout(), "deterministic": config.deterministic_mode, **options}
     sequence = ShardedSequence(_attention(parallel_state.get_context_parallel_group(), **options))
-    sharded_norms = config.sequence_parallel and not transformer_engine
+    norm = NORMS[config.normalization] if config.sequence_parallel and not transformer_engine else None
     if config.virtual_pipeline_model_parallel_size is not None and vp_stage is None:
         # One object serves all virtual stages, so it cannot list the layers of one.
         if any(each is not layers[0] for each in layers):
             remedy = "Use Megatron-LM 0.19, or no virtual stages."
             raise refuse("moe_layer_freq", config.moe_layer_freq, "equal layers with virtual stages", remedy)
-        layer = _with_sharded_norms(layers[0], config) if sharded_norms else layers[0]
-        return with_context_parallel(layer, sequence)
+        return with_context_parallel(layers[0] if norm is None else with_norms(layers[0], norm), sequence)
     block = get_gpt_decoder_block_spec(config, transformer_engine, **settings, vp_stage=vp_stage)
-    if sharded_norms:
-        norm = NORMS[config.normalization]
-        block = replace(
-            block, layer_specs=[_with_sharded_norms(each, config) for each in block.layer_specs], layer_norm=norm
-        )
+    if norm is not None:
+        block = TransformerBlockSubmodules([with_norms(each, norm) for each in block.layer_specs], norm)
     return with_context_parallel(block, sequence)
 
 
@@ -109,9 +104,9 @@ def _layout() -> str:
     return "zigzag" if whole else "per_document"
 
 
-def _with_sharded_norms(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """Return a copy of a local layer's spec whose norms support sequence parallelism, unlike Megatron's."""
-    norm, layer = NORMS[config.normalization], copy_spec(layer)
+def with_norms(layer: ModuleSpec, norm: Any) -> ModuleSpec:
+    """Return a copy of a local layer's spec with this norm, since Megatron's own refuses sequence parallelism."""
+    layer = copy_spec(layer)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention = attention = copy_spec(layer.submodules.self_attention)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
