@@ -1,6 +1,7 @@
 """Megatron-LM's unmodified `pretrain_gpt.py`, with its own attention on one rank and with ours on several.
 
-`MEGATRON_LM=path make test-megatron-lm`. Its version must be that of the installed Megatron-Core.
+`MEGATRON_LM=path make test-megatron-lm`. The first two numbers of its version must be those of the installed
+Megatron-Core.
 """
 
 from __future__ import annotations
