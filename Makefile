@@ -61,7 +61,7 @@ test: setup ## Run the CPU test suite
 
 test-megatron-lm: setup ## Run Megatron-LM's own scripts on this attention (MEGATRON_LM=its checkout; minutes)
 	$(BIN)/python -m pip install -q six
-	$(TEST_ENV) $(BIN)/python -m pytest tests/integrations/test_megatron_lm.py $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest tests/integrations/test_megatron_lm.py tests/integrations/test_megatron_unit_tests.py $(ARGS)
 
 test-slurm: setup ## Run the launch scripts on a real Slurm, which root installs where it is missing (minutes)
 	PYTHON=$(BIN)/python tests/slurm/run.sh $(ARGS)

@@ -108,6 +108,9 @@ def main() -> None:
         with contextlib.suppress(ImportError):  # gone in 0.19; it compiles for CUDA
             fused: Any = importlib.import_module("megatron.legacy.fused_kernels")
             fused.load = _nothing
+        # 0.19 allocates these statistics of packs on the device "cuda:" + current_device().
+        training: Any = importlib.import_module("megatron.training.training")
+        training._seqlen_stats_in_iteration = torch.zeros(2, dtype=torch.float64)
     _use_compiled_helpers()
     runpy.run_path(script, run_name="__main__")
 

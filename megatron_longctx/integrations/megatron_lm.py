@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from ..core.attention import ContextParallelAttention
@@ -63,15 +65,16 @@ def _spec(config: TransformerConfig, vp_stage: int | None, options: dict[str, An
     layers = get_gpt_decoder_layer_specs(config, transformer_engine, **settings, vp_stage=vp_stage)
     options = {"layout": _layout(), "deterministic": config.deterministic_mode, **options}
     sequence = ShardedSequence(_attention(parallel_state.get_context_parallel_group(), **options))
+    norm = NORMS[config.normalization] if config.sequence_parallel and not transformer_engine else None
     if config.virtual_pipeline_model_parallel_size is not None and vp_stage is None:
         # One object serves all virtual stages, so it cannot list the layers of one.
         if any(each is not layers[0] for each in layers):
             remedy = "Use Megatron-LM 0.19, or no virtual stages."
             raise refuse("moe_layer_freq", config.moe_layer_freq, "equal layers with virtual stages", remedy)
-        return with_context_parallel(layers[0], sequence)
+        return with_context_parallel(layers[0] if norm is None else with_norms(layers[0], norm), sequence)
     block = get_gpt_decoder_block_spec(config, transformer_engine, **settings, vp_stage=vp_stage)
-    if config.sequence_parallel and not transformer_engine:
-        block = with_sharded_norms(block, config)
+    if norm is not None:
+        block = TransformerBlockSubmodules([with_norms(each, norm) for each in block.layer_specs], norm)
     return with_context_parallel(block, sequence)
 
 
@@ -101,16 +104,15 @@ def _layout() -> str:
     return "zigzag" if whole else "per_document"
 
 
-def with_sharded_norms(block: TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Return a copy of a block of local layers whose norms support sequence parallelism, unlike Megatron's."""
-    norm = NORMS[config.normalization]
-
-    def with_norms(layer: ModuleSpec) -> ModuleSpec:
-        layer = copy_spec(layer)
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-        return layer
-
-    return TransformerBlockSubmodules([with_norms(each) for each in block.layer_specs], norm)
+def with_norms(layer: ModuleSpec, norm: Any) -> ModuleSpec:
+    """Return a copy of a local layer's spec with this norm, since Megatron's own refuses sequence parallelism."""
+    layer = copy_spec(layer)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layer.submodules.self_attention = attention = copy_spec(layer.submodules.self_attention)
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention.submodules, name, None) not in (None, IdentityOp, L2Norm):  # L2Norm has no weights
+            setattr(attention.submodules, name, norm)
+    return layer
 
 
 layer = block = layer_spec()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_longctx.integrations import megatron_lm
@@ -47,10 +48,27 @@ def test_before_groups_exist_it_is_a_function_of_the_models_configuration() -> N
         megatron_lm.layer_spec(schedule="nonsense")(config)
 
 
-def test_local_norms_support_sequence_parallelism() -> None:
-    config = model_config(Layout(), transformer_impl="local", tensor_model_parallel_size=2, sequence_parallel=True)
-    block = megatron_lm.layer_spec()(config)
-    assert block.layer_norm is block.layer_specs[0].submodules.input_layernorm is RMSNorm
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({}, []),
+        ({"qk_layernorm": True}, ["q_layernorm", "k_layernorm"]),
+        ({"qk_layernorm": True, "multi_latent_attention": True, "q_lora_rank": 8}, ["q_layernorm", "kv_layernorm"]),
+        ({"qk_layernorm": True, "virtual_pipeline_model_parallel_size": 2}, ["q_layernorm", "k_layernorm"]),
+    ],
+)
+def test_local_norms_support_sequence_parallelism(fields: dict[str, Any], names: list[str]) -> None:
+    config = model_config(Layout(), transformer_impl="local")
+    for name, value in {"tensor_model_parallel_size": 2, "sequence_parallel": True, **fields}.items():
+        setattr(config, name, value)
+    spec = megatron_lm.layer_spec()(config)
+    layer = spec.layer_specs[0] if isinstance(spec, TransformerBlockSubmodules) else spec
+    assert layer.submodules.input_layernorm is layer.submodules.pre_mlp_layernorm is RMSNorm
+    inner = layer.submodules.self_attention.submodules
+    assert all(getattr(inner, name) is RMSNorm for name in names)
+    if not names:
+        assert inner.q_layernorm is inner.k_layernorm is IdentityOp
+        assert spec.layer_norm is RMSNorm
     assert get_gpt_layer_local_spec(normalization="RMSNorm").submodules.input_layernorm is not RMSNorm
 
 
