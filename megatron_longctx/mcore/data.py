@@ -20,7 +20,7 @@ from ..core.layout import build_layout
 from ..core.plans.mask import documents as pack_mask
 from ..core.trees import following
 from .corpus import SIDES, TokenDataset, check_corpus, check_labels, side_prefix, source_of, split_part, tree_of
-from .packing import Blend, Packs, SampleOrder, Spans, Stream, TreePacks
+from .packing import Blend, BranchTooLong, Packs, SampleOrder, Spans, Stream, TreePacks
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ class _Source:
         nodes = [tree_of(trees, number) for number in range(documents.start, documents.stop)]
         try:
             self.order = TreePacks([each[1:] for each in nodes], data.seq_length, seed)
-        except ValueError as error:
-            line = nodes[error.document][0]  # type: ignore[attr-defined]
+        except BranchTooLong as error:
+            line = nodes[error.document][0]
             where = source_of(prefix) + f":{line}" * (line > 0)  # 0: of several lines
             expected = f"{str(error).removeprefix('expected ')} ({where})"
             remedy = "Raise data.seq_length, or shorten the response."

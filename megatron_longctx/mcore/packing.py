@@ -154,6 +154,14 @@ class Packs(SampleOrder):
         return pieces, _build_shuffle_index(self.size, self.size, random)
 
 
+class BranchTooLong(ValueError):
+    """A branch that no pack holds, of the tree with the number `document`."""
+
+    def __init__(self, message: str, document: int) -> None:
+        super().__init__(message)
+        self.document = document
+
+
 class TreePacks(Packs):
     """Whole trees packed by `best_fit`. A larger tree is cut between branches, and its parts repeat what they share.
 
@@ -173,8 +181,7 @@ class TreePacks(Packs):
             try:
                 found = parts(lengths, parents, seq_length)
             except ValueError as error:
-                error.document = number  # type: ignore[attr-defined]
-                raise
+                raise BranchTooLong(str(error), number) from None
             self._parts += [(number, part) for part in found]
             num_cut, whole = num_cut + (len(found) > 1), whole + sum(lengths)
         sizes = [sum(trees[number][0][node] for node in part.nodes) for number, part in self._parts]

@@ -47,7 +47,7 @@ def obstacle() -> str | None:
 
 
 def sees_gpu() -> bool:
-    """Return whether torch sees a CUDA device. Unlike `torch.cuda.is_available`, it leaves CUDA uninitialized."""
+    """Return whether torch sees a CUDA device. With NVML, CUDA stays uninitialized."""
     with _environment(_NVML):
         return torch.cuda.is_available()
 

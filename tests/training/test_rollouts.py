@@ -98,7 +98,7 @@ def test_turns_that_branch_are_learned_once(tmp_path: Path) -> None:
 
 def test_a_tree_that_does_not_fit_repeats_its_prompt_and_learns_no_token_twice(tmp_path: Path) -> None:
     responses = [f"{number}" * 3 for number in range(9)]
-    write(tmp_path, {"prompt": "abcdefgh", "responses": responses}, {"prompt": "x", "responses": ["y"]})
+    write(tmp_path, {"prompt": "x", "responses": ["y"]}, {"prompt": "abcdefgh", "responses": responses})
     whole = learned(pass_of(config_of(tmp_path)))
     cut = config_of(tmp_path, **{"data.seq_length": 30, "optim.warmup_steps": 0})
     batches = pass_of(cut)
@@ -108,7 +108,7 @@ def test_a_tree_that_does_not_fit_repeats_its_prompt_and_learns_no_token_twice(t
     repeated = sum(sum(batch.lengths) for batch in batches) - sum(sum(b.lengths) for b in pass_of(config_of(tmp_path)))
     assert f"1 documents longer than data.seq_length cut, which repeats {repeated} tokens of their prefixes" in line
     with pytest.raises(
-        ValueError, match=r"seq_length=9: expected branches of at most 9 tokens; one has 12 \(.*corpus.jsonl:1\)"
+        ValueError, match=r"seq_length=9: expected branches of at most 9 tokens; one has 12 \(.*corpus.jsonl:2\)"
     ):
         TrainingData(config_of(tmp_path, **{"data.seq_length": 9}), TOKENIZER, 384)
 
