@@ -87,9 +87,9 @@ class ContextParallelTrainer:
 
 def _data_mesh(device_type: str, attention: ContextParallelAttention) -> DeviceMesh:
     """Return the mesh by which accelerate's data loaders give the ranks of an attention the same batches."""
-    world, n = dist.get_world_size(), attention.world
-    neighbours = world % n == 0 and attention.rank == dist.get_rank() % n
-    if not neighbours:
-        expected = f"{n} ranks in a row, as 0 to {n - 1}"
-        raise refuse("rank", f"{attention.rank} of {n}, {dist.get_rank()} in the job", expected, "Use another group.")
+    world, ranks = dist.get_world_size(), dist.get_process_group_ranks(attention._group_to_send())
+    n, first = len(ranks), ranks[0]
+    if world % n or first % n or ranks != [*range(first, first + n)]:
+        expected = f"{n} ranks in a row, as 0 to {n - 1}, of a multiple of {n}"
+        raise refuse("ranks of the attention", f"{ranks} of {world}", expected, "Use another group.")
     return DeviceMesh(device_type, torch.arange(world).view(-1, n), mesh_dim_names=("dp_shard", "cp"))

@@ -200,19 +200,17 @@ class ShardedMask:
         words: Tensor,
     ) -> None:
         self._name, self._attention, self._documents, self._parents = name, attention, documents, parents
-        self._layout, self._device = attention.layout(masks.documents(documents, parents=parents)), words.device
+        self._device, layout = words.device, attention.layout(masks.documents(documents, parents=parents))
         self._masks: dict[int | None, LayerMask] = {}
-        self.shape = torch.Size([words.shape[0], self._layout.num_tokens(attention.rank)])
+        self.shape = torch.Size([words.shape[0], layout.num_tokens(attention.rank)])
 
     @_disable_dynamo  # a compiler would trace the planning
     def of_window(self, window: int | None) -> LayerMask:
         """Return what layers see whose tokens see `window` tokens, themselves among them; None for no bound."""
         if window not in self._masks:
             bounds = (None, None) if window is None else (window - 1, 0)
+            # Layouts do not depend on windows, so all layers have the same tokens.
             mask = masks.documents(self._documents, parents=self._parents, window=bounds)
-            if self._attention.layout(mask) != self._layout:
-                remedy = "Make the attention with a layout, as layout='zigzag'."
-                raise refuse("sliding_window", window, "the layout of layers without a window", remedy)
             self._masks[window] = LayerMask(self._attention, mask)
         return self._masks[window]
 

@@ -74,6 +74,9 @@ def test_local_norms_support_sequence_parallelism(fields: dict[str, Any], names:
 
 def test_layers_of_other_kinds_are_refused() -> None:
     config = model_config(Layout(), transformer_impl="local")
+    config.virtual_pipeline_model_parallel_size, config.num_moe_experts, config.moe_layer_freq = 2, 4, [0, 1]
+    with pytest.raises(ValueError, match=r"moe_layer_freq=\[0, 1\]: expected equal layers with virtual stages"):
+        megatron_lm.layer_spec()(config)  # as 0.16 calls it, without the number of a stage
     config.transformer_impl = "inference_optimized"
     with pytest.raises(ValueError, match="layers=inference_optimized: expected those of transformer_engine or local"):
         megatron_lm.layer_spec()(config)

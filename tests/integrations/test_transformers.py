@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -27,9 +30,10 @@ from transformers import (
     Qwen3NextConfig,
     StaticCache,
 )
+from transformers.masking_utils import create_causal_mask
 
 from megatron_longctx import ContextParallelAttention
-from megatron_longctx.integrations.trainer import ContextParallelTrainer
+from megatron_longctx.integrations.trainer import ContextParallelTrainer, _data_mesh
 from megatron_longctx.integrations.transformers import (
     IGNORED,
     compare,
@@ -203,6 +207,25 @@ def test_a_call_that_would_be_wrong_is_refused(what: str) -> None:
         model.train()(**arguments)
 
 
+def test_a_models_own_mask_that_would_be_lost_is_refused() -> None:
+    """Models of the installed transformers are refused before by what else they do with the mask."""
+    config, sharded = LlamaConfig(**SMALL, attn_implementation="longctx"), shard(batch_of(), DOCUMENTS)
+    known = {"inputs_embeds": torch.zeros(2, 50, 32), "attention_mask": sharded["attention_mask"]}
+    known["past_key_values"] = None
+    config.layer_types = ["conv", "full_attention"]
+    with pytest.raises(ValueError, match="layer_types=conv: expected full_attention or sliding_attention"):
+        create_causal_mask(config=config, **known)
+    config.layer_types = None
+    with pytest.raises(ValueError, match="local_size=64: expected the config's sliding_window"):
+        AttentionMaskInterface()["longctx"](
+            config=config, attention_mask=known["attention_mask"], q_length=50, kv_length=50, local_size=64,
+            allow_is_causal_skip=True,
+        )  # fmt: skip
+    layer_mask, x = create_causal_mask(config=config, **known), torch.zeros(2, 4, 50, 8)
+    with pytest.raises(ValueError, match=r"is_causal=False: expected True\. Use a decoder"):
+        AttentionInterface()["longctx"](torch.nn.Module(), x, x, x, layer_mask, is_causal=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "documents", "message"),
     [
@@ -245,6 +268,11 @@ def _trained(rank: int, n: int, size: int, folder: str) -> dict[str, list[float]
     from transformers import Trainer, TrainingArguments
 
     groups = [dist.new_group([*range(first, first + size)]) for first in range(0, n, size)] if n > 1 else [None]
+    if n > 1:
+        for members in ([0, 3], [1, 2]), ([0, 2], [1, 3]):
+            apart = [dist.new_group(each) for each in members][rank not in members[0]]
+            with pytest.raises(ValueError, match=r"ranks of the attention=.*expected 2 ranks in a row"):
+                _data_mesh("cpu", ContextParallelAttention(apart))
     register(ContextParallelAttention(groups[rank // size]))
     rows: list[dict[str, Tensor]] = []
     for number, lengths in enumerate([(20, 30), DOCUMENTS] * 8):
@@ -277,7 +305,7 @@ def test_trainer_takes_the_steps_of_one_rank_on_two_groups_of_two(tmp_path: Path
 
 
 def test_trainers_that_would_shift_labels_again_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
+    accelerate = pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
     kind = type("Mine", (ContextParallelTrainer, Trainer), {})
@@ -285,6 +313,14 @@ def test_trainers_that_would_shift_labels_again_are_refused(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1: expected 0"):
         kind(model_of("llama"), arguments)
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+
+    class Parallel(Trainer):  # as after a launch on several GPUs
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator = SimpleNamespace(parallelism_config=accelerate.ParallelismConfig(tp_size=2))
+
+    with pytest.raises(ValueError, match=r"parallelism_config=.*: expected none with cp_size"):
+        type("Mine", (ContextParallelTrainer, Parallel), {})(model_of("llama"), arguments)
     trainer = kind(model_of("llama"), arguments, compute_loss_func=lambda *_, **__: None)
     with pytest.raises(ValueError, match="compute_loss_func=given: expected none"):
         trainer.compute_loss(trainer.model, batch_of())
