@@ -76,8 +76,10 @@ def run(job: Job) -> None:
         raise
     dist.barrier()
     heartbeat.close()
-    stop.close()
     dist.destroy_process_group()
+    if trainer.uploads is not None:
+        trainer.uploads.close()  # last, because it may take longer than ranks wait for one another
+    stop.close()
 
 
 class _LogFile(logging.FileHandler):

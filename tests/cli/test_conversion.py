@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_longctx.cli import cli
 from megatron_longctx.cli.conversion import export_model, import_model, new_folder
+from megatron_longctx.config import RopeScaling
 from megatron_longctx.mcore import checkpoint_reader
 from megatron_longctx.mcore.checkpoint_weights import JOURNAL
 from megatron_longctx.models.huggingface import HuggingFaceFolder
@@ -370,18 +371,36 @@ def _alive(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
         (512, {}, 512),
         (64, {"num_hidden_layers": 3}, 64),  # another model's
         (64, {"architectures": ["FooForCausalLM"]}, 64),
+        (512, {"rope": RopeScaling("yarn", 8.0, original_length=256)}, 2048),  # RoPE is scaled to more than it saw
     ],
 )
 def test_the_length_of_an_exported_model(
     seq_length: int, fields: dict[str, Any], expected: int, runs: dict[str, Path], tmp_path: Path
 ) -> None:
+    """The tokenizer's longest text is never below it."""
     run = shutil.copytree(runs["llama"], tmp_path / "run")
     config = load_config(run / RESOLVED)
     data = replace(config.data, seq_length=seq_length, tokenizer_path=str(run / "tokenizer"))
-    save_config(replace(config, data=data), run / RESOLVED)
+    model = replace(config.model, rope_scaling=fields.pop("rope", config.model.rope_scaling))
+    save_config(replace(config, data=data, model=model), run / RESOLVED)
     _fields(**fields)(run / "tokenizer")
+    settings = run / "tokenizer/tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 100}))
     export_model([f"checkpoint={run}", f"out={tmp_path / 'back'}"])
     assert json.loads((tmp_path / "back/config.json").read_text())["max_position_embeddings"] == expected
+    copied = json.loads((tmp_path / "back/tokenizer_config.json").read_text())
+    assert copied["model_max_length"] == max(100, expected)
+
+
+def test_shards_of_a_size(runs: dict[str, Path], published: Published, tmp_path: Path) -> None:
+    export_model([f"checkpoint={runs['llama']}", f"out={tmp_path / 'back'}", "shard_gb=1e-5"])
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    largest = max(tensor.nbytes for tensor in tensors_of(tmp_path / "back").values())
+    assert len(files) > 2 and all(each.stat().st_size <= max(10_000, 2 * largest) + 2000 for each in files)
+    assert same(tensors_of(tmp_path / "back"), tensors_of(published["llama"][0]))
+    for wrong in ("0", "-1", "five", "nan"):
+        with pytest.raises(ValueError, match=f"shard_gb={wrong}: expected a number"):
+            export_model([f"checkpoint={runs['llama']}", f"out={tmp_path / 'other'}", f"shard_gb={wrong}"])
 
 
 def test_damaged_weights_are_not_exported(
