@@ -45,7 +45,10 @@ def run(arguments: argparse.Namespace) -> None:
     place = arguments.place or _default_place()
     workspace, report = wandb_views(place, arguments.group)
     if arguments.dry_run:
-        views = {"workspace": workspace, "report": report(f"https://wandb.ai/{place}")}
+        import wandb
+
+        url = f"{wandb.setup().settings.app_url}/{place}"  # the workspace's own is known when it is saved
+        views = {"workspace": workspace, "report": report(url)}
         print(json.dumps({kind: specification(view) for kind, view in views.items()}, indent=2))
         return
     try:

@@ -197,6 +197,9 @@ class WandbSink:
                 raise
             reason = str(error).partition("\n")[0]
             warnings.warn(f"W&B cannot be reached and writes offline ({type(error).__name__}: {reason})", stacklevel=4)
+            import wandb
+
+            wandb.teardown()  # its service takes the run's id for used
             run = start_wandb(self._folder, config, "offline")
         emit(f"W&B: {wandb_place(run)}")
         return run
@@ -290,8 +293,10 @@ def start_wandb(folder: Path, config: Config, mode: Any) -> Any:
 
 def wandb_place(run: Any) -> str:
     """Return the URL of a W&B run, or its folder and the command that sends it."""
+    if not run.offline:
+        return str(run.url)
     folder = Path(run.dir).parent
-    return run.url or f"offline in {folder}; to send it: wandb sync {shlex.quote(str(folder))}"
+    return f"offline in {folder}; to send it: wandb sync {shlex.quote(str(folder))}"
 
 
 def _log(run: Any, record: Mapping[str, Value]) -> None:
