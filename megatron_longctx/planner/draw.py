@@ -63,7 +63,8 @@ def draw_placement(plan: Plan, path: Path) -> None:
     axes.set_title(f"{plan.queries.name} layout: {len(plan.mask.documents)} documents over {plan.n} ranks", fontsize=10)
     _label(axes, "tokens; numbers: documents, hatched where other ranks hold a part", "rank")
     axes.set_ylim(plan.n - 0.5, -0.5)
-    axes.set_xlim(0, max(left, default=1) * 1.22 + 1)
+    axes.set_xlim(0, max(left, default=0) + 1)
+    axes.spines[["top", "right"]].set_visible(False)  # shares stand to the right of the axes
     axes.set_yticks(range(0, plan.n, max(1, plan.n // 16)))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
