@@ -18,7 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_longctx.cli import cli
 from megatron_longctx.cli.conversion import export_model, import_model, new_folder
-from megatron_longctx.config import RopeScaling
 from megatron_longctx.mcore import checkpoint_reader
 from megatron_longctx.mcore.checkpoint_weights import JOURNAL
 from megatron_longctx.models.huggingface import HuggingFaceFolder
@@ -371,7 +370,6 @@ def _alive(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
         (512, {}, 512),
         (64, {"num_hidden_layers": 3}, 64),  # another model's
         (64, {"architectures": ["FooForCausalLM"]}, 64),
-        (512, {"rope": RopeScaling("yarn", 8.0, original_length=256)}, 2048),  # RoPE is scaled to more than it saw
     ],
 )
 def test_the_length_of_an_exported_model(
@@ -381,8 +379,7 @@ def test_the_length_of_an_exported_model(
     run = shutil.copytree(runs["llama"], tmp_path / "run")
     config = load_config(run / RESOLVED)
     data = replace(config.data, seq_length=seq_length, tokenizer_path=str(run / "tokenizer"))
-    model = replace(config.model, rope_scaling=fields.pop("rope", config.model.rope_scaling))
-    save_config(replace(config, data=data, model=model), run / RESOLVED)
+    save_config(replace(config, data=data), run / RESOLVED)
     _fields(**fields)(run / "tokenizer")
     settings = run / "tokenizer/tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 100}))
@@ -390,6 +387,16 @@ def test_the_length_of_an_exported_model(
     assert json.loads((tmp_path / "back/config.json").read_text())["max_position_embeddings"] == expected
     copied = json.loads((tmp_path / "back/tokenizer_config.json").read_text())
     assert copied["model_max_length"] == max(100, expected)
+
+
+def test_an_exported_model_has_the_length_that_its_rope_is_scaled_to(tmp_path: Path) -> None:
+    """Also after training on shorter sequences, and with the tokenizer of another model."""
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    write_model(tmp_path / "source", "llama", torch.float32, max_position_embeddings=512, rope_parameters=rope)
+    import_model(str(tmp_path / "source"), [f"out={tmp_path / 'run'}", "data.seq_length=128"])
+    _fields(num_hidden_layers=3)(tmp_path / "run/tokenizer")
+    export_model([f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}"])
+    assert json.loads((tmp_path / "back/config.json").read_text())["max_position_embeddings"] == 512
 
 
 def test_shards_of_a_size(runs: dict[str, Path], published: Published, tmp_path: Path) -> None:

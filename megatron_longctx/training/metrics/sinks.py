@@ -314,7 +314,7 @@ def _log_checkpoint(run: Any, path: Path, step: int) -> None:
 def _finish(run: Any, folder: Path) -> None:
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    run.summary.update(summaries({record[names.STEP]: record for record in map(decode, lines)}))
+    run.summary.update(summaries(dict(enumerate(map(decode, lines)))))
     run.finish()
 
 
