@@ -99,7 +99,9 @@ class Trainer:
         self.saver = Saver(self.folder.checkpoints, train, self.step)
         self.uploads = None
         if train.upload_command is not None and dist.get_rank() == 0:
-            self.uploads = Uploads(train.upload_command, config.run.name)
+            self.uploads = Uploads(train.upload_command, self.folder.path)
+            if self.step:
+                self.uploads.resume(self.step, iteration_directory(self.folder.checkpoints, self.step))
         self.loader = Loader(
             self.data,
             micro_batches(config, self.step, self.groups.dp.rank(), dp_size),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
+import os
 import queue
 import shlex
+import signal
 import subprocess
 import threading
 import time
@@ -97,8 +100,8 @@ class Saver:
         return self.latest
 
     def _note_best(self) -> None:
-        loss = self._validation_loss
-        if not self._keep_best or loss is None or (self.best is not None and self.best[0] <= loss):
+        loss, lowest = self._validation_loss, self.best[0] if self.best else math.inf
+        if not self._keep_best or loss is None or not loss < lowest:  # NaN is not
             return
         self.best = loss, self.latest
         if dist.get_rank() == 0:
@@ -124,43 +127,56 @@ class Uploads:
         unfinished: the steps whose checkpoints are needed: their commands run or wait.
     """
 
-    def __init__(self, command: str, run: str) -> None:
+    def __init__(self, command: str, folder: Path) -> None:
         self.unfinished: set[int] = set()
-        self._command, self._run_name = command, run
+        self._command, self._folder, self._record = command, folder, folder / "uploaded.txt"
         self._queue: queue.Queue[tuple[int, Path] | None] = queue.Queue()
+        self._process: subprocess.Popen[str] | None = None
         self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
         self._thread.start()
+
+    def resume(self, step: int, path: Path) -> None:
+        """Run the command for the checkpoint that the run goes on from, unless it is the last that was uploaded."""
+        if not self._record.exists() or self._record.read_text(encoding="utf-8").strip() != str(step):
+            self.add(step, path)
 
     def add(self, step: int, path: Path) -> None:
         """Run the command for a finished checkpoint."""
         self.unfinished.add(step)
         self._queue.put((step, path))
 
-    def close(self) -> None:
-        """Wait for all commands."""
+    def close(self, wait: bool) -> None:
+        """Wait for all commands, or end the one that runs: the next start of the run begins with the last again."""
         if steps := ", ".join(map(str, sorted(self.unfinished.copy()))):
-            logger.info("waiting for train.upload_command of step %s", steps)
+            logger.info(
+                "%s train.upload_command of step %s", "waiting for" if wait else "the next start repeats", steps
+            )
         self._queue.put(None)
-        while self._thread.is_alive():  # a plain `join` would not let a second Ctrl-C interrupt
+        while wait and self._thread.is_alive():  # a plain `join` would not let a second Ctrl-C interrupt
             self._thread.join(1.0)
+        if (process := self._process) is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGTERM)
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             begin, failure = time.perf_counter(), self._upload(*item)
             if failure is None:
                 logger.info("uploaded step %d in %.1f s", item[0], time.perf_counter() - begin)
+                files.write_text(self._record, f"{item[0]}\n")
             else:
                 logger.warning("train.upload_command failed for step %d (%s); %s is safe", item[0], failure, item[1])
             self.unfinished.discard(item[0])
 
     def _upload(self, step: int, path: Path) -> str | None:
         """Run the command; return why it failed."""
-        fields = {"path": str(path.resolve()), "name": path.name, "step": step, "run": self._run_name}
-        options: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
+        fields = {"path": str(path.resolve()), "name": path.name, "step": step, "run": self._folder.name}
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:  # in a session of its own: Ctrl-C in the terminal is for training
             words = [word.format(**fields) for word in shlex.split(self._command)]
-            done = subprocess.run(words, start_new_session=True, **options)
+            self._process = subprocess.Popen(words, start_new_session=True, text=True, errors="replace", **pipes)
         except (OSError, ValueError) as error:  # no such program, a format that a field does not have
             return str(error)
-        last = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
-        return f"exit code {done.returncode}: {last[:300]}" if done.returncode else None
+        last, code = self._process.communicate()[0].strip().rpartition("\n")[2], self._process.returncode
+        self._process = None
+        return f"exit code {code}: {last[:300]}" if code else None

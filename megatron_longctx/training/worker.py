@@ -78,7 +78,8 @@ def run(job: Job) -> None:
     heartbeat.close()
     dist.destroy_process_group()
     if trainer.uploads is not None:
-        trainer.uploads.close()  # last, because it may take longer than ranks wait for one another
+        # Last, because it may take longer than ranks wait for one another. A stopped job may have no time left.
+        trainer.uploads.close(wait=trainer.stopped_by is None)
     stop.close()
 
 

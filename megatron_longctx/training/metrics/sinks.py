@@ -25,8 +25,9 @@ from .summary import summaries
 Value = float | int | str | None
 # The key of an object that says which values, written as null, were not finite.
 NONFINITE = "nonfinite"
-# Variables of W&B for arguments of `wandb.init` whose names differ; the others are like WANDB_ENTITY.
-_VARIABLES = {"group": "WANDB_RUN_GROUP", "id": "WANDB_RUN_ID"}
+# Arguments of `wandb.init` that W&B reads from variables, without their WANDB_; a variable wins over a key.
+_VARIABLES = {key: key.upper() for key in ("entity", "project", "name", "notes", "job_type", "tags", "dir")}
+_VARIABLES |= {"id": "RUN_ID", "group": "RUN_GROUP"}
 _ETA_STEPS = 20
 
 
@@ -235,7 +236,7 @@ def wandb_mode(asked: str) -> Any:
 
     `auto` is what `wandb offline` and `wandb online` have set; online only with a login, as nobody can be asked.
     """
-    asked = os.environ.get("WANDB_MODE", asked)
+    asked = os.environ.get("WANDB_MODE") or asked
     if asked != "auto":
         return "offline" if asked == "dryrun" else asked
     import wandb  # here, so that a disabled or broken W&B costs nothing
@@ -279,11 +280,7 @@ def start_wandb(folder: Path, config: Config, mode: Any) -> Any:
         **environment.labels(config, ran_on),
     }
     return wandb.init(
-        **{
-            key: value
-            for key, value in arguments.items()
-            if not os.environ.get(_VARIABLES.get(key, f"WANDB_{key.upper()}"))
-        },  # W&B reads it
+        **{key: value for key, value in arguments.items() if not os.environ.get(f"WANDB_{_VARIABLES[key]}")},
         resume="allow" if mode == "online" else None,  # offline there is no server to resume from; the id suffices
         mode=mode,
         config=config.as_dict() | derived,
