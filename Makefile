@@ -25,7 +25,7 @@ MODES := zigzag ring striped helper double_ring tasp all_gather ulysses usp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo compare browser test test-megatron-lm test-slurm test-gpu lint format types docs wheel clean
+.PHONY: help setup demo compare browser test test-megatron-lm test-slurm test-gpu lint format types pictures docs wheel clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,7 +51,7 @@ compare: $(RUNS) ## Train with every context-parallel mode and with one rank, an
 	$(BIN)/megatron-longctx train experiment=compare_modes parallelism=single run.name=compare_modes-one_rank
 	$(BIN)/megatron-longctx train -m experiment=compare_modes
 	$(BIN)/megatron-longctx compare runs/compare_modes-one_rank $(foreach mode,$(MODES),runs/compare_modes-$(mode)) \
-		--plan none --rows 5 --out runs/compare.png --html runs/compare.html
+		--rows 5 --out runs/compare.png --html runs/compare.html
 
 browser: setup ## Get a Chromium for the dashboard's test, where network and rights permit
 	PYTHON=$(BIN)/python tests/training/compare/browser.sh
@@ -87,6 +87,15 @@ format: setup ## Put the code into the project's format
 
 types: setup ## Check types (mypy)
 	$(BIN)/mypy
+
+PICTURES := emulated extend inference memory plan reductions rows schedules
+RESULTS := attention_packed_h200_x2 attention_peers_h200_x4
+
+pictures: setup ## Draw the pictures of README and docs again, with today's code (minutes)
+	$(BIN)/megatron-longctx demo
+	cp runs/demo.png docs/images/demo.png
+	for each in $(PICTURES); do $(BIN)/python -m analysis.pictures $$each || exit; done
+	for each in $(RESULTS); do $(BIN)/python -m analysis.pictures attention analysis/results/$$each.json || exit; done
 
 docs: setup ## Build the site of all pages into build/site (Sphinx, from the extra `docs`)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'

@@ -1,11 +1,14 @@
-"""Draw pictures of the docs: `python -m analysis.pictures {attention,inference,memory,rows,schedules} [--out PATH]`.
+"""Draw pictures of the docs: `python -m analysis.pictures PICTURE [--out PATH]`; `make pictures` draws all of them.
 
 - `attention RESULT.json`: results of `analysis.benchmarks attention`, as percent of one device at equal FLOPs.
+- `emulated`, `extend`: the pictures of `analysis.network` and `analysis.evaluations`, from their recorded results.
 - `inference`: which rank holds which tokens of a conversation, and what ranks do in its last turn. Plans are simulated
   for one layer of 32 query and 8 key/value heads of 128 on H200s, described by their data sheets.
 - `memory`: predictions for Llama 3 8B at 1,048,576 tokens on 8 H200s, memory per token of every term, and predictions
   compared with the peaks measured on GPUs (`analysis.recorded_memory`).
+- `plan`: which step of zigzag on 8 ranks computes which pairs, as `plan --draw` does.
 - `rows`: times to the first token of short prompts, by plans and replicated.
+- `reductions`: times of all-reduces by size.
 - `schedules`: time lines of all modes, for one causal layer of the same heads on 8 such H200s.
 """
 
@@ -20,6 +23,8 @@ from typing import Any
 import matplotlib
 from matplotlib.patches import Patch
 
+from analysis import evaluations
+from analysis.network import job as network
 from analysis.recorded_memory import EARLIER, RECORDED, RESULTS, recorded_peaks
 from megatron_longctx.config import RECOMPUTES
 from megatron_longctx.config.cluster import GIB, load_cluster
@@ -30,6 +35,7 @@ from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.planner import memory
 from megatron_longctx.planner.choose_mode import Problem, rank_modes
+from megatron_longctx.planner.draw import draw as draw_plan
 from megatron_longctx.planner.draw import draw_modes, draw_timeline
 from megatron_longctx.planner.memory.reports import draw as draw_memory
 from megatron_longctx.planner.simulate import Simulation, simulate
@@ -55,6 +61,9 @@ TILE = "recompute.mlp_tile_tokens=16384"
 
 ROWS = {"CP 2, steps in finer sizes": ("2 H200s", "#22667a"), "CP 1": ("1 H200", "#c0703a")}
 MAX_ROWS = 512
+
+REDUCTION_COLOURS = {"NCCL": "black", "torch one-shot": "#777777", "torch two-shot": "#aaaaaa"}
+REDUCTION_COLOURS |= {"unquantized": "#2f7d4f", "int8": "#22667a", "int6": "#7a5a9a", "int4": "#c0703a"}
 
 
 def attention(result: Path, out: Path | None) -> None:
@@ -233,7 +242,7 @@ def _draw_predicted_over_measured(path: Path) -> None:
     axes.set_xlabel("measured: most GiB in the caching allocator, rank 0")
     axes.set_ylabel("predicted is higher by, %")
     axes.set_title("Training steps on H200s, bf16: predicted over measured peaks", fontsize=10.5, loc="left")
-    axes.legend(fontsize=8.5, loc="lower right")
+    axes.legend(fontsize=8.5, loc="lower right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
@@ -277,9 +286,59 @@ def schedules(out: Path) -> None:
     draw_modes(ranking, out / "all.png", f"{length:,} tokens on {n} H200s, heads 32:8, simulated")
 
 
+def plan(out: Path) -> None:
+    """Draw zigzag on 8 ranks."""
+    draw_plan(build_plan("zigzag", 8, 131072, ModeOptions()), out)
+
+
+def reductions(out: Path) -> None:
+    """Draw the times of all-reduces by size."""
+    data = json.loads((RESULTS / "all_reduce_h200_x4.json").read_text())
+    figure, axes = pyplot.subplots(figsize=(9.5, 5.2))
+    for way in dict.fromkeys(m["way"] for m in data["measurements"]):
+        times = [(m["num_bytes"], 1e6 * m["seconds"]) for m in data["measurements"] if m["way"] == way]
+        kind = way.split()[0]
+        colour = REDUCTION_COLOURS.get(way) or REDUCTION_COLOURS[kind]
+        axes.plot(
+            *zip(*sorted(times), strict=True), "--" if way.endswith("over NCCL") else "-", color=colour, label=way
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks([2**power for power in range(16, 30, 2)])
+    axes.xaxis.set_major_formatter(
+        lambda size, _: f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
+    )
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("size of a rank's tensor")
+    axes.set_ylabel("time, µs")
+    facts, dtype = data["environment"], data["sizes"]["dtype"].removeprefix("torch.")
+    axes.set_title(f"all-reduce of {dtype}, {data['ranks']} x {facts['device']}, {facts['date'][:10]}", fontsize=10)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def extend(out: Path) -> None:
+    """Draw losses by position and scores of models that were extended to 64K tokens."""
+    data = json.loads((RESULTS / "extend_smollm2_64k.json").read_text())
+    evaluations.draw(out, data["title"], data["models"])
+
+
+def emulated(out: Path) -> None:
+    """Draw measured and simulated times on emulated networks."""
+    data = json.loads((RESULTS / "network_emulated.json").read_text())
+    network.draw([network.Result(**each) for each in data["measurements"]], out)
+
+
 PICTURES = {
+    "emulated": (emulated, RESULTS / "network_emulated.png"),
+    "extend": (extend, RESULTS / "extend_smollm2_64k.png"),
     "inference": (inference, IMAGES / "inference.png"),
     "memory": (memory_of_training, IMAGES / "memory"),
+    "plan": (plan, IMAGES / "plan_zigzag_8.png"),
+    "reductions": (reductions, RESULTS / "all_reduce_h200_x4.png"),
     "rows": (rows_of_prompts, RESULTS / "inference_rows_h200.png"),
     "schedules": (schedules, IMAGES / "schedules"),
 }

@@ -111,14 +111,15 @@ ranks_of() { # VERB WORDS
             fail 2 "LAUNCH=torchrun without GPUs: expected NPROC, the ranks of a node. Set it, or leave LAUNCH out."
         fi
         ranks=$((here * ${#nodes[@]}))
-        # torchrun dies of USR1 and does not pass it on, so a shell before it does that. Ignored signals stay ignored in
-        # what torchrun starts until training takes USR1 over.
+        # torchrun dies of USR1 and USR2 and does not pass them on, so a shell before it does that. Ignored signals stay
+        # ignored in what torchrun starts until training takes them over.
         # It finds out by names which agent hosts their meeting, and none does where a host's name is 127.0.1.1.
         # shellcheck disable=SC2016  # expanded by the shell on the node
         relay='
             export PET_RDZV_CONF="is_host=$((SLURM_NODEID == 0))"
-            (trap "" USR1; exec "$@") & agent=$!
+            (trap "" USR1 USR2; exec "$@") & agent=$!
             trap "pkill -USR1 -P $agent || true" USR1
+            trap "pkill -USR2 -P $agent || true" USR2
             trap "kill -TERM $agent" TERM
             while true; do
                 code=0; wait "$agent" || code=$?

@@ -1,6 +1,7 @@
 """What the tests of all wings share."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ import megatron_longctx.config  # noqa: F401 (registers all modes before tests a
 # A busy machine only makes tests slower.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
+
+# The developer's login to W&B is not for runs of tests.
+os.environ["NETRC"] = os.devnull
+os.environ.pop("WANDB_API_KEY", None)
 
 # Functions that run in ranks of their own are pickled by module name: the ranks must find `tests` on their path.
 ROOT = str(Path(__file__).resolve().parents[1])

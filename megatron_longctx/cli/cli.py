@@ -227,7 +227,9 @@ def _add_models(verbs: _Verbs) -> None:
     importing.add_settings("out=RUN (a new folder), and settings of the run")
 
     export = verbs.add_parser("export", help="export a run's checkpoint as a folder for Hugging Face's libraries")
-    export.add_argument("words", nargs="+", metavar="word", help="checkpoint=RUN, out=FOLDER (a new one), iteration=N")
+    export.add_argument(
+        "words", nargs="+", metavar="word", help="checkpoint=RUN, out=FOLDER (a new one), iteration=N, shard_gb=X"
+    )
 
     evaluate = verbs.add_parser(
         "eval",
@@ -267,7 +269,7 @@ def _add_files(verbs: _Verbs) -> None:
 
     compare = verbs.add_parser(
         "compare",
-        help="compare runs: tables, pictures and a dashboard in one HTML file",
+        help="compare runs: tables, a picture and a dashboard in one HTML file",
         description="Shows speed, waiting, imbalance, memory and losses of each run, compared with the first.",
     )
     compare.add_argument(
@@ -275,7 +277,6 @@ def _add_files(verbs: _Verbs) -> None:
     )
     compare.add_argument("--out", type=Path, metavar="FILE", help="picture (default: compare.png beside the first run)")
     compare.add_argument("--html", type=Path, metavar="FILE", help="also write the dashboard: table, filters, curves")
-    compare.add_argument("--plan", default="all", metavar="RUN", help="draw this run's plan, `all` (default) or `none`")
     compare.add_argument("--rows", type=int, default=50, help="most steps to print (default: %(default)s)")
 
     wandb_runs.add_verb(verbs)
@@ -350,7 +351,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
         case "compare":
             from ..training.compare import compare
 
-            compare(arguments.runs, arguments.out, arguments.plan, arguments.rows, arguments.html)
+            compare(arguments.runs, arguments.out, arguments.rows, arguments.html)
         case "wandb":
             wandb_runs.run(arguments)
         case "doctor":

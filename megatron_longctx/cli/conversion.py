@@ -26,6 +26,7 @@ from ..mcore import checkpoint_weights
 from ..mcore.checkpoint_folder import iteration_directory
 from ..mcore.checkpoint_weights import Journal, Parameter
 from ..mcore.corpus import tokenizer_identity
+from ..mcore.inference import trained_length
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..models import Dims, Weight, check_same_function, family_of_model, family_of_source, in_file_order
@@ -106,13 +107,15 @@ def export_model(words: Sequence[str]) -> None:
     """Run the `export` verb. A failure leaves nothing of the folder.
 
     Args:
-        words: `checkpoint=RUN`, `out=FOLDER`, `iteration=N`.
+        words: `checkpoint=RUN`, `out=FOLDER`, `iteration=N`, `shard_gb=X` (10^9 bytes of a file at most).
     """
     begin = time.perf_counter()
-    own, others = split_arguments(words, ("checkpoint", "out", "iteration"))
+    own, others = split_arguments(words, ("checkpoint", "out", "iteration", "shard_gb"))
     if others:
-        raise refuse("word", others[0], "checkpoint=RUN, out=FOLDER or iteration=N", "A run is exported unchanged.")
+        expected = "checkpoint=RUN, out=FOLDER, iteration=N or shard_gb=X"
+        raise refuse("word", others[0], expected, "A run is exported unchanged.")
     run, iteration = checkpoint_of(own)
+    shard_bytes = _shard_bytes(own.get("shard_gb", "5"))
     config = load_config(run / RESOLVED)
     saved = preflight.check_saved_weights("checkpoint", run, config, iteration, tensor_files=True)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
@@ -126,13 +129,13 @@ def export_model(words: Sequence[str]) -> None:
     for key in reader.unread(places):
         raise refuse("checkpoint", key, f"the weights of the family {family.name}", "It has no place for this one.")
     with new_folder("out", own.get("out")) as (folder, final):
-        _write_weights(folder, reader, weights, dims)
+        _write_weights(folder, reader, weights, dims, shard_bytes)
         dtype = _DTYPES[reader.dtype(places[0])]
         token_ids = {key: value for key, value in original.items() if key.endswith("_token_id")}
-        length = max(config.data.seq_length, _published_length(original, model))
+        length = max(trained_length(config), _published_length(original, model))
         written = family.config_of(model, dims.vocab, length) | token_ids | {"torch_dtype": dtype}
         (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-        _copy_tokenizer(config, folder)
+        _copy_tokenizer(config, folder, length)
     seconds, name = time.perf_counter() - begin, family.name
     logger.info("exported step %d of %s (%s, %s) into %s in %.1f s", saved.iteration, run, name, dtype, final, seconds)
 
@@ -177,7 +180,19 @@ def _parameters(source: Source, weights: Sequence[Weight], dims: Dims, dtype: to
         yield Parameter(*weight.place(layer, dims), weight.full_shape(dims), partial(value, weight, layer))
 
 
-def _write_weights(folder: Path, reader: checkpoint_weights.Reader, weights: Sequence[Weight], dims: Dims) -> None:
+def _shard_bytes(text: str) -> int:
+    try:
+        gigabytes = float(text)
+    except ValueError:
+        gigabytes = 0.0
+    if not 1e-6 <= gigabytes <= 1e6:
+        raise refuse("shard_gb", text, "a number of 10^9 bytes from 1e-6 to 1e6", "Leave it out for 5.")
+    return int(gigabytes * 1e9)
+
+
+def _write_weights(
+    folder: Path, reader: checkpoint_weights.Reader, weights: Sequence[Weight], dims: Dims, max_bytes: int
+) -> None:
     def value(weight: Weight, layer: int) -> dict[str, Tensor]:
         whole = reader.read(*weight.place(layer, dims), weight.full_shape(dims))
         return dict(zip(weight.published_names(layer), weight.form.split(whole, dims), strict=True))
@@ -188,7 +203,7 @@ def _write_weights(folder: Path, reader: checkpoint_weights.Reader, weights: Seq
         dtype = reader.dtype(weight.place(layer, dims)[0])
         names = zip(weight.published_names(layer), weight.published_shapes(dims), strict=True)
         groups.append({name: TensorInfo(shape, dtype) for name, shape in names})
-    ShardWriter(folder, groups).write(partial(value, *each) for each in in_layers)
+    ShardWriter(folder, groups, max_bytes).write(partial(value, *each) for each in in_layers)
 
 
 def _checked_tokenizer(config: Config, folder: Path, final: Path, vocab: int) -> Mapping[str, object]:
@@ -205,13 +220,18 @@ def _checked_tokenizer(config: Config, folder: Path, final: Path, vocab: int) ->
     return tokenizer_identity(config, tokenizer)
 
 
-def _copy_tokenizer(config: Config, folder: Path) -> None:
+def _copy_tokenizer(config: Config, folder: Path, length: int) -> None:
+    """Copy the tokenizer's files. Its own longest text is raised to `length`, or users would be told to cut theirs."""
     path = Path(config.data.tokenizer_path or "")
     files = [path] if path.is_file() else matching_files(path, TOKENIZER_FILES) if config.data.tokenizer_path else []
     if not files:
         logger.warning("data.tokenizer=%s has no files: the folder is without a tokenizer", config.data.tokenizer)
     for file in [*files, *(matching_files(path, CONFIG_FILES[1:]) if path.is_dir() and files else [])]:
         shutil.copyfile(file, folder / file.name)
+    copied = folder / "tokenizer_config.json"
+    settings = read_json(copied) if copied.is_file() else {}
+    if settings.get("model_max_length", length) < length:
+        copied.write_text(json.dumps(settings | {"model_max_length": length}, indent=2) + "\n", encoding="utf-8")
 
 
 def _original_config(config: Config, tokens: int, rows: int) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -62,6 +63,14 @@ def _sweep(arguments: argparse.Namespace, verb: Verb, jobs: list[list[str]]) -> 
             failed.append(settings[-1].removeprefix("run.name="))
     if failed:
         raise JobFailed(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}. Their errors are above.")
+    if arguments.verb == "train":
+        from ..training.compose import compose_config
+
+        configs = [compose_config(settings) for settings in jobs]
+        html, group = f"{configs[0].run.root}/compare.html", configs[0].logging.wandb_group
+        folders = [f"{each.run.root}/{each.run.name}" for each in configs]
+        print("\nto compare them:", shlex.join(["megatron-longctx", "compare", *folders, "--html", html]))
+        print("in W&B:", shlex.join(["megatron-longctx", "wandb", "views", "--group", str(group)]))
     return worst
 
 

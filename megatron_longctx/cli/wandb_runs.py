@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import LoggingConfig
 from ..core.errors import JobFailed
 
 
@@ -22,11 +25,14 @@ def add_verb(verbs: Any) -> None:
         "W&B's `wandb sync`. It does not change steps that W&B already has. Times are from the rebuilding.",
     )
     sync.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    for kind in ("workspace", "report"):
-        view = actions.add_parser(kind, help=f"make a {kind} with the metrics and curves of `compare`, by mode")
-        view.add_argument("place", metavar="ENTITY/PROJECT")
-        view.add_argument("--group", metavar="NAME", help="use only runs of this group (a sweep or an experiment)")
-        view.add_argument("--dry-run", action="store_true", help="print the specification; send nothing")
+    views = actions.add_parser(
+        "views",
+        help="make a workspace and a report with the metrics and curves of `compare`, by mode",
+        description="Makes a workspace and a report that links to it, and prints the URLs of both.",
+    )
+    views.add_argument("place", nargs="?", metavar="ENTITY/PROJECT", help="default: as W&B's environment says")
+    views.add_argument("--group", metavar="NAME", help="use only runs of this group (a sweep or an experiment)")
+    views.add_argument("--dry-run", action="store_true", help="print the specifications; send nothing")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -34,16 +40,34 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.action == "sync":
         _sync(arguments.runs)
         return
-    from ..training.compare.views import specification, wandb_view
+    from ..training.compare.views import specification, wandb_views
 
-    view = wandb_view(arguments.action, arguments.place, arguments.group)
+    place = arguments.place or _default_place()
+    workspace, report = wandb_views(place, arguments.group)
     if arguments.dry_run:
-        print(specification(view))
+        import wandb
+
+        url = f"{wandb.setup().settings.app_url}/{place}"  # the workspace's own is known when it is saved
+        views = {"workspace": workspace, "report": report(url)}
+        print(json.dumps({kind: specification(view) for kind, view in views.items()}, indent=2))
         return
     try:
-        print(view.save().url)
+        print(f"workspace: {(url := workspace.save().url)}")
+        print(f"report: {report(url).save(draft=False).url}")
     except Exception as error:  # the package raises any exception of its HTTP library
-        raise JobFailed(f"{arguments.place}: W&B: {type(error).__name__}: {error}") from None
+        raise JobFailed(f"{place}: W&B: {type(error).__name__}: {error}") from None
+
+
+def _default_place() -> str:
+    """Return W&B's own entity and project, or the default project. Without a login it lacks the entity."""
+    import wandb
+
+    settings = wandb.setup().settings
+    entity = settings.entity
+    if entity is None:
+        with contextlib.suppress(Exception):  # no login, no network: the refusal says what to give
+            entity = wandb.Api().default_entity
+    return f"{entity or ''}/{settings.project or LoggingConfig().wandb_project}"
 
 
 def _sync(folders: Sequence[Path]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from operator import attrgetter
+from string import Formatter
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,8 @@ from .tree import Config, InferenceConfig
 
 # The least weight of a dataset as a part of all weights: less might not come up before a blend repeats.
 _MIN_WEIGHT = 1e-4
+# What `train.upload_command` may have in braces.
+UPLOAD_FIELDS = ("path", "name", "step", "run")
 
 
 def _is(*values: object) -> Callable[[object], bool]:
@@ -93,6 +97,8 @@ _RULES: tuple[_Rule, ...] = (
     ("data.format", _is("rollouts"), ("data.packing",), ("best_fit",), "Trees are packed whole."),
     ("data.format", _is("rollouts"), ("parallelism.layout",), ("auto", "contiguous", "zigzag", "striped", "balanced"),
      "Short nodes would leave ranks without tokens."),
+    ("train.save", _is(False), ("train.save_minutes", "train.keep_best", "train.upload_command"), None,
+     "No checkpoint is written."),
     ("data.tokenizer", _is_not("byte-level"), ("data.tokenizer_path",), "a path", "Set data.tokenizer_path."),
     ("inference.exact_reuse", _is(True), ("inference.prefill_chunk",), "a number", "Set it to 2048."),
 )  # fmt: skip
@@ -306,6 +312,18 @@ def _check_expert_sizes(config: Config, experts: int, training: bool) -> None:
         raise refuse(name, given, "1 with model.bias=true", "Megatron shards no biases of experts.")
 
 
+def _check_upload(command: str) -> None:
+    """Refuse a command that does not name the checkpoint, or has other fields."""
+    expected = f"words with {{path}}, and no fields but {', '.join(f'{{{each}}}' for each in UPLOAD_FIELDS)}"
+    try:
+        fields = {field for word in shlex.split(command) for _, field, _, _ in Formatter().parse(word)} - {None}
+    except ValueError as error:
+        expected, fields = f"{expected} ({error})", set()
+    if "path" not in fields or not fields <= set(UPLOAD_FIELDS):
+        remedy = "For example: rclone copy {path} remote:bucket/{run}/{name}."
+        raise refuse("train.upload_command", command, expected, remedy)
+
+
 def _check_training(config: Config) -> None:
     train, optim, data = config.train, config.optim, config.data
     if optim.min_lr > optim.lr:
@@ -329,6 +347,12 @@ def _check_training(config: Config) -> None:
     if train.eval_interval is not None and train.eval_samples % train.micro_batch_size:
         expected = f"a multiple of train.micro_batch_size={train.micro_batch_size}"
         raise refuse("train.eval_samples", train.eval_samples, expected, "Change one of them.")
+    if train.keep_best and (not train.eval_interval or (train.save_interval or 1) % train.eval_interval):
+        expected = f"train.save_interval={_spelled(train.save_interval)} to be a multiple of train.eval_interval"
+        expected += f"={_spelled(train.eval_interval)}, so that checkpoints have a validation loss"
+        raise refuse("train.keep_best", "true", expected, "Set both, for example to the same number of steps.")
+    if train.upload_command is not None:
+        _check_upload(train.upload_command)
     total = sum(weight for weight, _ in data.datasets)
     if light := [prefix for weight, prefix in data.datasets if weight < _MIN_WEIGHT * total or total == 0]:
         expected = f"weights that are each at least 1/{round(1 / _MIN_WEIGHT)} of their sum; {light[0]} has less"

@@ -123,11 +123,16 @@ class TrainConfig:
     seed: int = number(1234, 1, 2**31 - 1)  # seed of the weights and of the order of samples
     save: bool = True  # checkpoint at the end and when stopped
     save_interval: int | None = number(None, 1, _MAX_COUNT)  # steps; null: only at the end and when stopped
+    save_minutes: float | None = number(None, 1e-3, 1e6)  # also when this long has passed since the last checkpoint
     # Copy checkpoints to host memory and write them while training continues; false: training waits.
     async_save: bool = True
     keep_checkpoints: int | None = number(None, 1, _MAX_COUNT)  # number of newest checkpoints to keep; null: all
     # also keep those at multiples of this number of steps; null: no others
     keep_every: int | None = number(None, 1, _MAX_COUNT)
+    keep_best: bool = False  # also keep the one with the lowest validation loss, which checkpoints/best.json names
+    # A command for every finished checkpoint, which rank 0 starts beside training. {path}, {name} (of its folder),
+    # {step} and {run} are replaced. A failure is reported and costs nothing else.
+    upload_command: str | None = text(None, max_bytes=4000)
     log_interval: int = number(1, 1, _MAX_COUNT)  # steps per record, which has the means over these steps
     # Steps between losses of the validation part of data.split (`loss/validation`); null: never.
     eval_interval: int | None = number(None, 1, _MAX_COUNT)
@@ -208,10 +213,14 @@ class ServeConfig:
 class LoggingConfig:
     """Where a run's figures go."""
 
-    # where W&B writes: to a folder (offline), to its server (online) or nowhere (disabled)
-    wandb: str = choice("offline", ("offline", "online", "disabled"))
+    # Where W&B writes: to a folder (offline), to its server (online) or nowhere (disabled). auto: as W&B's own
+    # settings say, but offline without a login. W&B's environment, such as WANDB_MODE, wins over all of these keys.
+    wandb: str = choice("auto", ("auto", "offline", "online", "disabled"))
+    wandb_entity: str | None = text(None, max_bytes=128)  # user or team in W&B; null: W&B's default
     # project in W&B
     wandb_project: str = text("megatron-longctx", "a project of W&B, 1 to 128 letters", r"[^/\\#?%:]{1,128}")
+    wandb_notes: str | None = text(None, max_bytes=2000)  # a description of the run
+    wandb_checkpoints: bool = False  # record the place of every checkpoint in W&B, as an artifact without its files
     wandb_group: str | None = text(None)  # null: the sweep's name, else the experiment's, else the model and length
     wandb_job_type: str | None = text(None, max_bytes=64)  # null: the mode, by which tables and panels group runs
     # null: model, mode, layout, cp/tp/pp/dp, hardware and precision.

@@ -29,6 +29,7 @@ from .checkpoint_reader import first_line
 _logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
+BEST = "best.json"
 DIGESTS = "digests.json"
 REMEDY = "restore the checkpoint, or choose another iteration or directory"
 
@@ -79,9 +80,25 @@ def latest(directory: Path) -> int | None:
     return int(text)
 
 
+def best(directory: Path) -> tuple[float, int] | None:
+    """Return the lowest validation loss among the checkpoints of a directory and its iteration, or None.
+
+    Raises:
+        ValueError: the file with both is damaged.
+    """
+    path = Path(directory) / BEST
+    try:
+        content = json.loads(files.read_bytes(path, _MAX_TRACKER_BYTES))
+        return float(content["validation_loss"]), int(content["iteration"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}), expected validation_loss and iteration: delete it") from error
+
+
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest `last` of them (None: all), and every multiple of `every`.
+    """Which checkpoints stay: the newest `last` of them (None: all), every multiple of `every`, and those in `kept`.
 
     Raises:
         ValueError: a number is below 1.
@@ -89,6 +106,7 @@ class Retention:
 
     last: int | None = None
     every: int | None = None
+    kept: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         for name, number in (("last", self.last), ("every", self.every)):
@@ -98,7 +116,7 @@ class Retention:
     def expired(self, iterations: list[int]) -> list[int]:
         """Return which of `iterations`, in ascending order, are to be deleted."""
         old = iterations[: -self.last] if self.last is not None else []
-        return [number for number in old if self.every is None or number % self.every]
+        return [number for number in old if number not in self.kept and (self.every is None or number % self.every)]
 
 
 def start(partial: Path) -> None:

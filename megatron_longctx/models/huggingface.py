@@ -139,7 +139,7 @@ class ShardWriter:
         max_bytes: the most bytes of values in a file, unless a single group is larger.
     """
 
-    def __init__(self, folder: Path, groups: Sequence[Mapping[str, TensorInfo]], max_bytes: int = 5 * 10**9) -> None:
+    def __init__(self, folder: Path, groups: Sequence[Mapping[str, TensorInfo]], max_bytes: int) -> None:
         self._folder = folder
         self._files: list[list[Mapping[str, TensorInfo]]] = [[]]
         size = 0

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _CELLS = 480  # resolution of the pair map: enough to see every span of any length
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.0}  # behind numbers on hatching
 _WAIT, _MERGE, _TRANSFER = "#ececec", "#e4a33d", "#7d8fa8"
+_CENTRED: dict[str, Any] = {"ha": "center", "va": "center"}
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -62,7 +63,8 @@ def draw_placement(plan: Plan, path: Path) -> None:
     axes.set_title(f"{plan.queries.name} layout: {len(plan.mask.documents)} documents over {plan.n} ranks", fontsize=10)
     _label(axes, "tokens; numbers: documents, hatched where other ranks hold a part", "rank")
     axes.set_ylim(plan.n - 0.5, -0.5)
-    axes.set_xlim(0, max(left, default=1) * 1.22 + 1)
+    axes.set_xlim(0, max(left, default=0) + 1)
+    axes.spines[["top", "right"]].set_visible(False)  # shares stand to the right of the axes
     axes.set_yticks(range(0, plan.n, max(1, plan.n // 16)))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
@@ -163,7 +165,7 @@ def draw_on(axes: Axes, plan: Plan) -> None:
                 if share > 0.045 and plan.n <= 16:
                     homes = sorted({key.home for key in attend.keys})
                     label = str(homes[0]) if len(homes) == 1 else f"{homes[0]}…{homes[-1]}"
-                    axes.text(left + share / 2, rank, label, ha="center", va="center", fontsize=7.5)
+                    axes.text(left + share / 2, rank, label, color=_ink(colours[t]), fontsize=7.5, **_CENTRED)
                 left += share
             if left < start + width - 1e-9:
                 axes.barh(rank, start + width - left, left=left, height=0.78, **waiting)
@@ -177,10 +179,18 @@ def draw_on(axes: Axes, plan: Plan) -> None:
     axes.set_xlim(0, max(start, 1.0) * 1.01)
 
 
+def _ink(background: Any) -> str:
+    """Return black or white, which has more contrast with the background (WCAG 2's relative luminance)."""
+    from matplotlib.colors import to_rgb
+
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(background)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"
+
+
 def _colours(count: int) -> list[Any]:
     from matplotlib import colormaps
 
-    # Start light enough that the labels stay readable on every bar.
     return [colormaps["viridis"](0.35 + 0.6 * t / max(count - 1, 1)) for t in range(count)]
 
 
@@ -248,7 +258,8 @@ def _gantt(axes: Axes, simulation: Simulation, end: float, small: bool = False) 
         colour = _MERGE if span.home < 0 else colours(0.3 + 0.65 * span.home / max(n - 1, 1))
         axes.barh(span.rank - 0.1, width, left=left, height=0.56, color=colour, **edge)
         if not small and n <= 16 and span.home >= 0 and span.stop - span.start > 0.03 * end:
-            axes.text(left + width / 2, span.rank - 0.1, span.label, ha="center", va="center", fontsize=8)
+            place = left + width / 2, span.rank - 0.1
+            axes.text(*place, span.label, color=_ink(colour), fontsize=8, **_CENTRED)
     axes.set_xlim(0, end * scale * 1.005)
     axes.set_ylim(n - 0.4, -0.5)
     if small:
@@ -263,10 +274,15 @@ def _totals(axes: Axes, entry: Candidate, ran: Sequence[Candidate]) -> None:
     """Draw time and memory of a mode as shares of the slowest and the largest."""
     slowest = max(other.seconds for other in ran)
     largest = max(other.peak_bytes for other in ran)
-    axes.barh([0, 1], [entry.seconds / slowest, entry.peak_bytes / largest], color=["#4c7f8c", "#b98ab0"], height=0.6)
+    shares = entry.seconds / slowest, entry.peak_bytes / largest
+    axes.barh([0, 1], shares, color=["#3d6c78", "#8a5c82"], height=0.6)
     axes.set(xlim=(0, 1.02), ylim=(1.6, -0.6), xticks=[], yticks=[])
-    axes.text(0.02, 0, f"{entry.seconds * 1e3:.2f} ms", va="center", fontsize=9, color="white")
-    axes.text(0.02, 1, f"{entry.peak_bytes / GIB:.2f} GiB", va="center", fontsize=9, color="white")
+    texts = f"{entry.seconds * 1e3:.2f} ms", f"{entry.peak_bytes / GIB:.2f} GiB"
+    for row, (share, text) in enumerate(zip(shares, texts, strict=True)):
+        fits = share > 0.4  # else it stands beside its bar
+        axes.text(
+            0.02 if fits else share + 0.02, row, text, va="center", fontsize=9, color="white" if fits else "black"
+        )
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)
 

@@ -25,7 +25,7 @@ from ..config.gpus import max_gpu_ranks, ranks_per_gpu
 from ..core.errors import JobFailed, refuse
 from ..inference.choose_cache_mode import calibration_file
 from ..inference.engine import LongContextEngine
-from ..mcore import groups
+from ..mcore import checkpoint_folder, groups
 from ..mcore.inference import build_engine, check_cache, inference_config, tensor_size_of_experts, with_length
 from ..mcore.model import RETRAINABLE
 from ..training.compose import RESOLVED, load_config, override_config
@@ -91,17 +91,22 @@ def refuse_unread(settings: Sequence[str]) -> None:
 
 
 def checkpoint_of(own: Mapping[str, str]) -> tuple[Path, int | None]:
-    """Return the folder and the number of `checkpoint=RUN` and `iteration=N`.
+    """Return the folder and the number of `checkpoint=RUN` and `iteration=N`; `best` is that of `train.keep_best`.
 
     Raises:
-        ValueError: `checkpoint` is missing, or `iteration` is not a number.
+        ValueError: `checkpoint` is missing, or `iteration` is not a number, or there is no best one.
     """
     if not own.get("checkpoint"):  # an empty one would be the current folder
         raise refuse("checkpoint", "", "checkpoint=RUN, the folder of a run", "Give runs/NAME of a training run.")
-    iteration = own.get("iteration")
+    run, iteration = Path(own["checkpoint"]), own.get("iteration")
+    if iteration == "best":
+        if (best := checkpoint_folder.best(run / "checkpoints")) is None:
+            expected = f"a run with train.keep_best=true; {run} has no {checkpoint_folder.BEST}"
+            raise refuse("iteration", iteration, expected, "Give a number, or leave it out for the latest.")
+        return run, best[1]
     if iteration is not None and not (iteration.isdecimal() and len(iteration) < 13):
-        raise refuse("iteration", iteration, "a number", "Leave it out for the latest.")
-    return Path(own["checkpoint"]), None if iteration is None else int(iteration)
+        raise refuse("iteration", iteration, "a number or best", "Leave it out for the latest.")
+    return run, None if iteration is None else int(iteration)
 
 
 def build_job(

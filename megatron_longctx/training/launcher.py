@@ -26,7 +26,7 @@ from .job import Job
 from .local_ranks import RankFailed, RankProcesses, explain_failure, stopped_ranks
 from .rendezvous import RankInfo
 from .run_folder import RunFolder, RunLock
-from .signals import STOP_SIGNALS, SignalForwarder, blocked
+from .signals import SIGNALS, SignalForwarder, blocked
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
     config, count = job.config, job.world_size
     with contextlib.ExitStack() as cleanup:
         # Ranks inherit the blocked signals: one that arrives before a rank handles it stays pending.
-        with blocked(STOP_SIGNALS), rendezvous.listen() as listener:
+        with blocked(SIGNALS), rendezvous.listen() as listener:
             # Rank 0 hosts the store, not this process: ranks whose launcher dies must still write a checkpoint.
             logger.info("starting %d %s rank%s; run folder %s", count, job.device, "s" * (count > 1), folder.path)
             if obstacle := forks.obstacle():

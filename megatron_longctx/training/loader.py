@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..mcore.data import TrainingBatch
 from .local_ranks import exit_with_parent
-from .signals import STOP_SIGNALS, blocked
+from .signals import SIGNALS, blocked
 
 _END_WITHIN_S = 5.0  # for each of the thread and the workers, which a hanging file system may hold
 
@@ -73,7 +73,7 @@ class Loader(Iterator[TrainingBatch]):
             StopIteration: no batch is left.
         """
         if self._batches is None:
-            with blocked(STOP_SIGNALS):  # workers ignore them, so that the rank can finish its step
+            with blocked(SIGNALS):  # workers ignore them, so that the rank can finish its step
                 self._batches = iter(self._loader)
         batch = (self._next or self._want()).result()
         self._next = self._want()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..config import Config, environment, names
 from ..core.comm import on_rank_0
 from ..mcore import checkpoint, groups, model, optimizer
+from ..mcore.checkpoint_folder import iteration_directory
 from ..mcore.corpus import Identity, identity
 from ..mcore.data import TrainingBatch, TrainingData, micro_batches
 from ..mcore.objectives import make_objective
@@ -31,7 +32,7 @@ from .loader import Loader
 from .metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
 from .monitoring import Interval, NonFiniteError, TensorBoardSink, Validation, dump_nonfinite, memory_peaks, profiled
 from .run_folder import RunFolder
-from .saver import Saver
+from .saver import Saver, Uploads
 from .signals import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,13 @@ class Trainer:
         heartbeat.begin("loading a checkpoint")
         self.step, self.tokens = self._resume()
         self.interval = Interval()
+        self.validated = -1, math.nan  # the last step with a validation loss, and that loss
         self.saver = Saver(self.folder.checkpoints, train, self.step)
+        self.uploads = None
+        if train.upload_command is not None and dist.get_rank() == 0:
+            self.uploads = Uploads(train.upload_command, self.folder.path)
+            if self.step:
+                self.uploads.resume(self.step, iteration_directory(self.folder.checkpoints, self.step))
         self.loader = Loader(
             self.data,
             micro_batches(config, self.step, self.groups.dp.rank(), dp_size),
@@ -131,13 +138,17 @@ class Trainer:
                 self.interval.losses.append(result.loss)
                 validation_loss = self._validation_loss()
                 if validation_loss is not None:
+                    self.validated = self.step, validation_loss
                     since = time.perf_counter()
                 if self.step % train.log_interval == 0 or self.step == train.steps or validation_loss is not None:
                     self._log(result, validation_loss)
                 self._update_status("running")
-                if train.save_interval and self.step % train.save_interval == 0 and train.save:
+                at_interval = train.save_interval is not None and self.step % train.save_interval == 0
+                if train.save and (at_interval or self._save_now):
                     self._save()
                     since = time.perf_counter()
+                elif self._save_now:
+                    logger.warning("a signal asked for a checkpoint, but none is written with train.save=false")
             if self.interval.losses:
                 self._log(result, None)
             if train.save and self.saver.latest != self.step:
@@ -279,7 +290,7 @@ class Trainer:
         environment.write(self.folder.path, dist.get_world_size())
         return [
             JsonlSink(self.folder.metrics, self.step),
-            WandbSink(self.folder.path, config),
+            WandbSink(self.folder.path, config, logger.info),
             *([TensorBoardSink(self.folder.path, self.step)] if config.logging.tensorboard else []),
             ConsoleSink(config.train.steps, logger.info),
         ]
@@ -317,13 +328,22 @@ class Trainer:
         samples = self.step * self.config.train.global_batch_size
         extra = {"consumed_samples": samples, "consumed_tokens": self.tokens, "data": self.identity}
         self._finish_save()
-        self.saver.begin(self.step, self._state(), extra)
+        step, loss = self.validated
+        validation_loss = loss if step == self.step else None
+        in_use = self.uploads.unfinished.copy() if self.uploads else ()
+        self.saver.begin(self.step, self._state(), extra, validation_loss, in_use)
         if not self.config.train.async_save:
             self._finish_save()
 
     def _finish_save(self) -> None:
         if (step := self.saver.finish()) is not None:
             self._update_status("running", saved=step)
+            path = iteration_directory(self.folder.checkpoints, step)
+            for sink in self.sinks:
+                if isinstance(sink, WandbSink):
+                    sink.checkpoint(path, step)
+            if self.uploads is not None:
+                self.uploads.add(step, path)
 
     def _update_status(self, state: str, **more: Any) -> None:
         if dist.get_rank() == 0:
@@ -332,11 +352,17 @@ class Trainer:
     def _stopped(self) -> bool:
         """Whether any rank received a stop signal. Also finishes a checkpoint that all ranks have written.
 
-        Ranks agree on both, because a rank that goes on alone would wait for the others forever.
+        Ranks agree on both, and on whether the next step is saved because a rank received the save signal or
+        `train.save_minutes` have passed: a rank that goes on alone would wait for the others forever.
         """
-        flags = torch.tensor([float(self.stop.received or 0), float(not self.saver.written)], device=local_device())
+        asked = self.saver.due
+        if self.stop.save:
+            self.stop.save, asked = False, True
+        own = [float(self.stop.received or 0), float(not self.saver.written), float(asked)]
+        flags = torch.tensor(own, device=local_device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        stop, writing = flags.tolist()
+        stop, writing, save_now = flags.tolist()
+        self._save_now = bool(save_now)
         if not writing:
             self._finish_save()
         self.stopped_by = signal.Signals(int(stop)) if stop else None

@@ -1,4 +1,4 @@
-"""Stop signals: on TERM, USR1, HUP or INT, a run finishes its step, writes a checkpoint and ends."""
+"""Signals: on TERM, USR1, HUP or INT, a run finishes its step, writes a checkpoint and ends; on USR2, it goes on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+SAVE_SIGNAL = signal.SIGUSR2
+SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL)
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
@@ -34,19 +36,28 @@ def blocked(numbers: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 class StopRequest:
-    """The first stop signal that this process received, also while it was blocked. A second SIGINT interrupts."""
+    """The first stop signal that this process received, also while it was blocked. A second SIGINT interrupts.
+
+    Attributes:
+        save: whether the save signal has arrived; whoever saves resets it.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.save = False
         self._interrupted = False
         for number in handled_signals():
             signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher starts ranks with these blocked
+        signal.signal(SAVE_SIGNAL, self._ask_to_save)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts ranks with these blocked
 
     def close(self) -> None:
-        """Ignore stop signals from now on: training is complete, and they would kill Python while it exits."""
-        for number in STOP_SIGNALS:
+        """Ignore signals from now on: training is complete, and they would kill Python while it exits."""
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+
+    def _ask_to_save(self, number: int, frame: FrameType | None) -> None:
+        self.save = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -57,7 +68,7 @@ class StopRequest:
 
 
 class SignalForwarder:
-    """Forwards this process's stop signals to the ranks, SIGINT as SIGTERM. A second SIGINT interrupts.
+    """Forwards this process's signals to the ranks, SIGINT as SIGTERM. A second SIGINT interrupts.
 
     Args:
         saves: whether a stopped run writes a checkpoint.
@@ -66,7 +77,7 @@ class SignalForwarder:
     def __init__(self, pids: Sequence[int], saves: bool) -> None:
         self._pids, self._saves = pids, saves
         self._interrupted = False
-        self._previous = {number: signal.signal(number, self._forward) for number in handled_signals()}
+        self._previous = {number: signal.signal(number, self._forward) for number in (*handled_signals(), SAVE_SIGNAL)}
 
     def close(self) -> None:
         """Restore the previous handlers."""

@@ -76,8 +76,11 @@ def run(job: Job) -> None:
         raise
     dist.barrier()
     heartbeat.close()
-    stop.close()
     dist.destroy_process_group()
+    if trainer.uploads is not None:
+        # Last, because it may take longer than ranks wait for one another. A stopped job may have no time left.
+        trainer.uploads.close(wait=trainer.stopped_by is None)
+    stop.close()
 
 
 class _LogFile(logging.FileHandler):

@@ -375,13 +375,39 @@ def _alive(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
 def test_the_length_of_an_exported_model(
     seq_length: int, fields: dict[str, Any], expected: int, runs: dict[str, Path], tmp_path: Path
 ) -> None:
+    """The tokenizer's longest text is never below it."""
     run = shutil.copytree(runs["llama"], tmp_path / "run")
     config = load_config(run / RESOLVED)
     data = replace(config.data, seq_length=seq_length, tokenizer_path=str(run / "tokenizer"))
     save_config(replace(config, data=data), run / RESOLVED)
     _fields(**fields)(run / "tokenizer")
+    settings = run / "tokenizer/tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 100}))
     export_model([f"checkpoint={run}", f"out={tmp_path / 'back'}"])
     assert json.loads((tmp_path / "back/config.json").read_text())["max_position_embeddings"] == expected
+    copied = json.loads((tmp_path / "back/tokenizer_config.json").read_text())
+    assert copied["model_max_length"] == max(100, expected)
+
+
+def test_an_exported_model_has_the_length_that_its_rope_is_scaled_to(tmp_path: Path) -> None:
+    """Also after training on shorter sequences, and with the tokenizer of another model."""
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    write_model(tmp_path / "source", "llama", torch.float32, max_position_embeddings=512, rope_parameters=rope)
+    import_model(str(tmp_path / "source"), [f"out={tmp_path / 'run'}", "data.seq_length=128"])
+    _fields(num_hidden_layers=3)(tmp_path / "run/tokenizer")
+    export_model([f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}"])
+    assert json.loads((tmp_path / "back/config.json").read_text())["max_position_embeddings"] == 512
+
+
+def test_shards_of_a_size(runs: dict[str, Path], published: Published, tmp_path: Path) -> None:
+    export_model([f"checkpoint={runs['llama']}", f"out={tmp_path / 'back'}", "shard_gb=1e-5"])
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    largest = max(tensor.nbytes for tensor in tensors_of(tmp_path / "back").values())
+    assert len(files) > 2 and all(each.stat().st_size <= max(10_000, 2 * largest) + 2000 for each in files)
+    assert same(tensors_of(tmp_path / "back"), tensors_of(published["llama"][0]))
+    for wrong in ("0", "-1", "five", "nan"):
+        with pytest.raises(ValueError, match=f"shard_gb={wrong}: expected a number"):
+            export_model([f"checkpoint={runs['llama']}", f"out={tmp_path / 'other'}", f"shard_gb={wrong}"])
 
 
 def test_damaged_weights_are_not_exported(

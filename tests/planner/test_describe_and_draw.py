@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_longctx.config.cluster import load_cluster
 from megatron_longctx.core.layout import LAYOUTS
 from megatron_longctx.core.plans import KernelSupport, Target, Workload, build_plan, keep_received, transpose
 from megatron_longctx.core.plans.mask import documents, full
+from megatron_longctx.planner import draw as drawing
 from megatron_longctx.planner.describe import describe, document_shards, imbalance_pct, rank_pairs
 from megatron_longctx.planner.draw import draw
+from megatron_longctx.planner.simulate import simulate
 from tests.core.plans.masks import pairs_of, tokens_of
 from tests.shared.plans import helper_plan
 
@@ -118,6 +121,38 @@ def test_the_pair_map_shows_which_step_computes_each_pair():
             seen = pairs_of(attend.slices, attend.num_queries, attend.num_keys) > 0
             expected[at] = numpy.where(seen, t, expected[at])
         numpy.testing.assert_array_equal(grid, expected)
+
+
+def test_text_in_pictures_is_legible(tmp_path, monkeypatch):
+    """Digits contrast with their bars (4.5 by WCAG 2), and no text crosses a frame."""
+    from matplotlib.colors import to_rgb
+
+    figures, real = [], drawing._figure
+    monkeypatch.setattr(drawing, "_figure", lambda *a, **b: figures.append(real(*a, **b)) or figures[-1])
+    draw(build_plan("zigzag", 8, 4096), tmp_path / "plan.png")
+    pack = build_plan("all_gather", 4, documents([400, 300, 200, 100, 60, 40]), layout="balanced")
+    drawing.draw_placement(pack, tmp_path / "pack.png")
+    timeline = simulate(build_plan("ring", 8, 32768), load_cluster("h200_x8"), Workload(32, 8, 128), timeline=True)
+    drawing.draw_timeline(timeline, tmp_path / "timeline.png")
+
+    def luminance(colour):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+        return sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05
+
+    checked = 0
+    for axes in (axes for figure in figures for axes in figure.axes):
+        axes.figure.draw_without_rendering()
+        frame = axes.get_window_extent()
+        for text in axes.texts:
+            box = text.get_window_extent()
+            assert not (axes.spines["right"].get_visible() and box.x0 < frame.x1 < box.x1), text.get_text()
+            centre = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
+            bars = [bar for bar in axes.patches if bar.get_window_extent().contains(*centre)]
+            if bars and text.get_bbox_patch() is None:
+                both = luminance(text.get_color()), luminance(bars[-1].get_facecolor())
+                assert max(both) / min(both) >= 4.5, text.get_text()
+                checked += 1
+    assert checked > 64
 
 
 def test_a_picture_that_cannot_be_written(tmp_path):

@@ -1,18 +1,18 @@
-"""Runs as read from their folders, and the metrics by which they are compared."""
+"""Runs as read from their folders, how their losses differ, and what is doubtful about their speeds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from ...config import environment, names
 from ..metrics.sinks import Value, decode
+from ..metrics.summary import MIN_STEPS, warm_up
 
 
 @dataclass(frozen=True)
@@ -33,46 +33,18 @@ class Run:
         """Return the facts by which runs are distinguished, grouped and filtered."""
         return environment.facts(self.config, self.environment)
 
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric of a run over all its steps: their median, or what `pick` returns. `better` is `high` or `low`."""
-
-    title: str
-    unit: str
-    key: str
-    spec: str
-    better: str
-    pick: Callable[[Sequence[float]], float] = median
-    scale: float = 1.0
-
-    def of(self, run: Run) -> float | None:
-        """Return the value of a run; None if it was not recorded."""
-        recorded = (record.get(self.key) for record in run.records.values())
-        values = [float(value) * self.scale for value in recorded if isinstance(value, (int, float))]
-        return self.pick(values) if values else None
-
-    def text(self, run: Run) -> str:
-        value = self.of(run)
-        return "—" if value is None else format(value, self.spec)
+    def doubts(self) -> list[str]:
+        """Return why its speeds cannot be ranked, in words that follow the names of runs; empty if they can."""
+        measured = len(self.records) - warm_up(len(self.records))
+        on_cpu = ["on CPUs, so the times say nothing about GPUs"] if self.facts()["hardware"] == "cpu" else []
+        few = f"with fewer than {MIN_STEPS} steps after the warm-up, which do not tell modes apart"
+        return on_cpu + ([few] if measured < MIN_STEPS else [])
 
 
 # For runs in order: blue, vermilion, green, … which colour-blind readers can distinguish as well.
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#7F5FC1", "#8A6D3B", "#C0392B", "#607D8B"),
-)
-METRICS = (
-    Metric("tokens/s", "tokens/s", names.TOKENS_PER_S, ",.0f", "high"),
-    Metric("tokens/s/GPU", "tokens/s per GPU", names.TOKENS_PER_S_PER_GPU, ",.0f", "high"),
-    Metric("TFLOP/s/GPU", "TFLOP/s per GPU", names.TFLOPS_PER_GPU, ".3g", "high"),
-    Metric("MFU causal %", "% of the peak", names.MFU_CAUSAL_PCT, ".1f", "high"),
-    Metric("MFU dense %", "% of the peak", names.MFU_DENSE_PCT, ".1f", "high"),
-    Metric("exposed comm ms", "ms per step", names.EXPOSED_COMM_S, ",.1f", "low", scale=1e3),
-    Metric("data wait ms", "ms per step", names.DATA_WAIT_S, ",.1f", "low", scale=1e3),
-    Metric("predicted imbalance %", "% over the mean", names.IMBALANCE_PCT, ".1f", "low"),
-    Metric("measured imbalance %", "% over the mean", names.MEASURED_IMBALANCE_PCT, ".1f", "low"),
-    Metric("peak mem GiB", "GiB per GPU", names.PEAK_ACTIVE_GIB, ".2f", "low", pick=max),
 )
 
 
@@ -144,3 +116,13 @@ def largest_difference(run: Run, first: Run, steps: Sequence[int]) -> float:
     """Return the largest absolute difference of the losses; NaN if one of them is."""
     sizes = [abs(each) for each in differences(run, first, steps)]
     return math.nan if any(map(math.isnan, sizes)) else max(sizes)  # max() may skip a NaN
+
+
+def agreement(runs: Sequence[Run]) -> str:
+    """Return one sentence on how far the losses of all runs differ from the first run's."""
+    first, steps = runs[0], common_steps(runs)
+    apart = {run.name: largest_difference(run, first, steps) for run in runs[1:]}
+    if not apart:
+        return f"{first.name} is the only run: there is no loss to compare with its own."
+    name = max(apart, key=lambda each: math.inf if math.isnan(apart[each]) else apart[each])
+    return f"Largest difference from the loss of {first.name} at {len(steps)} common steps: {apart[name]:.1e} ({name})."

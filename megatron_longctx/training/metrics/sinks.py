@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shlex
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +20,14 @@ from uuid import uuid4
 
 from ...config import Config, environment, files, names
 from ...planner.flops import FORMULA, peak_tflops
+from .summary import summaries
 
 Value = float | int | str | None
 # The key of an object that says which values, written as null, were not finite.
 NONFINITE = "nonfinite"
+# Arguments of `wandb.init` that W&B reads from variables, without their WANDB_; a variable wins over a key.
+_VARIABLES = {key: key.upper() for key in ("entity", "project", "name", "notes", "job_type", "tags", "dir")}
+_VARIABLES |= {"id": "RUN_ID", "group": "RUN_GROUP"}
 _ETA_STEPS = 20
 
 
@@ -167,26 +173,52 @@ def clock_text(seconds: float | None) -> str:
 
 
 class WandbSink:
-    """Writes to W&B in the run's folder: offline, online or not at all (`logging.wandb`).
+    """Writes to W&B in the run's folder: offline, online or not at all (`wandb_mode`).
 
-    W&B online ignores steps that a resumed run trains again, because its history only grows; the JSONL has their last
-    values. W&B never ends a training run: if it fails, one warning gives the reason and training goes on without it.
+    One line says where: the URL, or the folder and the command that sends it. At the end, the run's summary has the
+    medians of `metrics.summary`. W&B online ignores steps that a resumed run trains again, because its history only
+    grows; the JSONL has their last values. W&B never ends a training run: where its server cannot be reached, it
+    writes offline; if it fails, one warning gives the reason and training goes on without it.
+
+    Args:
+        emit: receives the line, e.g. the `info` method of a logger.
     """
 
-    def __init__(self, folder: Path, config: Config) -> None:
-        self._run: Any = None
-        if config.logging.wandb != "disabled":
-            self._run = self._attempt(start_wandb, folder, config, config.logging.wandb)
+    def __init__(self, folder: Path, config: Config, emit: Callable[[str], None] = lambda line: None) -> None:
+        self._folder, self._checkpoints = folder, config.logging.wandb_checkpoints
+        self._run: Any = self._attempt(self._start, config, emit)
+
+    def _start(self, config: Config, emit: Callable[[str], None]) -> Any:
+        if (mode := wandb_mode(config.logging.wandb)) == "disabled":
+            return None
+        try:
+            run = start_wandb(self._folder, config, mode)
+        except Exception as error:
+            if mode == "offline":
+                raise
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"W&B cannot be reached and writes offline ({type(error).__name__}: {reason})", stacklevel=4)
+            import wandb
+
+            wandb.teardown()  # its service takes the run's id for used
+            run = start_wandb(self._folder, config, "offline")
+        emit(f"W&B: {wandb_place(run)}")
+        return run
 
     def write(self, record: Mapping[str, Value]) -> None:
         """Log one record at its step."""
         if self._run is not None:
             self._attempt(_log, self._run, record)
 
+    def checkpoint(self, path: Path, step: int) -> None:
+        """Record where a finished checkpoint is, if `logging.wandb_checkpoints` asks for it."""
+        if self._run is not None and self._checkpoints:
+            self._attempt(_log_checkpoint, self._run, path, step)
+
     def close(self) -> None:
-        """Finish the W&B run."""
+        """Write the summary and finish the W&B run."""
         if self._run is not None:
-            self._attempt(self._run.finish)
+            self._attempt(_finish, self._run, self._folder)
         self._run = None
 
     def _attempt(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -199,6 +231,24 @@ class WandbSink:
             return None
 
 
+def wandb_mode(asked: str) -> Any:
+    """Return `online`, `offline` or `disabled`: WANDB_MODE, else `asked` (`logging.wandb`).
+
+    `auto` is what `wandb offline` and `wandb online` have set; online only with a login, as nobody can be asked.
+    """
+    asked = os.environ.get("WANDB_MODE") or asked
+    if asked != "auto":
+        return "offline" if asked == "dryrun" else asked
+    import wandb  # here, so that a disabled or broken W&B costs nothing
+    from requests.utils import get_netrc_auth
+
+    settings = wandb.setup().settings
+    if settings.mode != "online":
+        return settings.mode
+    login = settings.api_key or settings.identity_token_file or get_netrc_auth(settings.base_url)
+    return "online" if login else "offline"
+
+
 def start_wandb(folder: Path, config: Config, mode: Any) -> Any:
     """Start or resume the W&B run of `folder`, which contains its `environment.json`.
 
@@ -207,56 +257,82 @@ def start_wandb(folder: Path, config: Config, mode: Any) -> Any:
     Args:
         mode: `online` or `offline`.
     """
-    import wandb  # here, so that a disabled or broken W&B costs nothing
+    import wandb
 
-    ran_on = environment.read(folder)
+    ran_on, logging = environment.read(folder), config.logging
     derived = {
         "facts": environment.facts(config.as_dict(), ran_on),
         "environment": ran_on,
         "flop_formula": FORMULA,
-        "peak_tflops_per_gpu": peak_tflops(ran_on.get("device"), config.logging.peak_tflops),
+        "peak_tflops_per_gpu": peak_tflops(ran_on.get("device"), logging.peak_tflops),
     }
     folder.mkdir(parents=True, exist_ok=True)
     id_file = folder / "wandb_id.txt"
     if not id_file.exists():
         files.write_text(id_file, uuid4().hex[:12] + "\n")
-    return wandb.init(
-        project=config.logging.wandb_project,
-        name=config.run.name,
-        id=id_file.read_text(encoding="utf-8").strip(),
+    arguments = {
+        "entity": logging.wandb_entity,
+        "project": logging.wandb_project,
+        "name": config.run.name,
+        "notes": logging.wandb_notes,
+        "id": id_file.read_text(encoding="utf-8").strip(),
+        "dir": str(folder),
         **environment.labels(config, ran_on),
+    }
+    return wandb.init(
+        **{key: value for key, value in arguments.items() if not os.environ.get(f"WANDB_{_VARIABLES[key]}")},
         resume="allow" if mode == "online" else None,  # offline there is no server to resume from; the id suffices
-        dir=str(folder),
         mode=mode,
         config=config.as_dict() | derived,
         settings=wandb.Settings(silent=True, console="off"),
     )
 
 
+def wandb_place(run: Any) -> str:
+    """Return the URL of a W&B run, or its folder and the command that sends it."""
+    if not run.offline:
+        return str(run.url)
+    folder = Path(run.dir).parent
+    return f"offline in {folder}; to send it: wandb sync {shlex.quote(str(folder))}"
+
+
 def _log(run: Any, record: Mapping[str, Value]) -> None:
     run.log({key: value for key, value in record.items() if value is not None}, step=record[names.STEP])
+
+
+def _log_checkpoint(run: Any, path: Path, step: int) -> None:
+    import wandb
+
+    artifact = wandb.Artifact(f"checkpoint-{run.id}", "checkpoint", metadata={"step": step, "path": str(path)})
+    artifact.add_reference(path.resolve().as_uri(), checksum=False)
+    run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
+
+
+def _finish(run: Any, folder: Path) -> None:
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    run.summary.update(summaries(dict(enumerate(map(decode, lines)))))
+    run.finish()
 
 
 def rebuild_wandb(folder: Path, config: Config, records: Iterable[Mapping[str, Value]]) -> str:
     """Write the W&B run of `folder` again from the records of its `metrics.jsonl`.
 
-    It is online or offline, as W&B's own settings say. Steps that W&B already has do not change.
+    It is online or offline, as `wandb_mode` says. Steps that W&B already has do not change.
 
     Returns:
-        the run's URL, or the path of its files.
+        the run's URL, or the path of its files and how to send them.
 
     Raises:
         ValueError: W&B's settings disable it.
     """
-    import wandb
-
-    mode: str = wandb.setup().settings.mode
+    mode = wandb_mode("auto")
     if mode not in ("online", "offline"):
         raise ValueError(f"WANDB_MODE={mode}: expected online or offline. Set it to one of these, or unset it.")
     run = start_wandb(folder, config, mode)
     try:
         for record in records:
             _log(run, record)
-        return run.url or str(Path(run.dir).parent)
+        return wandb_place(run)
     finally:
-        run.finish()
+        _finish(run, folder)

@@ -14,6 +14,7 @@ from megatron_longctx.config import Config, DataConfig, ParallelismConfig, names
 from megatron_longctx.training.compare import report as compare
 from megatron_longctx.training.compare.runs import load_run
 from megatron_longctx.training.metrics.sinks import JsonlSink
+from megatron_longctx.training.metrics.summary import METRICS
 
 
 def make_run(
@@ -48,7 +49,7 @@ def cells(line: str) -> list[str]:
 def test_two_runs_print_loss_difference_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = make_run(tmp_path / "demo-cp1", [3.0, 2.0, 1.0])
     b = make_run(tmp_path / "demo-cp4", [3.0, 2.5, 0.75], world=4)
-    assert cli.main(["compare", str(a), str(b), "--plan", "none"]) == 0
+    assert cli.main(["compare", str(a), str(b)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert cells(lines[0]) == ["step", "loss demo-cp1", "loss demo-cp4", "difference"]
     assert [cells(line) for line in lines[2:5]] == [
@@ -56,18 +57,20 @@ def test_two_runs_print_loss_difference_and_summary(tmp_path: Path, capsys: pyte
         ["2", "2.000000", "2.500000", "+5.00e-01"],
         ["3", "1.000000", "0.750000", "-2.50e-01"],
     ]
-    header, first, second = (cells(lines[i]) for i in (6, 8, 9))
+    assert lines[6] == "Largest difference from the loss of demo-cp1 at 3 common steps: 5.0e-01 (demo-cp4)."
+    header, first, second = (cells(lines[i]) for i in (8, 10, 11))
     assert dict(zip(header, first, strict=True)) == {
         "run": "demo-cp1",
         "mode": "one rank",
-        "steps": "3",
-        "tokens/s": "2,000",
-        "tokens/s/GPU": "2,000",
-        "TFLOP/s/GPU": "1.5",
-        "peak mem GiB": "1.50",
         "max |difference|": "first",
+        "steps": "3",
+        "tokens per second": "2,500 ±10%",
+        "tokens per second per GPU": "2,500 ±10%",
+        "TFLOP/s per GPU": "1.5",
+        "peak memory (GiB per GPU)": "1.50",
     }
-    assert (second[0], second[4], second[-1]) == ("demo-cp4", "500", "5.00e-01")
+    assert (second[0], second[5], second[2]) == ("demo-cp4", "625 ±10%", "5.00e-01")
+    assert lines[13].startswith("2 of 2 runs: with fewer than 10 steps after the warm-up")
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -97,8 +100,9 @@ def test_a_loss_that_is_not_finite_is_shown(tmp_path: Path) -> None:
     a, b = make_run(tmp_path / "a", [1.0, 1.0, 1.0]), make_run(tmp_path / "b", [1.0, math.nan, 1.5])
     runs = compare.load_runs([a, b])
     assert cells(compare.loss_table(runs, 50).splitlines()[3])[2:] == ["nan", "+nan"]
-    assert cells(compare.summary_table(runs).splitlines()[3])[-1] == "nan"
-    compare.draw(runs, [])
+    assert cells(compare.summary_table(runs).splitlines()[3])[2] == "nan"
+    assert compare.agreement(runs).endswith(": nan (b).")
+    compare.draw(runs)
 
 
 def test_runs_of_the_same_name_are_named_by_their_paths(tmp_path: Path) -> None:
@@ -117,31 +121,13 @@ def test_an_incomplete_last_line_is_skipped_and_a_broken_line_is_refused(tmp_pat
         load_run(folder)
 
 
-def test_distinct_plans_are_found_and_drawn(tmp_path: Path) -> None:
-    folders = [
-        make_run(tmp_path / "cp1", [1.0, 0.5]),
-        make_run(tmp_path / "cp4", [1.0, 0.5], world=4),
-        make_run(tmp_path / "cp4-again", [1.0, 0.5], world=4),
-        make_run(tmp_path / "ring", [1.0, 0.5], world=2, schedule="ring"),
-    ]
-    plans = compare.distinct_plans(compare.load_runs(folders))
-    assert [(plan.name, plan.n, plan.queries.length) for plan in plans] == [("zigzag", 4, 64), ("ring", 2, 64)]
-    figure = compare.draw(compare.load_runs(folders), plans)
-    assert len(figure.axes) == 4  # losses, differences and two plans
-    losses, differences = figure.axes[:2]
+def test_curves_and_differences_have_the_colours_of_their_runs(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name, [1.0, 0.5]) for name in ("cp1", "cp4", "ring")]
+    losses, differences = compare.draw(compare.load_runs(folders)).axes
     assert differences.get_title(loc="left") == "Difference from cp1" and differences.get_legend() is None
     assert [line.get_color() for line in differences.lines] == [line.get_color() for line in losses.lines[1:]]
-    assert "zigzag" in figure.axes[2].get_title() and "ring" in figure.axes[3].get_title()
-
-
-def test_one_plan_can_be_chosen(tmp_path: Path) -> None:
-    a, b = make_run(tmp_path / "a", [1.0], world=2), make_run(tmp_path / "b", [1.0])
-    path = compare.compare([a, b], tmp_path / "pictures" / "out.png", plan="a")
-    assert path == tmp_path / "pictures" / "out.png" and path.stat().st_size > 0
-    with pytest.raises(ValueError, match="--plan b: this run has one context-parallel rank"):
-        compare.compare([a, b], tmp_path / "out.png", plan="b")
-    with pytest.raises(ValueError, match=r"--plan nowhere: expected all, none or one of the runs \(a, b\)"):
-        compare.compare([a, b], tmp_path / "out.png", plan="nowhere")
+    out = tmp_path / "pictures" / "out.png"
+    assert compare.compare(folders[:1], out) == out and out.stat().st_size > 0
 
 
 def test_refusals_name_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +142,16 @@ def test_refusals_name_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFix
         late: "no common steps (a: 1 to 2, late: 9 to 9)",
     }
     for folder, words in expected.items():
-        assert cli.main(["compare", str(a), str(folder), "--plan", "none"]) == 2
+        assert cli.main(["compare", str(a), str(folder)]) == 2
         assert words in capsys.readouterr().err
     assert cli.main(["compare", str(a), "--rows", "1"]) == 2
+
+
+@pytest.mark.parametrize(("steps", "left_out"), [(1, 0), (2, 0), (3, 1), (12, 4), (15, 5), (1000, 5)])
+def test_the_first_steps_do_not_count(steps: int, left_out: int) -> None:
+    """They connect ranks and compile kernels, also where their times are not even numbers."""
+    slow = dict(enumerate([9000.0, math.nan, 7000.0, 6000.0, 5000.0][:left_out]))
+    records = {step: {names.TOKENS_PER_S: slow.get(step, 100.0 + step % 3)} for step in range(steps)}
+    summary = METRICS[0].of(records)
+    assert summary is not None and summary.steps == steps - left_out
+    assert 100.0 <= summary.low <= summary.value <= summary.high <= 102.0

@@ -14,8 +14,9 @@ import pytest
 
 from megatron_longctx.cli import cli
 from megatron_longctx.config import names as keys
-from megatron_longctx.training.compare.runs import METRICS, Run
+from megatron_longctx.training.compare.runs import Run
 from megatron_longctx.training.compare.views import content, write_dashboard
+from megatron_longctx.training.metrics.summary import METRICS
 
 MODES = ("zigzag", "ring", "striped", "helper", "all_gather", "ulysses")
 INSTALLED = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
@@ -25,18 +26,18 @@ EVERY = {keys.LOSS, keys.VALIDATION_LOSS, *(metric.key for metric in METRICS)}
 PANELS = ("Bar Chart", "Run History Line Plot")
 
 
-def run(name: str, mode: str, ranks: int, model: str, length: int, hardware: str, speed: float) -> Run:
-    """Return a run of three steps, as read from a folder."""
+def run(name: str, mode: str, ranks: int, model: str, length: int, hardware: str, speed: float, steps: int = 3) -> Run:
+    """Return a run as read from a folder; its speed varies by 4 tokens per second."""
     records: dict[int, dict[str, Any]] = {
         step: {
             "train/step": step,
             "train/loss": 6.0 - step + 1e-6 * speed,
-            "perf/tokens_per_s": speed + step,
+            "perf/tokens_per_s": speed + (step if steps == 3 else step % 5),
             "perf/data_wait_s": 0.001,
             "cp/exposed_comm_s": 0.01 * speed,
             "mem/peak_active_gib": None,
         }
-        for step in (1, 2, 3)
+        for step in range(1, steps + 1)
     }
     config = {
         "model": {"name": model},
@@ -58,19 +59,23 @@ def test_content_of_the_page() -> None:
     page_data = content(runs())
     first, second = page_data["runs"][:2]
     assert (first["mode"], second["mode"], second["length"]) == ("one rank", "zigzag", 1024)
-    assert first["values"]["difference"] is None and second["values"]["difference"] == pytest.approx(5e-5)
-    assert second["values"]["perf/tokens_per_s"] == 102.0 and second["values"]["mem/peak_active_gib"] is None
-    assert second["values"]["cp/exposed_comm_s"] == pytest.approx(1000.0), "in ms"
+    assert first["values"]["difference"] is None
+    assert second["values"]["difference"]["value"] == pytest.approx(5e-5)
+    assert second["values"]["perf/tokens_per_s"] == {"value": 102.5, "low": 102.25, "high": 102.75, "steps": 2}
+    assert second["values"]["mem/peak_active_gib"] is None
+    assert second["values"]["cp/exposed_comm_s"]["value"] == pytest.approx(1000.0), "in ms"
+    assert second["curves"]["cp/exposed_comm_s"] == pytest.approx([1000.0] * 3), "in ms as well"
     assert second["curves"]["train/loss"] == pytest.approx([5.0001, 4.0001, 3.0001])
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[Any]:
+def page(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The dashboard of `runs()`, or of the runs that a test gives, in a browser."""
     if importlib.util.find_spec("playwright") is None:
         pytest.skip("playwright is not installed: pip install -e '.[dev]'")
     from playwright.sync_api import Error, sync_playwright
 
-    write_dashboard(runs(), tmp_path / "dashboard.html")
+    write_dashboard(getattr(request, "param", runs)(), tmp_path / "dashboard.html")
     with sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -116,12 +121,37 @@ def test_the_page_sorts_filters_and_draws(page: Any, tmp_path: Path) -> None:
     page.select_option("#curve", label="loss less that of one_rank")
     flat = page.locator("#curves polyline[data-run='one_rank']").get_attribute("points")
     assert len({point.split(",")[1] for point in flat.split()}) == 1, "the first run minus itself"
-    best = page.locator("tr[data-run='compare-ulysses'] td.best").all_inner_texts()
-    assert "152" in best
     assert page.locator("#bars .panel").count() == 4, "a panel for each recorded metric"
     picture = tmp_path / "dashboard.png"
     page.screenshot(path=picture)
     assert picture.stat().st_size > 20_000
+
+
+def measured(speeds: dict[str, float], hardware: str = "NVIDIA H200", steps: int = 20) -> list[Run]:
+    return [run(name, "zigzag", 4, "tiny", 1024, hardware, speed, steps) for name, speed in speeds.items()]
+
+
+@pytest.mark.parametrize(
+    ("page", "best", "doubt"),
+    [
+        (lambda: measured({"a": 100, "b": 101}), [], ""),
+        (lambda: measured({"a": 100, "b": 120}), ["b"], ""),
+        (lambda: measured({"a": 100, "b": 120, "c": 121}), [], ""),
+        (lambda: measured({"a": 100, "b": 120}, hardware="cpu"), [], "a, b: on CPUs"),
+        (lambda: measured({"a": 100, "b": 120}, steps=12), [], "a, b: with fewer than 10 steps"),
+    ],
+    ids=["noise", "apart", "two equal", "CPU", "few steps"],
+    indirect=["page"],
+)
+def test_no_run_is_called_best_on_noise(page: Any, best: list[str], doubt: str) -> None:
+    column = 1 + page.locator("thead th").all_inner_texts().index("tokens per second")
+    marked = page.locator(f"tbody tr:has(td.best:nth-child({column}))")
+    assert [row.get_attribute("data-run") for row in marked.all()] == best
+    assert page.locator("#doubts").inner_text().startswith(doubt)
+    assert page.locator("#doubts").is_visible() is bool(doubt)
+    assert page.locator("h2").first.inner_text() == "Do the losses agree?"
+    assert page.locator("#agreement").inner_text().startswith("Largest difference from the loss of a at")
+    assert page.locator("#curve").input_value() == "difference by step"
 
 
 @pytest.mark.parametrize(
@@ -153,14 +183,18 @@ def objects(tree: Any) -> Iterator[dict[str, Any]]:
 def test_a_wandb_view_shows_the_metrics_of_compare_by_mode(
     kind: str, group: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["wandb", kind, "team/longctx", "--dry-run", *(["--group", group] if group else [])]
+    words = ["wandb", "views", "team/longctx", "--dry-run", *(["--group", group] if group else [])]
     assert cli.main(words) == 0
-    stored = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
+    stored = printed[kind]
     parts = list(objects(stored))
     shown = {view: [p["config"] for p in parts if p.get("viewType") == view] for view in PANELS}
     bars, lines = ({key for config in shown[view] for key in config["metrics"]} for view in PANELS)
-    assert lines == EVERY and bars == EVERY - {keys.LOSS, keys.VALIDATION_LOSS}
-    assert all(config["chartTitle"].startswith(config["metrics"][0]) for view in PANELS for config in shown[view])
+    assert lines == EVERY and bars == {metric.summary_key for metric in METRICS}
+    titles = [config["chartTitle"] for view in PANELS for config in shown[view]]
+    assert "waiting for messages (ms per step), median (low is better)" in titles
+    assert not [title for title in titles if "_" in title], "names in words"
+    assert "/team/longctx" in json.dumps(printed["report"]["spec"]), "linked"
     assert {config["xAxis"] for config in shown["Run History Line Plot"]} == {keys.STEP}
     runs = [part for part in parts if "grouping" in part]
     by = [{"section": "run", "name": "group"}, {"section": "run", "name": "jobType"}]
@@ -171,7 +205,23 @@ def test_a_wandb_view_shows_the_metrics_of_compare_by_mode(
     assert kind == "workspace" or len(set(layouts)) == len(METRICS), "panels of a report overlap"
 
 
+def test_the_place_of_a_wandb_view_is_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import wandb
+
+    for name, value in (("WANDB_ENTITY", "theirs"), ("WANDB_PROJECT", "else")):
+        monkeypatch.setenv(name, value)
+    wandb.teardown()
+    try:
+        assert cli.main(["wandb", "views", "--dry-run"]) == 0
+    finally:
+        monkeypatch.undo()
+        wandb.teardown()
+    assert "/theirs/else" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("place", ["project", "/project", "team/", "a/b/c"])
 def test_a_place_without_entity_or_project_is_refused(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["wandb", "report", place, "--dry-run"]) == 2
+    assert cli.main(["wandb", "views", place, "--dry-run"]) == 2
     assert f"wandb={place}: expected ENTITY/PROJECT" in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_it_succeeds_and_writes_two_complete_runs_and_the_picture(demo: tuple[Pa
     picture = (place / "runs/demo.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
     files = sorted(path.name for path in (place / "runs").iterdir())
-    assert files == ["demo-cp1", "demo-cp4", "demo.png", "demo_figures.png"]
+    assert files == ["demo-cp1", "demo-cp4", "demo.png"]
 
 
 def test_the_losses_fall_and_agree(demo: tuple[Path, Job]) -> None:

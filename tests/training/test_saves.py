@@ -1,0 +1,147 @@
+"""Which checkpoints a run writes and keeps besides its last, and the command that gets them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_longctx.config import Config, TrainConfig, validate
+from megatron_longctx.mcore import checkpoint, checkpoint_folder
+from megatron_longctx.serving.inference_job import checkpoint_of
+from megatron_longctx.training.loop import Trainer
+from megatron_longctx.training.saver import Uploads
+from tests.shared.training import Job, changed, recorded, tiny_config, tiny_corpus
+
+VALIDATION = {1: 5.0, 2: 3.0, 3: math.nan, 4: 6.0, 5: 2.0, 6: 7.0}
+BEST: dict[str, Any] = {
+    "train.steps": 4,
+    "optim.decay_steps": 6,
+    "train.save": True,
+    "train.save_interval": 1,
+    "train.eval_interval": 1,
+    "train.eval_samples": 2,
+    "train.keep_checkpoints": 1,
+    "train.keep_best": True,
+    "data.split": "60,40",
+}
+
+
+def _validate_as_given(trainer: Trainer) -> None:
+    assert trainer.validation is not None
+    trainer.validation.loss = lambda: VALIDATION[trainer.step]  # type: ignore[method-assign]
+
+
+def test_the_best_checkpoint_stays_and_time_saves(tmp_path: Path) -> None:
+    """In one spawn: the best by validation of a run, of its continuation, and a run that saves by the clock."""
+    tiny_corpus(tmp_path / "corpus")
+
+    def job(name: str, settings: dict[str, Any], **options: Any) -> Job:
+        return Job(tiny_config(tmp_path, name, {"parallelism.context_parallel_size": 2, **settings}), **options)
+
+    clock = {"train.steps": 6, "train.save": True, "train.save_minutes": 1e-3}
+    recorded(2, {
+        "four steps": job("best", BEST, before_optimizer=_validate_as_given),
+        "four steps again": job("on", BEST, before_optimizer=_validate_as_given),
+        "six steps": job("on", {**BEST, "train.steps": 6}, before_optimizer=_validate_as_given),
+        "clock": job("clock", clock),
+    })  # fmt: skip
+    folder = tmp_path / "best/checkpoints"
+    assert checkpoint_folder.iterations(folder) == [2, 4], "the best, and the newest"
+    assert checkpoint_folder.best(folder) == (3.0, 2)
+    assert checkpoint_of({"checkpoint": str(tmp_path / "best"), "iteration": "best"}) == (tmp_path / "best", 2)
+    assert len(checkpoint_folder.iterations(tmp_path / "clock/checkpoints")) >= 2, "60 ms are about a step"
+    folder = tmp_path / "on/checkpoints"
+    assert checkpoint_folder.iterations(folder) == [5, 6] and checkpoint_folder.best(folder) == (2.0, 5)
+
+
+def test_checkpoints_in_use_are_not_deleted() -> None:
+    assert checkpoint.Retention(last=1, kept=frozenset([2])).expired([1, 2, 3, 4]) == [1, 3]
+
+
+def test_a_damaged_file_of_the_best_is_refused(tmp_path: Path) -> None:
+    assert checkpoint_folder.best(tmp_path) is None
+    with pytest.raises(ValueError, match=r"iteration=best: expected a run with train\.keep_best=true"):
+        checkpoint_of({"checkpoint": str(tmp_path), "iteration": "best"})
+    (tmp_path / checkpoint_folder.BEST).write_text("{}")
+    with pytest.raises(ValueError, match=r"best\.json is damaged"):
+        checkpoint_folder.best(tmp_path)
+
+
+def test_a_failing_upload_is_reported_and_the_next_one_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    script = (
+        "import sys, shutil; int(sys.argv[2]) == 2 and sys.exit('no route to store'); shutil.copytree(*sys.argv[1::2])"
+    )
+    uploads = Uploads(
+        f'{sys.executable} -c "{script}" {{path}} {{step}} "{tmp_path}/far away {{run}} {{name}}"', tmp_path
+    )
+    for step in (1, 2, 3):
+        folder = checkpoint_folder.iteration_directory(tmp_path, step)
+        folder.mkdir()
+        (folder / "common.pt").write_text(str(step))
+        uploads.add(step, folder)
+    assert uploads.unfinished <= {1, 2, 3}
+    uploads.close(wait=True)
+    assert uploads.unfinished == set() and (tmp_path / "uploaded.txt").read_text() == "3\n"
+    assert sorted(each.name for each in tmp_path.glob("far*")) == [
+        f"far away {tmp_path.name} iter_000000{i}" for i in (1, 3)
+    ]
+    expected = f"failed for step 2 (exit code 1: no route to store); {tmp_path / 'iter_0000002'} is safe"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert expected in warning and (tmp_path / "iter_0000002/common.pt").read_text() == "2"
+
+
+@pytest.mark.parametrize("command", ["no-such-program {path}", "echo {path:07d}"])
+def test_a_command_that_cannot_be_started_is_reported(
+    command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    uploads = Uploads(command, tmp_path)
+    uploads.add(1, tmp_path)
+    uploads.close(wait=True)
+    assert "train.upload_command failed for step 1" in caplog.text and f"{tmp_path} is safe" in caplog.text
+
+
+def test_an_upload_that_a_stop_ends_is_repeated(tmp_path: Path) -> None:
+    stopped = Uploads(f"sh -c 'touch {tmp_path}/begun; sleep 600' {{path}}", tmp_path)
+    stopped.add(4, tmp_path)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    stopped.close(wait=False)
+    stopped._thread.join(60)
+    assert not stopped._thread.is_alive() and not (tmp_path / "uploaded.txt").exists()
+    again = Uploads("test -d {path}", tmp_path)
+    again.resume(4, tmp_path)
+    again.close(wait=True)
+    assert (tmp_path / "uploaded.txt").read_text() == "4\n"
+    again.resume(4, tmp_path)
+    assert again.unfinished == set(), "not a third time"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"upload_command": "rclone copy runs remote:"}, "expected words with {path}"),
+        ({"upload_command": "cp {path} {where}"}, "expected words with {path}"),
+        ({"upload_command": "cp '{path} there"}, "No closing quotation"),
+        ({"upload_command": "cp {path there"}, "expected '}'"),
+        ({"keep_best": True}, "to be a multiple of train.eval_interval=null"),
+        ({"keep_best": True, "eval_interval": 4, "save_interval": 6}, "train.save_interval=6 to be a multiple"),
+        ({"save": False, "save_minutes": 5.0}, "train.save_minutes=5.0: expected null with train.save=false"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    config = changed(Config(), {"data.split": "90,10"})
+    with pytest.raises(ValueError) as caught:
+        validate(changed_train(config, settings))
+    assert message in str(caught.value)
+
+
+def changed_train(config: Config, settings: dict[str, Any]) -> Config:
+    return Config(**{**vars(config), "train": TrainConfig(**settings)})
