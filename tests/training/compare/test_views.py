@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.cli import cli
+from megatron_longctx.cli import cli, hydra_options
 from megatron_longctx.config import names as keys
 from megatron_longctx.training.compare.runs import Run
 from megatron_longctx.training.compare.views import content, write_dashboard
@@ -225,3 +226,16 @@ def test_the_place_of_a_wandb_view_is_that_of_the_environment(
 def test_a_place_without_entity_or_project_is_refused(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["wandb", "views", place, "--dry-run"]) == 2
     assert f"wandb={place}: expected ENTITY/PROJECT" in capsys.readouterr().err
+
+
+def test_a_sweep_ends_with_the_commands_that_compare_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parallelism=cp4", "parallelism.schedule=ring,zigzag"]
+    options = {"multirun": True, "cfg": None, "info": None, "config_dir": None}
+    arguments = argparse.Namespace(verb="train", settings=words, **options)
+    trained: list[str] = []
+    assert hydra_options.run(arguments, lambda job: trained.append(job.settings[-1])) == 0
+    assert trained == ["run.name=default-ring", "run.name=default-zigzag"]
+    *_, compared, views = capsys.readouterr().out.splitlines()
+    folders = "runs/default-ring runs/default-zigzag"
+    assert compared == f"to compare them: megatron-longctx compare {folders} --html runs/compare.html"
+    assert views == "in W&B: megatron-longctx wandb views --group default"

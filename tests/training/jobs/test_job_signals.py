@@ -149,9 +149,12 @@ def test_killing_the_launcher_leaves_no_ranks(workplace: Path, moment: str) -> N
 
 
 def test_under_torchrun_usr1_writes_a_checkpoint_and_ends_with_success(workplace: Path) -> None:
+    """USR2 to one rank writes one before, and training goes on."""
     settings = command()[len(CLI) :]
     with started(workplace, [*TORCHRUN_2, *settings], quick=True) as job:
         job.wait_for(line(2))
+        job.ranks()[-1].send_signal(signal.SIGUSR2)
+        job.wait_for("saved runs/default/checkpoints/iter_")
         for rank in job.ranks():
             rank.send_signal(signal.SIGUSR1)
         last = checked_stop(job, workplace / "runs/default", 0)
