@@ -23,6 +23,7 @@ from ..config import RecomputeConfig
 from ..core.errors import refuse
 from ..models.rope_frequencies import Frequencies
 from .core_attention import ContextParallelCoreAttention
+from .delta_net import with_delta_net
 from .experts import experts_spec, with_summed_losses
 from .norms import NORMS, with_post_norms
 from .recompute import with_mlp_tiles, with_recompute
@@ -165,11 +166,12 @@ def block_spec(
     if config.is_hybrid_model:
         from .hybrid import stack_spec  # needs Megatron-Core 0.19
 
-        return stack_spec(layer, expert_layer, final_norm)
-    layers = [layer] * get_num_layers_to_build(config)
-    if expert_layer is not None:
-        first = get_transformer_layer_offset(config)
-        layers = [expert_layer if config.moe_layer_freq[first + i] else layer for i in range(len(layers))]
+        return stack_spec(layer, expert_layer, final_norm, with_delta_net(layer, sequence))
+    first = get_transformer_layer_offset(config)
+    numbers = range(first, first + get_num_layers_to_build(config))
+    layers = [layer if expert_layer is None or not config.moe_layer_freq[i] else expert_layer for i in numbers]
+    if recurrent := config.linear_attention_freq:
+        layers = [with_delta_net(each, sequence) if recurrent[i] else each for i, each in zip(numbers, layers)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
 
 

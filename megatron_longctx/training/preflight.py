@@ -126,7 +126,7 @@ def check_mode(config: Config, length: int, key: str, needs_tokens: bool = True)
     par, workload = config.parallelism, workload_of(config)
     n, unit, mode = par.context_parallel_size, token_unit(par), configured_mode(par)
     mode.check_heads(n, workload.num_heads, workload.num_kv_heads)
-    plan = build_plan(mode, n, length, unit=unit, layout=par.layout)
+    plan = build_plan(mode, n, length, unit=unit, layout=config.layout)
     if needs_tokens and not all(map(plan.queries.num_tokens, range(n))):
         expected = f"{2 * n * unit} or more, so that each of the {n} context-parallel ranks has some"
         raise refuse(key, length, expected, "Raise it, or take fewer ranks.")
