@@ -22,11 +22,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from .kernels.no_grad import first_order
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int], Tensor], tuple[Tensor, Tensor]]
 """Computes the rule for q, k `[b, s, h, k]`, v `[b, s, h, v]`, g, beta `[b, s, h]` (g and beta in fp32), the lengths of
@@ -36,14 +38,41 @@ returns the outputs `[b, s, h, v]` in v's dtype, and the state after the last to
 CHUNK = 64
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """Return the precision of states: fp32, and fp64 on CPUs, where the rule is the reference of all others."""
+    return torch.float32 if x.is_cuda else torch.float64
+
+
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the rule in torch, in chunks of 64 tokens: a `Kernel` for any device, in fp32 or wider.
+    """Compute the rule in torch, in chunks of 64 tokens: a `Kernel` for any device.
 
-    Within a chunk the corrections solve a triangular system. Documents need no loop: their ends are masks.
+    Within a chunk the corrections solve a triangular system. Documents need no loop: their ends are masks. Backward
+    keeps the arguments alone, and computes the chunks again.
     """
-    tokens, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
+    return _Chunked.apply(lengths, q, k, v, g, beta, state)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lengths: Sequence[int], *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.lengths = lengths
+        ctx.save_for_backward(*inputs)
+        return _chunked(*inputs, lengths)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            return None, *torch.autograd.grad(_chunked(*inputs, ctx.lengths), inputs, grads)
+
+
+def _chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    tokens, wide = q.shape[1], _wide(q)
     documents = torch.arange(len(lengths), device=q.device).repeat_interleave(torch.tensor(lengths, device=q.device))
     missing = -tokens % CHUNK  # further tokens of the last document, which change nothing
     documents = functional.pad(documents, (0, missing), value=len(lengths) - 1).view(-1, CHUNK)
@@ -117,7 +146,7 @@ def section(
         continues: whether the first one began in an earlier section.
     """
     (batch, _, heads, rows), columns = k.shape, v.shape[-1]
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = _wide(q)
     states = torch.zeros(batch, heads, rows, columns + rows, dtype=wide, device=q.device)
     if continues or not lengths:
         states[..., columns:] = torch.eye(rows, dtype=wide, device=q.device)
@@ -161,17 +190,47 @@ def finish(own: Section, lasts: Tensor, first: int, rank: int) -> Tensor:
 def convolved(x: Tensor, before: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     """Return causal convolutions of every channel of `x` `[s, b, c]`, which do not reach beyond a document's beginning.
 
+    Backward keeps the tokens alone, not a masked copy of them for every tap.
+
     Args:
         before: the taps - 1 tokens before the first, `[taps - 1, b, c]`; any values where there are none.
         weight: `[c, taps]`; the last tap is the token itself.
         positions: of the tokens in their documents, int64 `[s]`.
     """
-    whole, taps = torch.cat((before, x)), weight.shape[1]
-    total = x * weight[:, -1]
-    for back in range(1, taps):
-        seen = (positions >= back).view(-1, 1, 1)
-        total = total + torch.where(seen, whole[taps - 1 - back : len(whole) - back], 0) * weight[:, -1 - back]
-    return total
+    return _Convolution.apply(torch.cat((before, x)), weight, positions)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(whole, weight, positions)
+        taps, tokens, total = weight.shape[1], len(positions), whole.new_zeros(())
+        for tap in range(taps):
+            product = whole[tap : tap + tokens].to(_precise(whole)) * weight[:, tap]
+            total = total + product.masked_fill(_beyond(positions, taps - 1 - tap), 0)
+        return total.to(whole.dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        whole, weight, positions = ctx.saved_tensors
+        taps, tokens, wide = weight.shape[1], len(positions), _precise(whole)
+        grad_whole = torch.zeros_like(whole, dtype=wide)
+        grad_weight = torch.empty_like(weight, dtype=wide)
+        for tap in range(taps):
+            grad = grads[0].to(wide).masked_fill(_beyond(positions, taps - 1 - tap), 0)
+            grad_whole[tap : tap + tokens] += grad * weight[:, tap]
+            grad_weight[:, tap] = (grad * whole[tap : tap + tokens]).sum((0, 1))
+        return grad_whole.to(whole.dtype), grad_weight.to(weight.dtype), None
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _beyond(positions: Tensor, back: int) -> Tensor:
+    """Whether what lies `back` tokens before a token is not in its document, `[s, 1, 1]`."""
+    return (positions < back).view(-1, 1, 1)
 
 
 @dataclass(frozen=True)

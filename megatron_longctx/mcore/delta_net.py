@@ -129,7 +129,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         mixed = functional.silu(self._convolved(mixed.flatten(2), pack)).unflatten(-1, (-1, self._mixed))
         q, k, v = mixed.split((self._key, self._key, shared * value), dim=-1)
         q, k = (_normalized(x).repeat_interleave(shared, dim=2) for x in (q, k))
-        v, gates = (x.reshape(tokens, batch, -1, value) for x in (v, gates))
+        # Copies: a view would keep the whole projection until backward.
+        v, gates = (x.reshape(tokens, batch, -1, value).contiguous() for x in (v, gates))
         beta, decay = beta.flatten(2).float().sigmoid(), decay.flatten(2).float() + self.decay_bias.float()
         g = -self.decay_log.float().exp() * functional.softplus(decay)
         kernel = delta_rule.flash_linear_attention if q.is_cuda else delta_rule.chunked
