@@ -113,7 +113,8 @@ def _stage(job: Job, stage: int, attention: AttentionBytes) -> Prediction:
     kinds = [(layer_bytes(job, *kind), count) for kind, count in job.kinds(stage).items()]
     layer = max((each for each, _ in kinds), key=lambda each: each.total)
     kept = _kept(job, stage, kinds)
-    phases = [Phase("backward of a layer", (*kept, *_layer_backward(job, layer, attention)))]
+    backwards = [Phase("backward of a layer", (*kept, *_layer_backward(job, each, attention))) for each, _ in kinds]
+    phases = [max(backwards, key=lambda phase: phase.num_bytes)]
     if stage == job.config.parallelism.pipeline_parallel_size - 1:
         loss = (*kept, *_loss(job, layer))
         if job.config.recompute.mode == OFFLOAD and stage == 0:  # Megatron's forward refers to them until it returns
@@ -213,8 +214,10 @@ def _layer_backward(job: Job, layer: LayerBytes, attention: AttentionBytes) -> t
     recomputed = layer.total - layer.input - (0 if mode == "layer" else layer.result)
     terms = (Term("activations of one layer, recomputed", recomputed, per_token=True),) if mode != "none" else ()
     # Within attention, the call's own tensors replace what forward kept for it, and the MLP's are freed.
-    in_attention = Term("gradients inside attention", attention.backward - layer.mlp - layer.result - layer.qkv, True)
-    inside = max(_mlp_backward(job, layer), (in_attention,), key=lambda parts: sum(term.num_bytes for term in parts))
+    mixer = Term("gradients inside attention", attention.backward - layer.mlp - layer.result - layer.qkv, True)
+    if layer.rule:
+        mixer = Term("gradients inside the delta rule", layer.rule - layer.mlp, True)
+    inside = max(_mlp_backward(job, layer), (mixer,), key=lambda parts: sum(term.num_bytes for term in parts))
     return (*terms, Term("gradients of hidden states", 2 * layer.input, per_token=True), *inside)
 
 

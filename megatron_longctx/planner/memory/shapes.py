@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from ...config import Config, configured_plan, planned_mask, token_unit, workload_of
+from ...core.delta_rule import CHUNK
 from ...core.errors import refuse
 from ...core.plans import Kind, Plan, Recorder, Recording, Target, backward_plan
 from ...core.plans.kernel_calls import fa4_takes
@@ -201,6 +202,7 @@ class LayerBytes:
     fc1: int  # the part of `mlp` that is the output of the MLP's first matrix
     norm: int  # what one norm keeps besides its input
     tile: int  # with tiles, the activations of one, which replace the whole MLP's
+    rule: int  # of a gated delta net: what backward of its rule needs besides; 0 with attention
 
     @property
     def total(self) -> int:
@@ -267,6 +269,7 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
         norm=norm,
         # The gradient of fc1 comes on top: the last activation has been freed by then.
         tile=0 if tile_tokens is None else (inside + fc1) * min(tile_tokens, tokens) // max(1, tokens),
+        rule=delta_rule_bytes(job) if recurrent else 0,
     )
 
 
@@ -301,6 +304,18 @@ def delta_net_bytes(job: Job) -> int:
     before, columns = model.linear_conv_kernel_dim - 1, (model.linear_key_head_dim or 0) + values // heads
     constant = mixed * before * e + keys * columns * state + 8 * heads
     return (job.tokens * (convolution + rule + norm + continued) + constant * job.config.train.micro_batch_size) // tp
+
+
+def delta_rule_bytes(job: Job) -> int:
+    """Return what backward of the gated delta rule needs besides its arguments.
+
+    On CPUs, chunks of 64 tokens are computed again in fp64: about 8 matrices of a chunk, 13 of its keys and 4 of its
+    values. For GPUs it is an estimate that was not measured: gradients, corrections, and a state for each chunk.
+    """
+    model, e = job.config.model, job.element_bytes
+    keys, values = model.linear_key_head_dim or 0, model.linear_value_head_dim or 0
+    row = e * (4 * keys + 4 * values + 2 * keys * values // CHUNK) if job.fused else 8 * (8 * CHUNK + 13 * keys + 4 * values)
+    return job.tokens * (model.linear_num_value_heads or 0) // job.config.parallelism.tensor_parallel_size * row
 
 
 @dataclass(frozen=True)
