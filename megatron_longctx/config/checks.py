@@ -27,8 +27,8 @@ def _is_not(*values: object) -> Callable[[object], bool]:
     return lambda value: value not in values
 
 
-def _without_delta_nets(pattern: object) -> bool:
-    return "G" not in str(pattern)
+def _with_delta_nets(pattern: object) -> bool:
+    return "G" in str(pattern)
 
 
 _Rule = tuple[str, Callable[[object], bool], tuple[str, ...], tuple[object, ...] | str | None, str]
@@ -76,11 +76,13 @@ _RULES: tuple[_Rule, ...] = (
      "Megatron's MLA rotates queries and keys, equally in all layers."),
     ("model.kv_lora_rank", _is_not(None), ("model.bias", "model.qkv_bias"), None,
      "Megatron's MLA has no biases of queries, keys and values."),
-    ("model.pattern", _without_delta_nets, tuple(f"model.{key}" for key in RECURRENT_KEYS), None,
+    ("model.pattern", lambda pattern: not _with_delta_nets(pattern), tuple(f"model.{key}" for key in RECURRENT_KEYS), None,
      "Only the layers G of model.pattern read it."),
-    ("model.pattern", lambda pattern: not _without_delta_nets(pattern),
+    ("model.pattern", _with_delta_nets,
      tuple(f"model.{key}" for key in RECURRENT_KEYS[:4]), "a number", "Qwen3-Next has 16, 32, 128 and 128."),
-    ("model.pattern", lambda pattern: not _without_delta_nets(pattern), ("data.format",), ("documents",),
+    ("model.pattern", _with_delta_nets, ("model.kv_lora_rank",), None,
+     "Layers G take the kinds of their projections from plain attention."),
+    ("model.pattern", _with_delta_nets, ("data.format",), ("documents",),
      "A recurrent state has one continuation: the branches of a tree cannot share it."),
     ("model.num_moe_experts", _is(None), tuple(key for key in keys_of(Config) if key.startswith("model.moe_")), None,
      "Set model.num_moe_experts: without experts nothing reads it."),
@@ -213,12 +215,14 @@ def _check_model(model: ModelConfig) -> None:
 def _check_pattern(model: ModelConfig, pattern: str) -> None:
     """Refuse a pattern that does not fit the number of layers, the layers of experts, or the heads."""
     layers = len(pattern) // 2
-    _check_divides("the layers of model.pattern", layers, {"model.num_layers": model.num_layers})
+    if model.num_layers % layers:
+        expected = f"a number of layers, now {layers}, that divides model.num_layers={model.num_layers}"
+        raise refuse("model.pattern", pattern, expected, "Two symbols are a layer. Change one of them.")
     experts = tuple(pattern[2 * (layer % layers) + 1] == "E" for layer in range(model.num_layers))
     if experts != model.expert_layers:
         has = "".join("-E"[each] for each in model.expert_layers)
-        expected = f"E for layers with experts and - for others, which are {has} by model.num_moe_experts and moe_*"
-        raise refuse("model.pattern", pattern, expected, "Change it, or model.moe_layer_freq.")
+        expected = f"E in layers with experts and - in others: {has} by model.num_moe_experts and model.moe_layer_freq"
+        raise refuse("model.pattern", pattern, expected, "Change one of them.")
     if model.recurrent:
         heads = {"model.linear_num_value_heads": model.linear_num_value_heads or 0}
         _check_divides("model.linear_num_key_heads", model.linear_num_key_heads or 1, heads)

@@ -80,8 +80,8 @@ class ModelConfig:
     implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
     # Megatron's class: GPTModel, or the HybridModel of Megatron-Core 0.19 with the same weights and checkpoints
     builder: str = choice("gpt", ("gpt", "hybrid"))
-    # Two of Megatron's symbols for each layer, in order, repeated until num_layers: * attention or G gated delta net, then
-    # - MLP or E experts. null: attention in every layer.
+    # Two of Megatron's symbols for each layer, repeated until num_layers: * (attention) or G (gated delta net), then
+    # - (MLP) or E (experts). null: attention in every layer.
     pattern: str | None = text(
         None,
         "pairs of * (attention) or G (gated delta net), and - (MLP) or E (experts); other layers are not supported",

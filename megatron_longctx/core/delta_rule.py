@@ -1,18 +1,18 @@
 """The gated delta rule over a sequence that ranks share in contiguous sections.
 
-A head's state S is a matrix `[k, v]`. A token decays it by exp(g), corrects what it holds for the token's key, and reads
-it with the token's query (Gated Delta Networks, arXiv:2412.06464):
+A head's state S is a matrix `[k, v]`. A token decays it by exp(g), corrects what it holds for the token's key, and
+reads it with the token's query (Gated Delta Networks, arXiv:2412.06464):
 
     S <- exp(g) S;  S <- S + beta key (value - S^T key)^T;  out = S^T query / sqrt(k)
 
-Outputs and the last state are affine in the state that enters a section: out = own + queries S, last = own + T S. So no
-rank waits for the one before it. Every rank computes its section once, with v + k columns of values in place of v: from
-a zero state with its values, and from the identity with zeros. This gives `queries` and T, too, by the same kernel.
-Ranks gather (last, T) of all, `k (v + k)` numbers a head, multiply those before them, and add `queries S`. Autograd does
-the same backwards, and its gather sums in place of collecting.
+Outputs and the last state are affine in the state that enters a section: out = own + queries S, last = own + T S. So
+no rank waits for the one before it. Every rank computes its section once, with v + k columns of values in place of v:
+from a zero state with its values, and from the identity with zeros. So the same kernel gives `queries` and T.
+Ranks gather (last, T) of all, `k (v + k)` numbers a head, multiply those before them, and add `queries S`. Autograd
+does the same backwards, and its gather sums in place of collecting.
 
-For n ranks with s tokens each, a rank computes (v + k) / v times the rule, 2 k v multiplications a token for `queries S`
-and up to n k k (v + k) for the states, and sends k (v + k) numbers. A serial loop would take n times the rule instead.
+For n ranks, a rank computes up to (v + k) / v times the rule, k v multiplications a token for `queries S` and up to
+n k k v for the states, and sends k (v + k) numbers a head. A serial loop would take n times the rule instead.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch.nn import functional
 
 from .kernels.no_grad import first_order
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int], Tensor], tuple[Tensor, Tensor]]
-"""Computes the rule for q, k `[b, s, h, k]`, v `[b, s, h, v]`, g, beta `[b, s, h]` (g and beta in fp32), the lengths of
-documents, which add up to s > 0, and the state before the first document, `[b, h, k, v]`; others start from zeros. It
+Kernel = Callable[[Sequence[int], Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Computes the rule for the lengths of documents, which add up to s > 0, the state before the first of them,
+`[b, h, k, v]` (others start from zeros), q, k `[b, s, h, k]`, v `[b, s, h, v]`, and g, beta `[b, s, h]` in fp32. It
 returns the outputs `[b, s, h, v]` in v's dtype, and the state after the last token."""
 
 CHUNK = 64
@@ -44,14 +44,14 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def chunked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor
+    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the rule in torch, in chunks of 64 tokens: a `Kernel` for any device.
 
     Within a chunk the corrections solve a triangular system. Documents need no loop: their ends are masks. Backward
     keeps the arguments alone, and computes the chunks again.
     """
-    return _Chunked.apply(lengths, q, k, v, g, beta, state)  # type: ignore[no-any-return, no-untyped-call]
+    return _Chunked.apply(lengths, state, q, k, v, g, beta)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Chunked(torch.autograd.Function):
@@ -59,18 +59,18 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, lengths: Sequence[int], *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.lengths = lengths
         ctx.save_for_backward(*inputs)
-        return _chunked(*inputs, lengths)
+        return _chunked(lengths, *inputs)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            return None, *torch.autograd.grad(_chunked(*inputs, ctx.lengths), inputs, grads)
+            return None, *torch.autograd.grad(_chunked(ctx.lengths, *inputs), inputs, grads)
 
 
 def _chunked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, lengths: Sequence[int]
+    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     tokens, wide = q.shape[1], _wide(q)
     documents = torch.arange(len(lengths), device=q.device).repeat_interleave(torch.tensor(lengths, device=q.device))
@@ -78,7 +78,7 @@ def _chunked(
     documents = functional.pad(documents, (0, missing), value=len(lengths) - 1).view(-1, CHUNK)
 
     def chunks(x: Tensor) -> Tensor:
-        x = functional.pad(x.to(wide), (*(0, 0) * (x.ndim - 2), 0, missing)).unflatten(1, (-1, CHUNK))
+        x = functional.pad(x.to(wide), (*(0, 0) * (x.ndim - 2), 0, missing)).view(len(x), -1, CHUNK, *x.shape[2:])
         return x.movedim(3, 1)  # [b, h, chunks, tokens, ...]
 
     q, k, values, g, beta = (chunks(x) for x in (q, k, v, g, beta))
@@ -92,7 +92,7 @@ def _chunked(
     system = (beta * k @ k.mT * decay).tril(-1) + torch.eye(CHUNK, dtype=wide, device=q.device)
     right = torch.cat((beta * values, beta * k * reach), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    new, correction = solved.split((values.shape[-1], k.shape[-1]), dim=-1)
+    new, correction = torch.split(solved, [values.shape[-1], k.shape[-1]], dim=-1)
     within, queries = q @ k.mT * decay, q * reach
     keys, carried = k * (last - g).exp().unsqueeze(-1) * leaves, reach[..., -1:, :]
     state, outputs = state.to(wide), []
@@ -104,7 +104,7 @@ def _chunked(
 
 
 def flash_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor
+    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the rule by the Triton kernels of the package fla-core: a `Kernel` for GPUs."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -126,8 +126,8 @@ class Section(NamedTuple):
     """What a section's tokens compute without the state that enters it.
 
     out: `[b, s, h, v]`, from a zero state. queries: `[b, f, h, k]` of the f tokens of the first document, by which the
-    entering state is read; None if no state enters. last: `[b, h, k, v + k]`, the state after the last token from a zero
-    state, and beside it T, by which the entering state is multiplied. In fp32 or wider.
+    entering state is read; None if no state enters. last: `[b, h, k, v + k]`, the state after the last token from a
+    zero state, and beside it T, by which the entering state is multiplied. In fp32 or wider.
     """
 
     out: Tensor
@@ -136,14 +136,14 @@ class Section(NamedTuple):
 
 
 def section(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int], continues: bool, kernel: Kernel
+    lengths: Sequence[int], continues: bool, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> Section:
     """Compute a rank's section; it exchanges nothing.
 
     Args:
-        q, k, v, g, beta: as for a `Kernel`, but s may be 0.
         lengths: of the parts of documents in this section.
         continues: whether the first one began in an earlier section.
+        q, k, v, g, beta: as for a `Kernel`, but s may be 0.
     """
     (batch, _, heads, rows), columns = k.shape, v.shape[-1]
     wide = _wide(q)
@@ -153,16 +153,16 @@ def section(
     if not lengths:
         return Section(v, None, states)
     if not continues:
-        out, last = kernel(q, k, v, g, beta, lengths, states[..., :columns])
+        out, last = kernel(lengths, states[..., :columns], q, k, v, g, beta)
         return Section(out, None, functional.pad(last, (0, rows)))
     first, *others = lengths
-    inputs = [x.split((first, sum(others)), dim=1) for x in (q, k, v, g, beta)]
+    inputs = [torch.split(x, [first, sum(others)], dim=1) for x in (q, k, v, g, beta)]
     head, tail = ([part[i] for part in inputs] for i in (0, 1))
     head[2] = functional.pad(head[2], (0, rows))
-    both, last = kernel(*head, [first], states)
-    out, queries = both.split((columns, rows), dim=-1)
+    both, last = kernel([first], states, *head)
+    out, queries = torch.split(both, [columns, rows], dim=-1)
     if others:
-        rest, last = kernel(*tail, others, torch.zeros_like(states[..., :columns]))
+        rest, last = kernel(others, torch.zeros_like(states[..., :columns]), *tail)
         out, last = torch.cat((out, rest), dim=1), functional.pad(last, (0, rows))
     return Section(out, queries, last)
 
@@ -183,7 +183,7 @@ def finish(own: Section, lasts: Tensor, first: int, rank: int) -> Tensor:
         state = last + lasts[number, ..., columns:] @ state
     tokens = own.queries.shape[1]
     read = torch.einsum("bshk,bhkv->bshv", own.queries.to(state.dtype), state)
-    head, tail = own.out.split((tokens, own.out.shape[1] - tokens), dim=1)
+    head, tail = torch.split(own.out, [tokens, own.out.shape[1] - tokens], dim=1)
     return torch.cat(((head + read).to(head.dtype), tail), dim=1)
 
 
@@ -276,7 +276,7 @@ class Place:
         return self._owner(begin)
 
     def tail_rows(self, size: int) -> list[int]:
-        """Return where the `size` tokens before this section are in the last `size` rows of every rank, one after another.
+        """Return where the `size` tokens before this section are among the last `size` rows of rank after rank.
 
         The rows of a rank with fewer tokens begin with other values. Before the sequence's beginning, any row is named.
         """

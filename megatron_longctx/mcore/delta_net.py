@@ -61,9 +61,17 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.layer_number, self.tp_group, self._cp, self._sequence = layer_number, pg_collection.tp, pg_collection.cp, sequence
+        self.layer_number, self.tp_group, self._cp, self._sequence = (
+            layer_number,
+            pg_collection.tp,
+            pg_collection.cp,
+            sequence,
+        )
         self._key, self._value = config.linear_key_head_dim, config.linear_value_head_dim
-        self._heads, self._shared = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+        self._heads, self._shared = (
+            config.linear_num_key_heads,
+            config.linear_num_value_heads // config.linear_num_key_heads,
+        )
         self._mixed = 2 * self._key + self._shared * self._value  # columns of the convolution, for a key head
         columns = self._mixed + self._shared * (self._value + 2)
         common = {"config": config, "bias": config.add_bias_linear, "is_expert": False, "tp_group": self.tp_group}
@@ -124,18 +132,19 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         self._sequence.check_slices(pack, packed)
         place = pack.place
         shared, value = self._shared, self._value
-        sizes = (self._mixed, shared * value, shared, shared)
-        mixed, gates, beta, decay = mixed.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
-        mixed = functional.silu(self._convolved(mixed.flatten(2), pack)).unflatten(-1, (-1, self._mixed))
-        q, k, v = mixed.split((self._key, self._key, shared * value), dim=-1)
+        sizes = [self._mixed, shared * value, shared, shared]
+        mixed, gates, beta, decay = torch.split(mixed.view(tokens, batch, -1, sum(sizes)), sizes, dim=-1)
+        mixed = functional.silu(self._convolved(mixed.flatten(2), pack)).view(tokens, batch, -1, self._mixed)
+        q, k, v = torch.split(mixed, [self._key, self._key, shared * value], dim=-1)
         q, k = (_normalized(x).repeat_interleave(shared, dim=2) for x in (q, k))
         # Copies: a view would keep the whole projection until backward.
         v, gates = (x.reshape(tokens, batch, -1, value).contiguous() for x in (v, gates))
         beta, decay = beta.flatten(2).float().sigmoid(), decay.flatten(2).float() + self.decay_bias.float()
         g = -self.decay_log.float().exp() * functional.softplus(decay)
-        kernel = delta_rule.flash_linear_attention if q.is_cuda else delta_rule.chunked
+        fast = q.is_cuda and not self._sequence.attention.deterministic  # fla-core promises no equal bits
+        kernel = delta_rule.flash_linear_attention if fast else delta_rule.chunked
         rule = [x.transpose(0, 1).contiguous() for x in (q, k, v, g, beta)]
-        own = delta_rule.section(*rule, place.lengths, place.continues, kernel)
+        own = delta_rule.section(place.lengths, place.continues, kernel, *rule)
         if place.exchanges:
             lasts = self._gathered(own.last.unsqueeze(0))
             out = _Joint.apply(delta_rule.finish(own, lasts, place.first_rank, place.rank), lasts)  # type: ignore[no-untyped-call]

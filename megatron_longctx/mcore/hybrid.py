@@ -1,4 +1,4 @@
-"""Megatron-Core 0.19's `HybridModel` of a GPT's blocks: a layer `*` and a layer `-` or `E` for each of them.
+"""Megatron-Core 0.19's `HybridModel` of a GPT's blocks: a layer `*` or `G` and a layer `-` or `E` for each of them.
 
 Import this file only where `version.require_hybrid_model` has passed. A checkpoint has the names and shapes of a
 `GPTModel`, so either model loads what the other has saved, and so do exports and inference.
@@ -31,7 +31,8 @@ def as_hybrid(gpt: TransformerConfig) -> TransformerConfig:
         is_hybrid_model=True,
         window_attn_skip_freq=[int(each) for window in windows for each in (window, False)],
         moe_layer_freq=[each for has_experts in experts for each in (0, has_experts)],
-        linear_attention_freq=gpt.linear_attention_freq and [x for each in gpt.linear_attention_freq for x in (each, 0)],
+        linear_attention_freq=gpt.linear_attention_freq
+        and [x for each in gpt.linear_attention_freq for x in (each, 0)],
         recompute_num_layers=gpt.recompute_num_layers and 2 * gpt.recompute_num_layers,
     )
 

@@ -76,7 +76,9 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
             return run(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         tape = AttentionTape(self._store)
         core: ContextParallelCoreAttention | None = getattr(self.self_attention, "core_attention", None)
-        recording = nullcontext if core is None else lambda: core.taped(tape)  # none in MLPs of a stack and recurrent layers
+        recording = (
+            nullcontext if core is None else lambda: core.taped(tape)
+        )  # none in MLPs of a stack and recurrent layers
 
         def taped(hidden: Tensor) -> Tensor:
             with recording(), self._skip_unread_output() if tape.replaying else nullcontext():

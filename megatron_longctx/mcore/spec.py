@@ -171,7 +171,9 @@ def block_spec(
     numbers = range(first, first + get_num_layers_to_build(config))
     layers = [layer if expert_layer is None or not config.moe_layer_freq[i] else expert_layer for i in numbers]
     if recurrent := config.linear_attention_freq:
-        layers = [with_delta_net(each, sequence) if recurrent[i] else each for i, each in zip(numbers, layers)]
+        layers = [
+            with_delta_net(each, sequence) if recurrent[i] else each for i, each in zip(numbers, layers, strict=True)
+        ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
 
 

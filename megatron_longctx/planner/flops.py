@@ -35,7 +35,7 @@ FORMULA = (
     "3 * (2*T*L*A + 2*T*H*(D*M*F + X*(M*(k*W + U) + E)) + C + 2*T*H*V), "
     "A = H*d*(h + 2*g) + h*e*H (latents: H*(c + r + q) + (q or H)*h*d + c*h*(n + e) + h*e*H), "
     "D dense layers, X of E experts of width W, k of them active, and U of shared ones, "
-"layers with gated delta nets: A and 6*n*d*e for attention, "
+    "layers with gated delta nets: A and 6*n*d*e for attention, "
     "C = (2*P - L*T)*h*(d + e) (causal; P visible pairs of all layers, L*T*(S + 1)/2 without documents and windows) "
     "or 2*L*T*S*h*(d + e) (dense), M = 3 (gated MLPs) or 2 (gelu); recomputation not counted"
 )

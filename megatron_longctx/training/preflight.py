@@ -88,6 +88,12 @@ def check_and_identify(config: Config, world_size: int) -> tuple[int | None, Ide
         require_transformer_engine()
     if config.model.builder == "hybrid":
         require_hybrid_model()
+    kernels = importlib.util.find_spec("fla") is not None or config.attention.deterministic
+    if config.model.recurrent and device == "cuda" and not kernels:
+        expected = "null without the package fla-core, whose kernels compute layers G on GPUs"
+        raise refuse(
+            "model.pattern", config.model.pattern, expected, "Run pip install fla-core, which is part of the extra gpu."
+        )
     check_mode(config, config.data.seq_length, "data.seq_length", needs_tokens=config.data.packing != "best_fit")
     check_corpus(config.data)
     if config.train.eval_interval is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.core.delta_rule import Place, chunked, convolved, finish, section
+from megatron_longctx.core.delta_rule import Place, chunked, convolved, finish, flash_linear_attention, section
 
 BATCH, HEADS, KEY, VALUE, TAPS = 2, 3, 8, 5, 4
 
@@ -39,11 +41,13 @@ def _over_ranks(inputs: Sequence[Tensor], lengths: Sequence[int], sizes: Sequenc
     documents, bounds = [0, *accumulate(lengths)][:-1], [0, *accumulate(sizes)]
     places = [Place(documents, bounds, rank) for rank in range(len(sizes))]
     owns = [
-        section(*(x[:, first:stop] for x in inputs), where.lengths, where.continues, chunked)
+        section(where.lengths, where.continues, chunked, *(x[:, first:stop] for x in inputs))
         for where, (first, stop) in zip(places, pairwise(bounds), strict=True)
     ]
     lasts = torch.stack([own.last for own in owns])
-    return torch.cat([finish(own, lasts, where.first_rank, where.rank) for own, where in zip(owns, places)], dim=1)
+    return torch.cat(
+        [finish(own, lasts, where.first_rank, where.rank) for own, where in zip(owns, places, strict=True)], dim=1
+    )
 
 
 CASES = {
@@ -76,6 +80,57 @@ def test_another_implementation_agrees() -> None:
     torch.testing.assert_close(_over_ranks(inputs, [150], [70, 80]), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_documents_and_states_reach_the_kernels_of_fla_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with the documented interface of its function: one row of sequences, with a state before each."""
+
+    def rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        initial_state: Tensor,
+        cu_seqlens: Tensor,
+        output_final_state: bool,
+        cu_seqlens_cpu: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        assert len(q) == 1 and output_final_state and torch.equal(cu_seqlens, cu_seqlens_cpu)
+        spans = list(pairwise(cu_seqlens.tolist()))
+        assert len(initial_state) == len(spans)
+        parts = [[x[:, first:stop] for x in (q, k, v, g, beta)] for first, stop in spans]
+        rows = [chunked([part[0].shape[1]], initial_state[i : i + 1], *part) for i, part in enumerate(parts)]
+        return torch.cat([out for out, _ in rows], dim=1), torch.cat([state for _, state in rows])
+
+    module = ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = rule  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    inputs, state = _inputs(40, torch.float32), torch.randn(BATCH, HEADS, KEY, VALUE)
+    for own, expected in zip(
+        flash_linear_attention([9, 1, 30], state, *inputs), chunked([9, 1, 30], state, *inputs), strict=True
+    ):
+        torch.testing.assert_close(own, expected, check_dtype=False)
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_fla_core_compute_what_the_chunks_do() -> None:
+    pytest.importorskip("fla")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 300, 4, size, device="cuda", dtype=torch.bfloat16) for size in (64, 64, 128))
+    g, beta = -torch.rand(2, 300, 4, device="cuda"), torch.rand(2, 300, 4, device="cuda")
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    inputs = [x.requires_grad_() for x in (q, k, v, g, beta, torch.randn(2, 4, 64, 128, device="cuda"))]
+    found, expected = (kernel([100, 1, 199], inputs[5], *inputs[:5]) for kernel in (flash_linear_attention, chunked))
+    grads = [torch.randn_like(x) for x in expected]
+    pairs = zip(
+        (*found, *torch.autograd.grad(found, inputs, grads)),
+        (*expected, *torch.autograd.grad(expected, inputs, grads)),
+        strict=True,
+    )
+    for own, other in pairs:
+        assert (own - other).float().norm() < 0.01 * other.float().norm()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_convolution_stays_within_documents_and_reads_other_ranks(case: str) -> None:
     lengths, sizes = CASES[case]
@@ -84,7 +139,9 @@ def test_a_convolution_stays_within_documents_and_reads_other_ranks(case: str) -
     x = torch.randn(sum(lengths), BATCH, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, TAPS, dtype=torch.float64, requires_grad=True)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    before = torch.cat([torch.nn.functional.pad(part, (0, 0, 0, 0, TAPS - 1, 0))[len(part):] for part in x.split(sizes)])
+    before = torch.cat(
+        [torch.nn.functional.pad(part, (0, 0, 0, 0, TAPS - 1, 0))[len(part) :] for part in x.split(sizes)]
+    )
     parts = []
     for rank, (first, stop) in enumerate(pairwise(bounds)):
         rows = torch.tensor(Place(begins[:-1], bounds, rank).tail_rows(TAPS - 1))

@@ -1,4 +1,4 @@
-"""`model.pattern` with gated delta nets: runs at any parallel sizes are those of one rank."""
+"""Layers `G` of `model.pattern`: runs at any parallel sizes are those of one rank, and what cannot run is refused."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from typing import Any
 import pytest
 
 from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.inference import inference_config
 from megatron_longctx.mcore.version import RELEASE
+from megatron_longctx.planner.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import recorded
 from tests.shared.training import tiny_config, tiny_corpus
 
-CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
+CP, TP, PP, EP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline", "expert_model"))
+LAYOUT, SCHEDULE, RECOMPUTE = "parallelism.layout", "parallelism.schedule", "recompute.mode"
 HYBRID: dict[str, Any] = {
     "model.pattern": "G-*-",
     "model.linear_num_key_heads": 2,
     "model.linear_num_value_heads": 4,
     "model.linear_key_head_dim": 8,
     "model.linear_value_head_dim": 6,
-    "parallelism.schedule": "helper",
-    "train.steps": 10,
-    "optim.warmup_steps": 0,
+    SCHEDULE: "helper",
 }
-PACKED = {**HYBRID, "data.packing": "best_fit", "data.mask_eod_loss": True}
-EXPERTS = {**HYBRID, "model.pattern": "GE*-", "model.num_moe_experts": 4, "model.moe_layer_freq": "[1,0]"}
-MODELS = {"dense": HYBRID, "packed": PACKED, "experts": EXPERTS}
+STEPS = {"train.steps": 10, "optim.warmup_steps": 0}
+EXPERTS = {"model.pattern": "GE*-", "model.num_moe_experts": 4, "model.moe_layer_freq": "[1,0]"}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {**HYBRID, **STEPS},
+    "packed": {**HYBRID, **STEPS, "data.packing": "best_fit", "data.mask_eod_loss": True},
+    "experts": {**HYBRID, **STEPS, **EXPERTS},
+}
+BUILDER = {"model.builder": "hybrid"} if RELEASE >= (0, 19) else {}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "cp2": (2, "dense", {CP: 2}),
-    "cp2 packed": (2, "packed", {CP: 2}),
-    "tp2": (2, "dense", {TP: 2}),
     "pp2": (2, "dense", {PP: 2}),
-    "recompute": (2, "packed", {CP: 2, "recompute.mode": "attention_output", "recompute.head_chunk_tokens": 26}),
-    "offload": (2, "dense", {CP: 2, "recompute.mode": "attention_output+offload"}),
-    "layer": (2, "dense", {CP: 2, "recompute.mode": "layer"}),
-    "ep2": (2, "experts", {CP: 2, "parallelism.expert_model_parallel_size": 2}),
-    "cp3 packed": (3, "packed", {CP: 3}),
-    "tp2 cp2": (4, "packed", {CP: 2, TP: 2}),
-    "cp2 pp2": (4, "packed", {CP: 2, PP: 2}),
+    "cp2 kept": (2, "packed", {CP: 2, RECOMPUTE: "attention_output+offload", **BUILDER}),
+    "cp2 layer": (2, "dense", {CP: 2, RECOMPUTE: "layer", SCHEDULE: "ring"}),
+    "cp2 ep2": (2, "experts", {CP: 2, EP: 2, **BUILDER}),
     "cp6": (6, "dense", {CP: 6}),
+    "tp2 cp3": (6, "packed", {CP: 3, TP: 2}),
+    "cp3 pp2": (6, "packed", {CP: 3, PP: 2, **BUILDER}),
 }
 
 
@@ -54,19 +55,62 @@ def _record(rank: int, root: Path, jobs: dict[str, dict[str, Any]]) -> dict[str,
 def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
     tiny_corpus(tmp_path / "corpus")
     alone = run_distributed(_record, 1, tmp_path, MODELS)[0]
-    if RELEASE >= (0, 19):
-        CASES.update({f"stack {name}": (n, model, {**more, "model.builder": "hybrid"})
-                      for name, (n, model, more) in CASES.items() if name in ("cp2 packed", "pp2", "ep2")})
-    for world in sorted({world for world, _, _ in CASES.values()}):
+    found: dict[str, recorded.Curves] = {}
+    for world in (2, 6):
         jobs = {
             name: {**MODELS[model], **settings, "train.init_from": str(tmp_path / model)}
             for name, (ranks, model, settings) in CASES.items()
             if ranks == world
         }
-        for name, curves in run_distributed(_record, world, tmp_path, jobs)[0].items():
-            model = CASES[name][1]
-            print(name, max(abs(a-b)/b for a,b in zip(curves.losses, alone[model].losses)))
-            for step in (0, 9):
-                errors = recorded.gradient_errors(tmp_path / name.replace(" ", "-"), tmp_path / model, step)
-                print('   ', step, max(errors.items(), key=lambda x: x[1]))
-    print(alone["dense"].losses, alone["packed"].losses)
+        found |= run_distributed(_record, world, tmp_path, jobs)[0]
+    for name, curves in found.items():
+        model = CASES[name][1]
+        assert curves.losses == pytest.approx(alone[model].losses, rel=1e-6), name
+        assert curves.losses[-1] < curves.losses[0] - 0.5, "flat curves would be equal anyway"
+        for step, most in ((0, 2e-6), (9, 1e-4)):  # ten steps of fp32 lie between
+            errors = recorded.gradient_errors(tmp_path / name.replace(" ", "-"), tmp_path / model, step)
+            assert any("conv_weight" in key for key in errors)
+            assert max(errors.values()) < most, (name, step, errors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model.pattern": "M-*-"}, "model.pattern=M-[*]-: expected null or pairs of"),
+        ({"model.pattern": "G-G-*-"}, "a number of layers, now 3, that divides model.num_layers=2"),
+        ({"model.pattern": "GE*-"}, "model.pattern=GE[*]-: expected E in layers with experts and - in others: --"),
+        ({"model.linear_key_head_dim": None}, "model.linear_key_head_dim=None: expected a number with model.pattern"),
+        ({"model.pattern": "*-*-"}, "model.linear_num_key_heads=2: expected null with model.pattern"),
+        ({"model.linear_num_key_heads": 3}, "model.linear_num_key_heads=3: expected a divisor of"),
+        ({CP: 2, SCHEDULE: "zigzag"}, "parallelism.schedule=zigzag: .* Set parallelism.schedule=helper"),
+        ({CP: 2, LAYOUT: "balanced"}, "parallelism.layout=balanced: expected auto or contiguous with model.pattern"),
+        ({TP: 2, "model.linear_num_key_heads": 1}, "tensor_parallel_size=2: .*model.linear_num_key_heads=1"),
+        ({"model.kv_lora_rank": 24}, "model.kv_lora_rank=24: expected null with model.pattern"),
+        ({"data.format": "rollouts", "data.packing": "best_fit"}, "data.format=rollouts: expected documents"),
+    ],
+)
+def test_settings_that_recurrent_layers_exclude_are_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config(tmp_path, "refused", {**HYBRID, **settings})
+
+
+def test_packs_are_contiguous_and_inference_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "run", {**HYBRID, CP: 2, "data.packing": "best_fit"})
+    assert (config.layout, config.parallelism.layout) == ("contiguous", "auto")
+    with pytest.raises(ValueError, match=r"model.pattern=G-\*-: expected null or without G for inference"):
+        inference_config(config)
+
+
+def test_flops_of_a_recurrent_layer_grow_with_tokens_alone(tmp_path: Path) -> None:
+    hybrid, plain = (
+        tiny_config(tmp_path, "run", {"model.pattern": p, **HYBRID, **{"model.pattern": p}}).model
+        for p in ("G-*-", "G-G-")
+    )
+    work, longer = Work(100, 5050, 10_000), Work(100, 50_500, 100_000)
+    projections, rule = 32 * (2 * 2 * 8 + 3 * 24 + 2 * 4), 3 * 4 * 8 * 6
+    mlps = 2 * 3 * 32 * 64
+    assert training_flops(plain, 128, work).causal == 6 * 100 * (2 * (projections + rule) + mlps + 32 * 128) - 0
+    assert training_flops(plain, 128, Work(100, 0, 1)).dense == training_flops(plain, 128, longer).dense
+    assert training_flops(hybrid, 128, longer).causal > training_flops(hybrid, 128, work).causal

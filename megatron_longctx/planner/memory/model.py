@@ -197,7 +197,9 @@ def _kept(job: Job, stage: int, kinds: list[tuple[LayerBytes, int]]) -> tuple[Te
         on_device, received = min(count, 2), job.in_flight(stage) if stage else 0
         return (
             Term("layer inputs not on the host", (on_device + received) * layer.input, per_token=True),
-            Term("attention results not on the host", on_device * max(each.result for each, _ in kinds), per_token=True),
+            Term(
+                "attention results not on the host", on_device * max(each.result for each, _ in kinds), per_token=True
+            ),
         )
     terms = [Term("layer inputs", count * layer.input, per_token=True)]
     if mode in ("none", "attention_output"):
@@ -271,5 +273,5 @@ def _host_bytes(job: Job, stage: int, kinds: list[tuple[LayerBytes, int]]) -> in
         return states
     lse = 4 * job.tokens * job.config.model.num_attention_heads // job.config.parallelism.tensor_parallel_size
     parts = [((each.input, *((each.result - lse, lse) if each.result else ())), count) for each, count in kinds]
-    pinned = sum(count * sum(1 << max(0, size - 1).bit_length() for size in sizes) for sizes, count in parts)
+    pinned: int = sum(count * sum(1 << max(0, size - 1).bit_length() for size in sizes) for sizes, count in parts)
     return states + job.in_flight(stage) * pinned

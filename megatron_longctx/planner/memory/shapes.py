@@ -168,7 +168,9 @@ def layer_parameters(job: Job, experts: bool = False, recurrent: bool = False) -
         sharded += model.num_attention_heads
     normed = 2 * model.kv_channels if model.kv_lora_rank is None else model.kv_lora_rank + (model.q_lora_rank or 0)
     whole += norm * (normed * (model.qk_norm and not recurrent) + 2 * model.hidden_size * model.post_norms)
-    if model.implementation == "transformer_engine" and not recurrent:  # its ranks do not shard the down projections of latents
+    if (
+        model.implementation == "transformer_engine" and not recurrent
+    ):  # its ranks do not shard the down projections of latents
         sharded, whole = sharded - model.down_weights, whole + model.down_weights
     return sharded // tp + whole + (expert_parameters(job) + router_parameters(job) if experts else 0)
 
@@ -314,7 +316,11 @@ def delta_rule_bytes(job: Job) -> int:
     """
     model, e = job.config.model, job.element_bytes
     keys, values = model.linear_key_head_dim or 0, model.linear_value_head_dim or 0
-    row = e * (4 * keys + 4 * values + 2 * keys * values // CHUNK) if job.fused else 8 * (8 * CHUNK + 13 * keys + 4 * values)
+    row = (
+        e * (4 * keys + 4 * values + 2 * keys * values // CHUNK)
+        if job.fused
+        else 8 * (8 * CHUNK + 13 * keys + 4 * values)
+    )
     return job.tokens * (model.linear_num_value_heads or 0) // job.config.parallelism.tensor_parallel_size * row
 
 
