@@ -61,17 +61,11 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.layer_number, self.tp_group, self._cp, self._sequence = (
-            layer_number,
-            pg_collection.tp,
-            pg_collection.cp,
-            sequence,
-        )
+        self.layer_number, self._sequence = layer_number, sequence
+        self.tp_group, self._cp = pg_collection.tp, pg_collection.cp
         self._key, self._value = config.linear_key_head_dim, config.linear_value_head_dim
-        self._heads, self._shared = (
-            config.linear_num_key_heads,
-            config.linear_num_value_heads // config.linear_num_key_heads,
-        )
+        self._heads = config.linear_num_key_heads
+        self._shared = config.linear_num_value_heads // self._heads  # value heads of a key head
         self._mixed = 2 * self._key + self._shared * self._value  # columns of the convolution, for a key head
         columns = self._mixed + self._shared * (self._value + 2)
         common = {"config": config, "bias": config.add_bias_linear, "is_expert": False, "tp_group": self.tp_group}

@@ -107,8 +107,9 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         if device not in self._positions:
             tokens = self.tokens(torch.device("cpu"))
             starts, stops, first = torch.tensor(self.mask().documents, dtype=torch.int64).view(-1, 3).T.contiguous()
-            positions = tokens + (first - starts)[torch.bucketize(tokens, stops, right=True)]
-            self._positions[device] = _to_device(positions, device)
+            with torch.inference_mode(False):  # a pack may be used for evaluation first and for training later
+                positions = tokens + (first - starts)[torch.bucketize(tokens, stops, right=True)]
+                self._positions[device] = _to_device(positions, device)
         return self._positions[device]
 
     @cached_property
@@ -130,7 +131,8 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         """Return `Place.tail_rows` on a device, int64 `[size]`."""
         key = size, device
         if key not in self._tail_rows:
-            self._tail_rows[key] = _to_device(torch.tensor(self.place.tail_rows(size)), device)
+            with torch.inference_mode(False):
+                self._tail_rows[key] = _to_device(torch.tensor(self.place.tail_rows(size)), device)
         return self._tail_rows[key]
 
 

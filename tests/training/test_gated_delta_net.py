@@ -13,7 +13,7 @@ from megatron_longctx.mcore.version import RELEASE
 from megatron_longctx.planner.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import recorded
-from tests.shared.training import tiny_config, tiny_corpus
+from tests.shared.training import LATENTS, tiny_config, tiny_corpus
 
 CP, TP, PP, EP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline", "expert_model"))
 LAYOUT, SCHEDULE, RECOMPUTE = "parallelism.layout", "parallelism.schedule", "recompute.mode"
@@ -34,11 +34,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 BUILDER = {"model.builder": "hybrid"} if RELEASE >= (0, 19) else {}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "pp2": (2, "dense", {PP: 2}),
     "cp2 kept": (2, "packed", {CP: 2, RECOMPUTE: "attention_output+offload", **BUILDER}),
-    "cp2 layer": (2, "dense", {CP: 2, RECOMPUTE: "layer", SCHEDULE: "ring"}),
     "cp2 ep2": (2, "experts", {CP: 2, EP: 2, **BUILDER}),
-    "cp6": (6, "dense", {CP: 6}),
+    "cp6": (6, "dense", {CP: 6, RECOMPUTE: "layer", SCHEDULE: "ring"}),
     "tp2 cp3": (6, "packed", {CP: 3, TP: 2}),
     "cp3 pp2": (6, "packed", {CP: 3, PP: 2, **BUILDER}),
 }
@@ -85,7 +83,7 @@ def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
         ({CP: 2, SCHEDULE: "zigzag"}, "parallelism.schedule=zigzag: .* Set parallelism.schedule=helper"),
         ({CP: 2, LAYOUT: "balanced"}, "parallelism.layout=balanced: expected auto or contiguous with model.pattern"),
         ({TP: 2, "model.linear_num_key_heads": 1}, "tensor_parallel_size=2: .*model.linear_num_key_heads=1"),
-        ({"model.kv_lora_rank": 24}, "model.kv_lora_rank=24: expected null with model.pattern"),
+        (LATENTS, "model.kv_lora_rank=24: expected null with model.pattern"),
         ({"data.format": "rollouts", "data.packing": "best_fit"}, "data.format=rollouts: expected documents"),
     ],
 )
@@ -104,13 +102,8 @@ def test_packs_are_contiguous_and_inference_is_refused(tmp_path: Path) -> None:
 
 
 def test_flops_of_a_recurrent_layer_grow_with_tokens_alone(tmp_path: Path) -> None:
-    hybrid, plain = (
-        tiny_config(tmp_path, "run", {"model.pattern": p, **HYBRID, **{"model.pattern": p}}).model
-        for p in ("G-*-", "G-G-")
-    )
-    work, longer = Work(100, 5050, 10_000), Work(100, 50_500, 100_000)
-    projections, rule = 32 * (2 * 2 * 8 + 3 * 24 + 2 * 4), 3 * 4 * 8 * 6
-    mlps = 2 * 3 * 32 * 64
-    assert training_flops(plain, 128, work).causal == 6 * 100 * (2 * (projections + rule) + mlps + 32 * 128) - 0
-    assert training_flops(plain, 128, Work(100, 0, 1)).dense == training_flops(plain, 128, longer).dense
-    assert training_flops(hybrid, 128, longer).causal > training_flops(hybrid, 128, work).causal
+    settings = {**HYBRID, "model.pattern": "G-G-"}
+    model = tiny_config(tmp_path, "run", settings).model
+    projections, rule, mlp = 32 * (2 * 2 * 8 + 3 * 24 + 2 * 4), 3 * 4 * 8 * 6, 3 * 32 * 64
+    flops = training_flops(model, 128, Work(tokens=100, pairs=0, dense_pairs=10_000))
+    assert flops.causal == flops.dense == 6 * 100 * (2 * (projections + rule + mlp) + 32 * 128)
