@@ -39,7 +39,7 @@ CHUNK = 64
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """Return the precision of states: fp32, and fp64 on CPUs, where the rule is the reference of all others."""
+    """Return the precision inside: fp32, and fp64 on CPUs, whose results are the reference of all others."""
     return torch.float32 if x.is_cuda else torch.float64
 
 
@@ -146,10 +146,9 @@ def section(
         q, k, v, g, beta: as for a `Kernel`, but s may be 0.
     """
     (batch, _, heads, rows), columns = k.shape, v.shape[-1]
-    wide = _wide(q)
-    states = torch.zeros(batch, heads, rows, columns + rows, dtype=wide, device=q.device)
+    states = torch.zeros(batch, heads, rows, columns + rows, dtype=_wide(q), device=q.device)
     if continues or not lengths:
-        states[..., columns:] = torch.eye(rows, dtype=wide, device=q.device)
+        states[..., columns:].diagonal(dim1=-2, dim2=-1).fill_(1)
     if not lengths:
         return Section(v, None, states)
     if not continues:
@@ -206,7 +205,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(whole, weight, positions)
         taps, tokens, total = weight.shape[1], len(positions), whole.new_zeros(())
         for tap in range(taps):
-            product = whole[tap : tap + tokens].to(_precise(whole)) * weight[:, tap]
+            product = whole[tap : tap + tokens].to(_wide(whole)) * weight[:, tap]
             total = total + product.masked_fill(_beyond(positions, taps - 1 - tap), 0)
         return total.to(whole.dtype)
 
@@ -214,7 +213,7 @@ class _Convolution(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         whole, weight, positions = ctx.saved_tensors
-        taps, tokens, wide = weight.shape[1], len(positions), _precise(whole)
+        taps, tokens, wide = weight.shape[1], len(positions), _wide(whole)
         grad_whole = torch.zeros_like(whole, dtype=wide)
         grad_weight = torch.empty_like(weight, dtype=wide)
         for tap in range(taps):
@@ -222,10 +221,6 @@ class _Convolution(torch.autograd.Function):
             grad_whole[tap : tap + tokens] += grad * weight[:, tap]
             grad_weight[:, tap] = (grad * whole[tap : tap + tokens]).sum((0, 1))
         return grad_whole.to(whole.dtype), grad_weight.to(weight.dtype), None
-
-
-def _precise(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _beyond(positions: Tensor, back: int) -> Tensor:

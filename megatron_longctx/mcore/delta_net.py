@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import functional
 
@@ -34,8 +34,7 @@ _SHARDED = ("conv_weight", "decay_log", "decay_bias")
 def with_delta_net(layer: ModuleSpec, sequence: ShardedSequence) -> ModuleSpec:
     """Return a copy of a layer's spec, which has Megatron's self-attention, with a gated delta net in its place."""
     layer, attention = copy_spec(layer), layer.submodules.self_attention
-    params = {"sequence": sequence}
-    layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, params=params, submodules=attention.submodules)
+    layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, {"sequence": sequence}, attention.submodules)
     return layer
 
 
@@ -135,7 +134,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         v, gates = (x.reshape(tokens, batch, -1, value).contiguous() for x in (v, gates))
         beta, decay = beta.flatten(2).float().sigmoid(), decay.flatten(2).float() + self.decay_bias.float()
         g = -self.decay_log.float().exp() * functional.softplus(decay)
-        fast = q.is_cuda and not self._sequence.attention.deterministic  # fla-core promises no equal bits
+        # fla-core promises no equal bits from run to run; fp32 is for comparisons, which torch computes exactly.
+        fast = q.is_cuda and q.dtype.itemsize == 2 and not self._sequence.attention.deterministic
         kernel = delta_rule.flash_linear_attention if fast else delta_rule.chunked
         rule = [x.transpose(0, 1).contiguous() for x in (q, k, v, g, beta)]
         own = delta_rule.section(place.lengths, place.continues, kernel, *rule)
@@ -176,16 +176,10 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the parameters, sharded by heads but for the norm's."""
-        own = {name: getattr(self, name) for name in (*_SHARDED, "norm_weight")}
+        whole: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        own, axes = {name: getattr(self, name) for name in _SHARDED}, dict.fromkeys(_SHARDED, 0)
         groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
-        whole: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            own, prefix, dict.fromkeys(_SHARDED, 0), sharded_offsets, **groups
-        )
-        for name in ("linear_qkv", "linear_proj"):
-            part = getattr(self, name)
-            whole |= sharded_state_dict_default(
-                part, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
+        whole |= make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
         return whole
 
 

@@ -88,8 +88,8 @@ def check_and_identify(config: Config, world_size: int) -> tuple[int | None, Ide
         require_transformer_engine()
     if config.model.builder == "hybrid":
         require_hybrid_model()
-    kernels = importlib.util.find_spec("fla") is not None or config.attention.deterministic
-    if config.model.recurrent and device == "cuda" and not kernels:
+    fast = device == "cuda" and config.train.precision == "bf16" and not config.attention.deterministic
+    if config.model.recurrent and fast and importlib.util.find_spec("fla") is None:
         expected = "null without the package fla-core, whose kernels compute layers G on GPUs"
         raise refuse(
             "model.pattern", config.model.pattern, expected, "Run pip install fla-core, which is part of the extra gpu."

@@ -73,13 +73,6 @@ def test_sections_compute_what_the_recurrence_does(case: str) -> None:
         torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-11)
 
 
-def test_another_implementation_agrees() -> None:
-    published = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    inputs = [x.detach() for x in _inputs(150, torch.float32)]
-    expected = published.torch_chunk_gated_delta_rule(*inputs)[0]
-    torch.testing.assert_close(_over_ranks(inputs, [150], [70, 80]), expected, rtol=1e-5, atol=1e-6)
-
-
 def test_documents_and_states_reach_the_kernels_of_fla_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in with the documented interface of its function: one row of sequences, with a state before each."""
 
