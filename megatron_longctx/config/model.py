@@ -87,6 +87,7 @@ class ModelConfig:
         "pairs of * (attention) or G (gated delta net), and - (MLP) or E (experts); other layers are not supported",
         r"([*G][-E])+",
         max_bytes=20_000,
+        example="*-",
     )
     linear_num_key_heads: int | None = number(None, 1, 10**5)  # with G: heads of queries and keys
     # with G: heads of values, each with its own state; a multiple of linear_num_key_heads
