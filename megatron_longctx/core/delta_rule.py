@@ -203,43 +203,32 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
         ctx.save_for_backward(whole, weight, positions)
-        taps, tokens, total = weight.shape[1], len(positions), whole.new_zeros(())
+        taps, tokens, total, positions = weight.shape[1], len(positions), whole.new_zeros(()), positions.view(-1, 1, 1)
         for tap in range(taps):
             product = whole[tap : tap + tokens].to(_wide(whole)) * weight[:, tap]
-            total = total + product.masked_fill(_beyond(positions, taps - 1 - tap), 0)
+            total = total + product.masked_fill(positions < taps - 1 - tap, 0)
         return total.to(whole.dtype)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         whole, weight, positions = ctx.saved_tensors
-        taps, tokens, wide = weight.shape[1], len(positions), _wide(whole)
+        taps, tokens, wide, positions = weight.shape[1], len(positions), _wide(whole), positions.view(-1, 1, 1)
         grad_whole = torch.zeros_like(whole, dtype=wide)
         grad_weight = torch.empty_like(weight, dtype=wide)
         for tap in range(taps):
-            grad = grads[0].to(wide).masked_fill(_beyond(positions, taps - 1 - tap), 0)
+            grad = grads[0].to(wide).masked_fill(positions < taps - 1 - tap, 0)
             grad_whole[tap : tap + tokens] += grad * weight[:, tap]
             grad_weight[:, tap] = (grad * whole[tap : tap + tokens]).sum((0, 1))
         return grad_whole.to(whole.dtype), grad_weight.to(weight.dtype), None
 
 
-def _beyond(positions: Tensor, back: int) -> Tensor:
-    """Whether what lies `back` tokens before a token is not in its document, `[s, 1, 1]`."""
-    return (positions < back).view(-1, 1, 1)
-
-
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's section lies in a sequence of documents.
+    """Where a rank's section lies in a sequence of documents."""
 
-    Attributes:
-        documents: the first token of each, in order.
-        bounds: the first token of every rank, and the length of the sequence.
-        rank: this rank.
-    """
-
-    documents: Sequence[int]
-    bounds: Sequence[int]
+    documents: Sequence[int]  # the first token of each, in order
+    bounds: Sequence[int]  # the first token of every rank, and the length of the sequence
     rank: int
 
     @cached_property
