@@ -115,7 +115,7 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
         _mask(config, causal),
         _target(config),
         token_unit(par),
-        par.layout,
+        config.layout,
         replace(mode_options(par), inner_size=None, max_buffer_tokens=None),
         keep_received=config.keep_received,
         sum_in_node=config.sum_in_node,

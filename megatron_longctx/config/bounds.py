@@ -63,6 +63,7 @@ class Text:
     max_bytes: int
     pattern: str = r".+"
     max_part_bytes: int | None = None  # file systems bound the names of files
+    example: str = "NAME"
 
     def accepts(self, value: str) -> bool:
         return (
@@ -91,9 +92,11 @@ def choice(default: Any, options: Collection[Any], *also: Any) -> Any:
     return field(default=default, metadata={_BOUNDS: Choice(options, also)})
 
 
-def text(default: str | None, expected: str | None = None, pattern: str = r".+", max_bytes: int = 200) -> Any:
+def text(
+    default: str | None, expected: str | None = None, pattern: str = r".+", max_bytes: int = 200, example: str = "NAME"
+) -> Any:
     """Declare a line of text that fully matches `pattern`; `expected` describes it in error messages."""
-    bounds = Text(expected or f"a line of text, 1 to {max_bytes} bytes", max_bytes, pattern)
+    bounds = Text(expected or f"a line of text, 1 to {max_bytes} bytes", max_bytes, pattern, example=example)
     return field(default=default, metadata={_BOUNDS: bounds})
 
 
@@ -122,7 +125,8 @@ class Key(NamedTuple):
         if self.default is None:
             if isinstance(self.bounds, Choice):
                 return self.bounds.all[0]
-            return max(1, self.bounds.minimum) if isinstance(self.bounds, Number) else "NAME"
+            assert self.bounds is not None, "truth values have a default"
+            return max(1, self.bounds.minimum) if isinstance(self.bounds, Number) else self.bounds.example
         return str(self.default).lower() if self.kind is bool else self.default
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..core.errors import refuse
 from ..core.plans.mask import causal
 from .bounds import check, keys_of
-from .model import LATENT_KEYS, ModelConfig
+from .model import LATENT_KEYS, RECURRENT_KEYS, ModelConfig
 from .planned import configured_mode, names_as_keys
 from .tree import Config, InferenceConfig
 
@@ -29,6 +29,10 @@ def _is(*values: object) -> Callable[[object], bool]:
 
 def _is_not(*values: object) -> Callable[[object], bool]:
     return lambda value: value not in values
+
+
+def _with_delta_nets(pattern: object) -> bool:
+    return "G" in str(pattern)
 
 
 _Rule = tuple[str, Callable[[object], bool], tuple[str, ...], tuple[object, ...] | str | None, str]
@@ -76,6 +80,14 @@ _RULES: tuple[_Rule, ...] = (
      "Megatron's MLA rotates queries and keys, equally in all layers."),
     ("model.kv_lora_rank", _is_not(None), ("model.bias", "model.qkv_bias"), None,
      "Megatron's MLA has no biases of queries, keys and values."),
+    ("model.pattern", lambda pattern: not _with_delta_nets(pattern),
+     tuple(f"model.{key}" for key in RECURRENT_KEYS), None, "Only the layers G of model.pattern read it."),
+    ("model.pattern", _with_delta_nets,
+     tuple(f"model.{key}" for key in RECURRENT_KEYS[:4]), "a number", "Qwen3-Next has 16, 32, 128 and 128."),
+    ("model.pattern", _with_delta_nets, ("model.kv_lora_rank",), None,
+     "Layers G take the kinds of their projections from plain attention."),
+    ("model.pattern", _with_delta_nets, ("data.format",), ("documents",),
+     "A recurrent state has one continuation: the branches of a tree cannot share it."),
     ("model.num_moe_experts", _is(None), tuple(key for key in keys_of(Config) if key.startswith("model.moe_")), None,
      "Set model.num_moe_experts: without experts nothing reads it."),
     ("model.num_moe_experts", _is(None),
@@ -202,6 +214,24 @@ def _check_model(model: ModelConfig) -> None:
     _check_rope_scaling(model)
     if model.num_moe_experts is not None:
         _check_expert_layers(model, model.num_moe_experts)
+    if model.pattern is not None:
+        _check_pattern(model, model.pattern)
+
+
+def _check_pattern(model: ModelConfig, pattern: str) -> None:
+    """Refuse a pattern that does not fit the number of layers, the layers of experts, or the heads."""
+    layers = len(pattern) // 2
+    if model.num_layers % layers:
+        expected = f"a number of layers, now {layers}, that divides model.num_layers={model.num_layers}"
+        raise refuse("model.pattern", pattern, expected, "Two symbols are a layer. Change one of them.")
+    experts = tuple(pattern[2 * (layer % layers) + 1] == "E" for layer in range(model.num_layers))
+    if experts != model.expert_layers:
+        has = "".join("-E"[each] for each in model.expert_layers)
+        expected = f"E in layers with experts and - in others: {has} by model.num_moe_experts and model.moe_layer_freq"
+        raise refuse("model.pattern", pattern, expected, "Change one of them.")
+    if model.recurrent:
+        heads = {"model.linear_num_value_heads": model.linear_num_value_heads or 0}
+        _check_divides("model.linear_num_key_heads", model.linear_num_key_heads or 1, heads)
 
 
 def _check_rope_scaling(model: ModelConfig) -> None:
@@ -246,9 +276,16 @@ def _check_parallelism(config: Config, training: bool) -> None:
     tp, cp = par.tensor_parallel_size, par.context_parallel_size
     if par.inner_size is not None:
         _check_divides("parallelism.inner_size", par.inner_size, {"parallelism.context_parallel_size": cp})
-    if par.layout != "auto" and par.schedule != "auto":
+    if config.layout != "auto" and par.schedule != "auto":
         with names_as_keys():
-            configured_mode(par).layout_of(causal(0), par.layout)
+            mode = configured_mode(par)
+            mode.layout_of(causal(0), config.layout)
+        if model.recurrent and cp > 1 and par.layout == "auto" and mode.layout != config.layout:
+            remedy = "Set parallelism.schedule=helper, or parallelism.layout=contiguous to run it unbalanced."
+            expected = "one that balances contiguous tokens, which the layers G of model.pattern need"
+            raise refuse("parallelism.schedule", par.schedule, expected, remedy)
+    if model.recurrent:
+        _check_recurrent(config)
     vocab = "model.vocab_multiple" if model.vocab_size is None else "model.vocab_size"
     names = [*(["model.num_kv_heads"] if training else []), "model.ffn_hidden_size", vocab]
     if not training:
@@ -278,6 +315,15 @@ def _check_parallelism(config: Config, training: bool) -> None:
     if par.cluster is None and attention.sum_in_node == "true" and cp > 1:
         remedy = "Name the cluster, or set it to auto or false."
         raise refuse("attention.sum_in_node", "true", "parallelism.cluster, which defines the nodes", remedy)
+
+
+def _check_recurrent(config: Config) -> None:
+    """Refuse what layers G of `model.pattern` do not support."""
+    par, condition = config.parallelism, f"with model.pattern={config.model.pattern}"
+    why = "Its layers G read a document's tokens one after another, so every rank holds contiguous ones."
+    _check_is("parallelism.layout", par.layout, ("auto", "contiguous"), condition, why)
+    heads = {"model.linear_num_key_heads": config.model.linear_num_key_heads or 1}
+    _check_divides("parallelism.tensor_parallel_size", par.tensor_parallel_size, heads)
 
 
 def _check_shared_heads(model: ModelConfig, tp: int) -> None:

@@ -8,7 +8,7 @@ import sys
 EXTRAS = {
     "megatron": ("megatron", "psutil", "packaging", "einops"),
     "train": ("hydra", "omegaconf", "yaml", "wandb", "matplotlib", "jinja2", "tqdm", "argcomplete"),
-    "gpu": ("transformer_engine", "flash_attn"),
+    "gpu": ("transformer_engine", "flash_attn", "fla"),
     "serve": ("starlette", "uvicorn"),
     "models": ("safetensors", "gguf", "transformers", "tokenizers", "sentencepiece", "tiktoken"),
     "transformers": ("transformers",),

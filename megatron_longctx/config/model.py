@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 from .bounds import choice, number, text
 
 MAX_TOKENS = 10**9  # of a sequence
+# The keys of gated delta nets, which have Megatron's and the published models' names.
+RECURRENT_KEYS = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
 # The keys of multi-latent attention. A model has it if the first is not null.
 LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
@@ -75,6 +80,21 @@ class ModelConfig:
     implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
     # Megatron's class: GPTModel, or the HybridModel of Megatron-Core 0.19 with the same weights and checkpoints
     builder: str = choice("gpt", ("gpt", "hybrid"))
+    # Two of Megatron's symbols for each layer, repeated until num_layers: * (attention) or G (gated delta net), then
+    # - (MLP) or E (experts). null: attention in every layer.
+    pattern: str | None = text(
+        None,
+        "pairs of * (attention) or G (gated delta net), and - (MLP) or E (experts); other layers are not supported",
+        r"([*G][-E])+",
+        max_bytes=20_000,
+        example="*-",
+    )
+    linear_num_key_heads: int | None = number(None, 1, 10**5)  # with G: heads of queries and keys
+    # with G: heads of values, each with its own state; a multiple of linear_num_key_heads
+    linear_num_value_heads: int | None = number(None, 1, 10**5)
+    linear_key_head_dim: int | None = number(None, 1, 10**5)  # with G: elements of a query or key
+    linear_value_head_dim: int | None = number(None, 1, 10**5)  # with G: elements of a value
+    linear_conv_kernel_dim: int = number(4, 2, 64)  # with G: tokens that the short convolution reads
 
     # Multi-latent attention and mixtures of experts have Megatron's fields, under its names.
 
@@ -166,6 +186,29 @@ class ModelConfig:
             return hidden * self.kv_channels * (heads + 2 * self.num_kv_heads) + out
         up = self.kv_lora_rank * heads * ((self.qk_head_dim or 0) + self.value_channels)
         return self.down_weights + (self.q_lora_rank or hidden) * heads * self.kv_channels + up + out
+
+    @property
+    def recurrent_layers(self) -> tuple[bool, ...]:
+        """For every layer, whether a gated delta net has the place of attention."""
+        mixers = (self.pattern or "*-")[::2]
+        return tuple(mixers[layer % len(mixers)] == "G" for layer in range(self.num_layers))
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any layer is recurrent, so that ranks hold contiguous tokens."""
+        return any(self.recurrent_layers)
+
+    @property
+    def delta_net_columns(self) -> tuple[int, int]:
+        """Columns of a gated delta net's convolution, and of its values of all heads."""
+        values = (self.linear_num_value_heads or 0) * (self.linear_value_head_dim or 0)
+        return 2 * (self.linear_num_key_heads or 0) * (self.linear_key_head_dim or 0) + values, values
+
+    @property
+    def delta_net_weights(self) -> int:
+        """Weights of a gated delta net's two projections."""
+        mixed, values = self.delta_net_columns
+        return self.hidden_size * (mixed + 2 * values + 2 * (self.linear_num_value_heads or 0))
 
     @property
     def expert_width(self) -> int:

@@ -100,7 +100,7 @@ def configured_plan(config: Config, mask: Mask) -> Plan:
         mask,
         mode_options(par),
         token_unit(par),
-        par.layout,
+        config.layout,
         keep_received=config.keep_received,
         batch=config.train.micro_batch_size,
         sum_in_node=summed_node_size(config),
@@ -110,7 +110,7 @@ def configured_plan(config: Config, mask: Mask) -> Plan:
 def layout_of(config: Config) -> str:
     """Return the name of the layout, which may be another one for packs of several documents."""
     par, packed = config.parallelism, config.data.packing != "none"
-    return configured_mode(replace(par, cluster=None)).layout_of(documents([2] * (1 + packed)), par.layout)
+    return configured_mode(replace(par, cluster=None)).layout_of(documents([2] * (1 + packed)), config.layout)
 
 
 def token_unit(par: ParallelismConfig) -> int:

@@ -262,6 +262,12 @@ class Config:
         return False if without_graph else SWITCHES[self.attention.keep_received]
 
     @property
+    def layout(self) -> str:
+        """`parallelism.layout`, but contiguous in place of auto for models with recurrent layers."""
+        is_auto = self.parallelism.layout == "auto"
+        return "contiguous" if is_auto and self.model.recurrent else self.parallelism.layout
+
+    @property
     def sum_in_node(self) -> bool | None:
         """`attention.sum_in_node`. None: what pays."""
         return SWITCHES[self.attention.sum_in_node]

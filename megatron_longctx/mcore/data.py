@@ -280,10 +280,10 @@ def check_packs(config: Config) -> None:
     for (_, prefix), part in product(data.datasets, parts):
         order = _Source(data, prefix, config.train.seed, part).order
         assert isinstance(order, Packs)
-        sizes = order.longest() if par.layout == "per_document" else order.tokens
+        sizes = order.longest() if config.layout == "per_document" else order.tokens
         for pack in numpy.flatnonzero(sizes < enough).tolist():
             mask = pack_mask(_padded(order.lengths(pack), unit))
-            layout = build_layout(mode.layout_of(mask, par.layout), n, mask.length, unit, mask.documents)
+            layout = build_layout(mode.layout_of(mask, config.layout), n, mask.length, unit, mask.documents)
             if isinstance(order, TreePacks) or not all(map(layout.num_tokens, range(n))):
                 least = f"packs of {enough} tokens, enough for each of the {n} context-parallel ranks to have some"
                 remedy = "Leave such short documents out, set data.packing=documents, or take fewer ranks."

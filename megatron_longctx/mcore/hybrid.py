@@ -1,4 +1,4 @@
-"""Megatron-Core 0.19's `HybridModel` of a GPT's blocks: a layer `*` and a layer `-` or `E` for each of them.
+"""Megatron-Core 0.19's `HybridModel` of a GPT's blocks: a layer `*` or `G` and a layer `-` or `E` for each of them.
 
 Import this file only where `version.require_hybrid_model` has passed. A checkpoint has the names and shapes of a
 `GPTModel`, so either model loads what the other has saved, and so do exports and inference.
@@ -31,26 +31,31 @@ def as_hybrid(gpt: TransformerConfig) -> TransformerConfig:
         is_hybrid_model=True,
         window_attn_skip_freq=[int(each) for window in windows for each in (window, False)],
         moe_layer_freq=[each for has_experts in experts for each in (0, has_experts)],
+        linear_attention_freq=gpt.linear_attention_freq
+        and [x for each in gpt.linear_attention_freq for x in (each, 0)],
         recompute_num_layers=gpt.recompute_num_layers and 2 * gpt.recompute_num_layers,
     )
 
 
 def pattern(config: TransformerConfig) -> str:
     """Return `hybrid_layer_pattern` of a configuration by `as_hybrid`, with `|` between pipeline stages."""
-    symbols = "".join("*E" if experts else "*-" for experts in config.moe_layer_freq[1::2])
+    recurrent = (config.linear_attention_freq or [0] * config.num_layers)[::2]
+    blocks = zip(recurrent, config.moe_layer_freq[1::2], strict=True)
+    symbols = "".join("*G"[mixer] + "-E"[experts] for mixer, experts in blocks)
     stage = len(symbols) // config.pipeline_model_parallel_size
     return "|".join(symbols[first : first + stage] for first in range(0, len(symbols), stage))
 
 
-def stack_spec(dense: ModuleSpec, experts: ModuleSpec | None, norm: type) -> ModuleSpec:
+def stack_spec(dense: ModuleSpec, experts: ModuleSpec | None, norm: type, recurrent: ModuleSpec) -> ModuleSpec:
     """Return the spec of a stack whose layers are the halves of a GPT's layers with context-parallel attention.
 
     Args:
         experts: the spec of layers with experts, whose attention is equal; None for dense models.
         norm: the final norm.
+        recurrent: the spec of layers with a gated delta net.
     """
     attention, mlp = halves(dense)
-    layers = HybridStackSubmodules(attention_layer=in_stack(attention), mlp_layer=mlp)
+    layers = HybridStackSubmodules(attention_layer=in_stack(attention), mlp_layer=mlp, gdn_layer=halves(recurrent)[0])
     if experts is not None:
         layers.moe_layer = halves(experts)[1]
     return ModuleSpec(HybridOfBlocks, params={"norm": norm}, submodules=layers)
@@ -72,7 +77,8 @@ class HybridOfBlocks(HybridStack):  # type: ignore[misc]
 
         As in Megatron's own block, layers that are all alike are slices of one tensor.
         """
-        alike, blocks = self.config.num_moe_experts is None, self.config.num_layers // 2
+        several = self.config.num_moe_experts is not None or self.config.linear_attention_freq is not None
+        alike, blocks = not several, self.config.num_layers // 2
         whole: dict[str, Any] = {}
         for index, layer in enumerate(self.layers):
             block = (layer.layer_number - 1) // 2

@@ -168,8 +168,14 @@ def inference_config(config: Config) -> Config:
     par = config.parallelism
     refuse_training_sizes(par)
     if config.model.latent:
-        remedy = "MLA supports training and evaluation by `ppl` only."
+        remedy = "MLA supports training and evaluation by `loss_by_position` only."
         raise refuse("model.kv_lora_rank", config.model.kv_lora_rank, "null for inference", remedy)
+    if config.model.recurrent:
+        remedy = (
+            "The cache has no recurrent states and no tokens of convolutions yet: gated delta nets support training "
+            "and evaluation by `loss_by_position` only."
+        )
+        raise refuse("model.pattern", config.model.pattern, "null or without G for inference", remedy)
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if config.inference.transport == "peer":
             raise refuse("inference.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")

@@ -19,7 +19,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from ..config import LATENT_KEYS, Config, ModelConfig
+from ..config import LATENT_KEYS, RECURRENT_KEYS, Config, ModelConfig
 from ..core.errors import refuse
 from ..models.rope_frequencies import frequencies_of
 from .experts import expert_settings
@@ -109,6 +109,8 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
         window_size=None if model.window is None else (model.window, 0),
         window_attn_skip_freq=model.window_pattern,
         softmax_type=_SOFTMAX[model.sinks],
+        linear_attention_freq=list(map(int, model.recurrent_layers)) if model.recurrent else None,
+        **{key: getattr(model, key) for key in RECURRENT_KEYS if model.recurrent},
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **(_OAI if model.activation == "swiglu_oai" else {}),
@@ -246,6 +248,9 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     special = {key: getattr(model, key) for key in optional}
     if model.latent:
         special |= {key: getattr(model, key) for key in LATENT_KEYS}
+    if model.recurrent:
+        kinds = "".join("*G"[recurrent] for recurrent in model.recurrent_layers)
+        special |= {"mixers": kinds, **{key: getattr(model, key) for key in RECURRENT_KEYS}}
     if model.rope_scaling.kind != "none":
         special["rope_scaling"] = asdict(model.rope_scaling)
     if model.num_moe_experts is not None:

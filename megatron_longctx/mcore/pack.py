@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ..core.attention import ContextParallelAttention
+from ..core.delta_rule import Place
 from ..core.errors import refuse
 from ..core.layout import Layout
 from ..core.plans import Mask, mask
@@ -54,6 +56,8 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         self.rotations: PackRotations | None = None  # see `ShardedSequence.rotation`
         self._attention = attention
         self._tokens: dict[torch.device, Tensor] = {}
+        self._positions: dict[torch.device, Tensor] = {}
+        self._tail_rows: dict[tuple[int, torch.device], Tensor] = {}
 
     __eq__ = object.__eq__  # identity: Megatron's class compares fields
     __hash__ = object.__hash__
@@ -100,9 +104,36 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
 
         They count from the beginning of a document, or go on after its parent's last token.
         """
-        tokens = self.tokens(torch.device("cpu"))
-        starts, stops, first = torch.tensor(self.mask().documents, dtype=torch.int64).view(-1, 3).T.contiguous()
-        return _to_device(tokens + (first - starts)[torch.bucketize(tokens, stops, right=True)], device)
+        if device not in self._positions:
+            tokens = self.tokens(torch.device("cpu"))
+            starts, stops, first = torch.tensor(self.mask().documents, dtype=torch.int64).view(-1, 3).T.contiguous()
+            with torch.inference_mode(False):  # a pack may be used for evaluation first and for training later
+                positions = tokens + (first - starts)[torch.bucketize(tokens, stops, right=True)]
+                self._positions[device] = _to_device(positions, device)
+        return self._positions[device]
+
+    @cached_property
+    def place(self) -> Place:
+        """Where this rank's tokens lie, for recurrent layers.
+
+        Raises:
+            ValueError: ranks do not hold the sequence in order, or documents share prefixes.
+        """
+        layout, remedy = self.layout, "Recurrent layers read a document's tokens one after another."
+        if layout.n > 1 and layout.name != "contiguous":
+            raise refuse("layout", layout.name, "contiguous with recurrent layers", remedy)
+        if self.parents is not None:
+            raise refuse("parents", "given", "None with recurrent layers", "A state has one continuation here.")
+        bounds = [0, *accumulate(map(layout.num_tokens, range(layout.n)))]
+        return Place([each.start for each in self.mask().documents], bounds, self._attention.rank)
+
+    def tail_rows(self, size: int, device: torch.device) -> Tensor:
+        """Return `Place.tail_rows` on a device, int64 `[size]`."""
+        key = size, device
+        if key not in self._tail_rows:
+            with torch.inference_mode(False):
+                self._tail_rows[key] = _to_device(torch.tensor(self.place.tail_rows(size)), device)
+        return self._tail_rows[key]
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:

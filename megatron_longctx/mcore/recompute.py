@@ -24,6 +24,7 @@ from torch import Tensor
 from ..core.errors import refuse
 from ..core.kernels.no_grad import first_order
 from .core_attention import ContextParallelCoreAttention
+from .delta_net import GatedDeltaNet
 from .norms import PostNormAdd
 from .stores import AttentionTape, Store
 from .version import as_builder, copy_spec, mlp_spec
@@ -42,7 +43,7 @@ _OTHER_SAVINGS: dict[str, tuple[Any, ...]] = {
 
 
 class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
-    """A layer that stores its input and attention's results, and nothing else.
+    """A layer that stores its input and attention's results, and nothing else; a recurrent layer its input alone.
 
     Backward runs the layer again with the random states of the first run: up to the attention's inputs, and from its
     stored output on. Attention itself and its communication run once (DistFlashAttn, section 3.3). `with_recompute`
@@ -62,7 +63,8 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
         super().__init__(config, *args, **kwargs)
         self._store = store
         core = getattr(self.self_attention, "core_attention", None)
-        if not isinstance(core, ContextParallelCoreAttention) and not isinstance(self.self_attention, IdentityOp):
+        known = isinstance(core, ContextParallelCoreAttention)
+        if not known and not isinstance(self.self_attention, IdentityOp | GatedDeltaNet):
             expected = "context-parallel core attention in every layer"
             remedy = f"This layer has {type(core).__name__}: apply with_context_parallel to its spec first."
             raise refuse("recompute.mode", "attention_output", expected, remedy)
@@ -74,7 +76,9 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
             return run(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         tape = AttentionTape(self._store)
         core: ContextParallelCoreAttention | None = getattr(self.self_attention, "core_attention", None)
-        recording = nullcontext if core is None else lambda: core.taped(tape)  # none in a stack's layer of an MLP
+        recording = (
+            nullcontext if core is None else lambda: core.taped(tape)
+        )  # none in MLPs of a stack and recurrent layers
 
         def taped(hidden: Tensor) -> Tensor:
             with recording(), self._skip_unread_output() if tape.replaying else nullcontext():

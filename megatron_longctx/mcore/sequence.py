@@ -265,7 +265,7 @@ def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
             kernel=settings.kernel,
             options=mode_options(par),
             unit=unit,
-            layout=par.layout,
+            layout=config.layout,
             deterministic=settings.deterministic,
             transport=settings.transport,
             kv_format=int8_kv if settings.kv_int8 else None,

@@ -23,6 +23,7 @@ from ..config import RecomputeConfig
 from ..core.errors import refuse
 from ..models.rope_frequencies import Frequencies
 from .core_attention import ContextParallelCoreAttention
+from .delta_net import with_delta_net
 from .experts import experts_spec, with_summed_losses
 from .norms import NORMS, with_post_norms
 from .recompute import with_mlp_tiles, with_recompute
@@ -165,11 +166,14 @@ def block_spec(
     if config.is_hybrid_model:
         from .hybrid import stack_spec  # needs Megatron-Core 0.19
 
-        return stack_spec(layer, expert_layer, final_norm)
-    layers = [layer] * get_num_layers_to_build(config)
-    if expert_layer is not None:
+        return stack_spec(layer, expert_layer, final_norm, with_delta_net(layer, sequence))
+    layers, recurrent = [layer] * get_num_layers_to_build(config), config.linear_attention_freq
+    if expert_layer is not None or recurrent:
         first = get_transformer_layer_offset(config)
-        layers = [expert_layer if config.moe_layer_freq[first + i] else layer for i in range(len(layers))]
+        if expert_layer is not None:
+            layers = [expert_layer if config.moe_layer_freq[first + i] else layer for i in range(len(layers))]
+        if recurrent:
+            layers = [with_delta_net(x, sequence) if recurrent[first + i] else x for i, x in enumerate(layers)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
 
 

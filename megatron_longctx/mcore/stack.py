@@ -52,7 +52,7 @@ class _Refused:
     def __init__(self, kind: str, **_: Any) -> NoReturn:
         remedy = (
             "Its kernel needs the tokens of a sequence in order on a rank, or exchanges them in Megatron's own zigzag "
-            "layout. Use a pattern without it."
+            "layout. Use a pattern without it; gated delta nets that do not are those of the key model.pattern."
         )
         raise refuse("hybrid_layer_pattern", kind, "layers *, +, - and E with context-parallel attention", remedy)
 

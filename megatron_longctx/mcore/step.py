@@ -125,10 +125,12 @@ class TrainStep(_Step):
 
     @cached_property
     def _windows(self) -> Counter[Window]:
-        """The number of layers, over all stages, with each window."""
+        """The number of layers with attention, over all stages, with each window."""
         config = self._config
         step = 2 if config.is_hybrid_model else 1  # every second layer of a stack is an MLP
-        return Counter(layer_window(config, number + 1) for number in range(0, config.num_layers, step))
+        recurrent = config.linear_attention_freq or [0] * config.num_layers
+        numbers = [number for number in range(0, config.num_layers, step) if not recurrent[number]]
+        return Counter(layer_window(config, number + 1) for number in numbers)
 
 
 @dataclass(frozen=True)

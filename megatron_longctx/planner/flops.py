@@ -9,6 +9,9 @@ summed over layers:
                                            c elements for keys and q for queries, and heads with r elements that RoPE
                                            rotates and n others: A = H·(c + r + q) + q·h·d + c·h·(n + e) + h·e·H,
                                            where H·h·d replaces q·h·d without query latents
+                                           A layer with a gated delta net of n value heads has A = H·(its columns) +
+                                           n·e·H and, in place of attention, 6·n·d·e for each token: three products
+                                           with its state. Its pairs, its part of L below and its convolution are 0
     attention    L · 2·T·S·h·(d + e)       dense convention: every query times every key (QKᵀ and PV)
                  (2·P - L·T)·h·(d + e)     causal convention: visible pairs, a query's own key counted half, so that
                                            a whole causal sequence has S²/2; documents and windows have fewer
@@ -32,6 +35,7 @@ FORMULA = (
     "3 * (2*T*L*A + 2*T*H*(D*M*F + X*(M*(k*W + U) + E)) + C + 2*T*H*V), "
     "A = H*d*(h + 2*g) + h*e*H (latents: H*(c + r + q) + (q or H)*h*d + c*h*(n + e) + h*e*H), "
     "D dense layers, X of E experts of width W, k of them active, and U of shared ones, "
+    "layers with gated delta nets: A and 6*n*d*e for attention, "
     "C = (2*P - L*T)*h*(d + e) (causal; P visible pairs of all layers, L*T*(S + 1)/2 without documents and windows) "
     "or 2*L*T*S*h*(d + e) (dense), M = 3 (gated MLPs) or 2 (gelu); recomputation not counted"
 )
@@ -91,11 +95,14 @@ def training_flops(model: ModelConfig, vocab_size: int, work: Work) -> StepFlops
         vocab_size: rows of the LM head as trained, padding included.
         work: of the step, over all context- and data-parallel ranks.
     """
-    tokens, hidden, layers = work.tokens, model.hidden_size, model.num_layers
+    tokens, hidden, recurrent = work.tokens, model.hidden_size, sum(model.recurrent_layers)
+    layers = model.num_layers - recurrent  # with attention
     channels = model.num_attention_heads * (model.kv_channels + model.value_channels)
     mlps = 2 * tokens * hidden * sum(_mlp_width(model, experts) for experts in model.expert_layers)
     head = 2 * tokens * hidden * vocab_size
-    linear = 2 * tokens * layers * model.attention_weights + mlps + head
+    rule = 3 * (model.linear_key_head_dim or 0) * model.delta_net_columns[1]
+    mixers = layers * model.attention_weights + recurrent * (model.delta_net_weights + rule)
+    linear = 2 * tokens * mixers + mlps + head
     return StepFlops(
         causal=3 * (linear + (2 * work.pairs - layers * tokens) * channels),
         dense=3 * (linear + 2 * layers * work.dense_pairs * channels),

@@ -82,7 +82,7 @@ def _ranking(
         mask=planned_mask(config, *pack),
         target=Target(workload_of(config), fa4_takes(config.attention.deterministic), over_peers),
         unit=token_unit(par),
-        layout=par.layout,
+        layout=config.layout,
         options=mode_options(par),
         keep_received=config.keep_received,
         sum_in_node=config.sum_in_node,
@@ -95,7 +95,7 @@ def _with_mode(config: Config, best: Candidate) -> Config:
     assert best.mode is not None
     keys = {each.name for each in fields(ParallelismConfig)}
     options = {each.name: getattr(best.mode, each.name) for each in fields(best.mode) if each.name in keys}
-    par = replace(config.parallelism, schedule=best.mode.name, max_attention_gib=None, **options)
+    par = replace(config.parallelism, schedule=best.mode.name, layout=config.layout, max_attention_gib=None, **options)
     return replace(config, parallelism=par)
 
 

@@ -88,6 +88,12 @@ def check_and_identify(config: Config, world_size: int) -> tuple[int | None, Ide
         require_transformer_engine()
     if config.model.builder == "hybrid":
         require_hybrid_model()
+    fast = device == "cuda" and config.train.precision == "bf16" and not config.attention.deterministic
+    if config.model.recurrent and fast and importlib.util.find_spec("fla") is None:
+        expected = "null without the package fla-core, whose kernels compute layers G on GPUs"
+        raise refuse(
+            "model.pattern", config.model.pattern, expected, "Run pip install fla-core, which is part of the extra gpu."
+        )
     check_mode(config, config.data.seq_length, "data.seq_length", needs_tokens=config.data.packing != "best_fit")
     check_corpus(config.data)
     if config.train.eval_interval is not None:
@@ -126,7 +132,7 @@ def check_mode(config: Config, length: int, key: str, needs_tokens: bool = True)
     par, workload = config.parallelism, workload_of(config)
     n, unit, mode = par.context_parallel_size, token_unit(par), configured_mode(par)
     mode.check_heads(n, workload.num_heads, workload.num_kv_heads)
-    plan = build_plan(mode, n, length, unit=unit, layout=par.layout)
+    plan = build_plan(mode, n, length, unit=unit, layout=config.layout)
     if needs_tokens and not all(map(plan.queries.num_tokens, range(n))):
         expected = f"{2 * n * unit} or more, so that each of the {n} context-parallel ranks has some"
         raise refuse(key, length, expected, "Raise it, or take fewer ranks.")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.cli import plan
-from megatron_longctx.config import Config, keys_of, validate
+from megatron_longctx.config import RECURRENT_KEYS, Config, keys_of, validate
 from megatron_longctx.config.bounds import Choice, Key, Number, choice, number
 from megatron_longctx.core.errors import is_line
 from megatron_longctx.planner.memory import predict
@@ -42,6 +42,13 @@ OF_EXPERTS = (
     *(f"model.moe_{name}" for name in ("ffn_hidden_size", "shared_expert_intermediate_size", "z_loss_coeff")),
     *("model.moe_router_topk_scaling_factor", "model.moe_router_dtype", "parallelism.expert_tensor_parallel_size"),
 )
+DELTA_NETS = {
+    "model.pattern": "G-",
+    "model.linear_num_key_heads": 1,
+    "model.linear_num_value_heads": 100_000,
+    "model.linear_key_head_dim": 2,
+    "model.linear_value_head_dim": 2,
+}
 # Settings without which a key must have its default.
 BESIDE: dict[str, dict[str, Any]] = {
     "parallelism.inner_size": {"parallelism.schedule": "usp"},
@@ -73,6 +80,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.tokenizer": {"data.tokenizer_path": "x"},
     "model.head_dim": {"model.position_embedding": "learned"},
     **{f"model.{name}": LATENTS for name in ("kv_lora_rank", "q_lora_rank", *SIZES)},
+    **{f"model.{key}": DELTA_NETS for key in RECURRENT_KEYS},
     **{key: {"model.num_moe_experts": 4} for key in OF_EXPERTS},
 }
 

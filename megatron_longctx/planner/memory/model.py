@@ -110,12 +110,11 @@ def checkpoint_bytes(job: Job) -> int:
 
 
 def _stage(job: Job, stage: int, attention: AttentionBytes) -> Prediction:
-    num_experts = job.expert_layers(stage)
-    counts = ((False, job.num_layers - num_experts), (True, num_experts))
-    kinds = [(layer_bytes(job, experts), count) for experts, count in counts if count]
+    kinds = [(layer_bytes(job, *kind), count) for kind, count in job.kinds(stage).items()]
     layer = max((each for each, _ in kinds), key=lambda each: each.total)
-    kept = _kept(job, stage, layer, mlps=sum(each.mlp * count for each, count in kinds))
-    phases = [Phase("backward of a layer", (*kept, *_layer_backward(job, layer, attention)))]
+    kept = _kept(job, stage, kinds)
+    backwards = [Phase("backward of a layer", (*kept, *_layer_backward(job, each, attention))) for each, _ in kinds]
+    phases = [max(backwards, key=lambda phase: phase.num_bytes)]
     if stage == job.config.parallelism.pipeline_parallel_size - 1:
         loss = (*kept, *_loss(job, layer))
         if job.config.recompute.mode == OFFLOAD and stage == 0:  # Megatron's forward refers to them until it returns
@@ -123,7 +122,7 @@ def _stage(job: Job, stage: int, attention: AttentionBytes) -> Prediction:
         phases.append(Phase("loss", loss))
     phases.append(Phase("optimizer step", _optimizer_step(job, stage)))
     resident = _resident(job, stage, attention)
-    return Prediction(stage, job.tokens, resident, tuple(phases), _host_bytes(job, stage, layer))
+    return Prediction(stage, job.tokens, resident, tuple(phases), _host_bytes(job, stage, kinds))
 
 
 def _own_parameters(job: Job, stage: int) -> int:
@@ -181,26 +180,33 @@ def _resident(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ..
     return tuple(terms)
 
 
-def _kept(job: Job, stage: int, layer: LayerBytes, mlps: int) -> tuple[Term, ...]:
+def _kept(job: Job, stage: int, kinds: list[tuple[LayerBytes, int]]) -> tuple[Term, ...]:
     """Return what all layers keep from forward to backward, for all micro-batches in flight.
 
     Args:
-        mlps: `LayerBytes.mlp` of all layers together.
+        kinds: the stage's kinds of layers, with the number of each.
     """
     count, mode = job.num_layers * job.in_flight(stage), job.config.recompute.mode
+    layer = kinds[0][0]
+    results, attention, mlps = (
+        job.in_flight(stage) * sum(getattr(each, part) * layers for each, layers in kinds)
+        for part in ("result", "attention", "mlp")
+    )
     if mode == OFFLOAD:
         # The layer run in use and the next one, which is being fetched. Stages also hold the inputs that they received.
         on_device, received = min(count, 2), job.in_flight(stage) if stage else 0
         return (
             Term("layer inputs not on the host", (on_device + received) * layer.input, per_token=True),
-            Term("attention results not on the host", on_device * layer.result, per_token=True),
+            Term(
+                "attention results not on the host", on_device * max(each.result for each, _ in kinds), per_token=True
+            ),
         )
     terms = [Term("layer inputs", count * layer.input, per_token=True)]
     if mode in ("none", "attention_output"):
-        terms.append(Term("attention results", count * layer.result, per_token=True))
+        terms.append(Term("attention results", results, per_token=True))
     if mode == "none":
-        terms.append(Term("other activations of attention", count * layer.attention, per_token=True))
-        terms.append(Term("activations of the MLP", job.in_flight(stage) * mlps, per_token=True))
+        terms.append(Term("other activations of attention", attention, per_token=True))
+        terms.append(Term("activations of the MLP", mlps, per_token=True))
     return tuple(terms)
 
 
@@ -210,8 +216,10 @@ def _layer_backward(job: Job, layer: LayerBytes, attention: AttentionBytes) -> t
     recomputed = layer.total - layer.input - (0 if mode == "layer" else layer.result)
     terms = (Term("activations of one layer, recomputed", recomputed, per_token=True),) if mode != "none" else ()
     # Within attention, the call's own tensors replace what forward kept for it, and the MLP's are freed.
-    in_attention = Term("gradients inside attention", attention.backward - layer.mlp - layer.result - layer.qkv, True)
-    inside = max(_mlp_backward(job, layer), (in_attention,), key=lambda parts: sum(term.num_bytes for term in parts))
+    mixer = Term("gradients inside attention", attention.backward - layer.mlp - layer.result - layer.qkv, True)
+    if layer.rule:
+        mixer = Term("gradients inside the delta rule", layer.rule - layer.mlp, True)
+    inside = max(_mlp_backward(job, layer), (mixer,), key=lambda parts: sum(term.num_bytes for term in parts))
     return (*terms, Term("gradients of hidden states", 2 * layer.input, per_token=True), *inside)
 
 
@@ -255,7 +263,7 @@ def _loss(job: Job, layer: LayerBytes) -> tuple[Term, ...]:
     )
 
 
-def _host_bytes(job: Job, stage: int, layer: LayerBytes) -> int:
+def _host_bytes(job: Job, stage: int, kinds: list[tuple[LayerBytes, int]]) -> int:
     """Return the host memory of optimizer states and of offloaded layer inputs and attention results.
 
     The latter are in buffers of `recompute.HostStore`, whose sizes are powers of two.
@@ -264,5 +272,6 @@ def _host_bytes(job: Job, stage: int, layer: LayerBytes) -> int:
     if job.config.recompute.mode != OFFLOAD:
         return states
     lse = 4 * job.tokens * job.config.model.num_attention_heads // job.config.parallelism.tensor_parallel_size
-    pinned = sum(1 << max(0, size - 1).bit_length() for size in (layer.input, layer.result - lse, lse))
-    return states + job.num_layers * job.in_flight(stage) * pinned
+    parts = [((each.input, *((each.result - lse, lse) if each.result else ())), count) for each, count in kinds]
+    pinned: int = sum(count * sum(1 << max(0, size - 1).bit_length() for size in sizes) for sizes, count in parts)
+    return states + job.in_flight(stage) * pinned

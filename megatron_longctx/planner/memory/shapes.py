@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 from ...config import Config, configured_plan, planned_mask, token_unit, workload_of
+from ...core.delta_rule import CHUNK
 from ...core.errors import refuse
 from ...core.plans import Kind, Plan, Recorder, Recording, Target, backward_plan
 from ...core.plans.kernel_calls import fa4_takes
@@ -36,9 +38,14 @@ class Job:
         """The number of layers of one pipeline stage."""
         return self.config.model.num_layers // self.config.parallelism.pipeline_parallel_size
 
+    def kinds(self, stage: int) -> Counter[tuple[bool, bool]]:
+        """Return how many layers of a pipeline stage have experts or not, and are recurrent or not."""
+        own = slice(stage * self.num_layers, (stage + 1) * self.num_layers)
+        return Counter(zip(self.config.model.expert_layers[own], self.config.model.recurrent_layers[own], strict=True))
+
     def expert_layers(self, stage: int) -> int:
         """Return how many layers of a pipeline stage have experts."""
-        return sum(self.config.model.expert_layers[stage * self.num_layers : (stage + 1) * self.num_layers])
+        return sum(count for (experts, _), count in self.kinds(stage).items() if experts)
 
     @cached_property
     def plan(self) -> Plan:
@@ -100,10 +107,8 @@ class Job:
 
 def stage_parameters(job: Job, stage: int) -> int:
     """Return the number of parameters of one rank of a pipeline stage."""
-    model, expert_layers = job.config.model, job.expert_layers(stage)
-    last = job.config.parallelism.pipeline_parallel_size - 1
-    total = (job.num_layers - expert_layers) * layer_parameters(job)
-    total += expert_layers * layer_parameters(job, experts=True)
+    model, last = job.config.model, job.config.parallelism.pipeline_parallel_size - 1
+    total = sum(count * layer_parameters(job, *kind) for kind, count in job.kinds(stage).items())
     if stage == 0:
         total += embedding_weights(job)
         if model.position_embedding == "learned":
@@ -139,25 +144,33 @@ def embedding_weights(job: Job) -> int:
     return job.vocab_size * job.config.model.hidden_size // job.config.parallelism.tensor_parallel_size
 
 
-def layer_parameters(job: Job, experts: bool = False) -> int:
-    """Return the number of parameters of one transformer layer on one rank, dense or with experts."""
+def layer_parameters(job: Job, experts: bool = False, recurrent: bool = False) -> int:
+    """Return the number of parameters of one transformer layer on one rank, of one of the kinds of `Job.kinds`."""
     model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
     heads = (model.num_attention_heads + 2 * model.num_kv_heads) * model.kv_channels
     width = 0 if experts else model.ffn_hidden_size
     fc1 = model.fc1_columns * width
     norm = 2 if model.normalization == "layernorm" else 1
-    sharded = model.attention_weights + model.hidden_size * (fc1 + width)
+    sharded = model.hidden_size * (fc1 + width)
     whole = 2 * model.hidden_size * norm
-    if model.bias or model.qkv_bias:
-        sharded += heads
+    if recurrent:
+        mixed, values = model.delta_net_columns
+        columns, gates = mixed + values, 2 * (model.linear_num_value_heads or 0)
+        sharded += model.delta_net_weights + mixed * model.linear_conv_kernel_dim + gates
+        sharded += (columns + gates) * model.bias
+        whole += model.linear_value_head_dim or 0
+    else:
+        sharded += model.attention_weights + heads * (model.bias or model.qkv_bias)
     if model.bias:
         sharded += fc1
         whole += (1 if experts else 2) * model.hidden_size
-    if model.sinks == "learnable":
+    if model.sinks == "learnable" and not recurrent:
         sharded += model.num_attention_heads
     normed = 2 * model.kv_channels if model.kv_lora_rank is None else model.kv_lora_rank + (model.q_lora_rank or 0)
-    whole += norm * (normed * model.qk_norm + 2 * model.hidden_size * model.post_norms)
-    if model.implementation == "transformer_engine":  # its ranks do not shard the down projections of latents
+    whole += norm * (normed * (model.qk_norm and not recurrent) + 2 * model.hidden_size * model.post_norms)
+    if (
+        model.implementation == "transformer_engine" and not recurrent
+    ):  # its ranks do not shard the down projections of latents
         sharded, whole = sharded - model.down_weights, whole + model.down_weights
     return sharded // tp + whole + (expert_parameters(job) + router_parameters(job) if experts else 0)
 
@@ -191,14 +204,15 @@ class LayerBytes:
     fc1: int  # the part of `mlp` that is the output of the MLP's first matrix
     norm: int  # what one norm keeps besides its input
     tile: int  # with tiles, the activations of one, which replace the whole MLP's
+    rule: int  # of a gated delta net: what backward of its rule needs besides; 0 with attention
 
     @property
     def total(self) -> int:
         return self.input + self.result + self.attention + self.mlp
 
 
-def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
-    """Return the activations of one layer, dense or with experts.
+def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> LayerBytes:
+    """Return the activations of one layer of one of the kinds of `Job.kinds`.
 
     They are those that Megatron's layers save with this package's attention and torch's norms.
     """
@@ -238,6 +252,9 @@ def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
                 saved += normed(e * job.hidden_tokens * rank, job.hidden_tokens) if model.qk_norm else 0
     elif model.qk_norm:
         saved += sum(size + normed(size, size // (e * model.kv_channels)) for size in (q, kv // 2))
+    result = per_sequence * workload.token_bytes(Kind.OUT)
+    if recurrent:
+        result, saved, qkv, kept = 0, delta_net_bytes(job), 0, 0
     post_norms = 2 * norm if model.post_norms else 0  # they keep their input, not their output; both have the same size
     fused = job.fused and model.activation == "swiglu"
     gate = 2 * act if model.fc1_columns == 2 and not fused else 0
@@ -246,7 +263,7 @@ def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
         inside, fc1 = expert_bytes(job)
     return LayerBytes(
         input=hidden,
-        result=per_sequence * workload.token_bytes(Kind.OUT),
+        result=result,
         attention=norm + saved + kept,
         qkv=qkv + kept,
         mlp=hidden + norm + post_norms + (inside if tile_tokens is None else 0),
@@ -254,6 +271,7 @@ def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
         norm=norm,
         # The gradient of fc1 comes on top: the last activation has been freed by then.
         tile=0 if tile_tokens is None else (inside + fc1) * min(tile_tokens, tokens) // max(1, tokens),
+        rule=delta_rule_bytes(job) if recurrent else 0,
     )
 
 
@@ -270,6 +288,40 @@ def expert_bytes(job: Job) -> tuple[int, int]:
     routing = job.hidden_tokens * (model.num_moe_experts or 0) * 4
     shared = (model.moe_shared_expert_intermediate_size or 0) // par.tensor_parallel_size
     return inside + routing + e * job.tokens * shared * (columns + (3 if columns == 2 else 1)), fc1
+
+
+def delta_net_bytes(job: Job) -> int:
+    """Return what a gated delta net keeps between the layer's norm and its output."""
+    model, e, tp = job.config.model, job.element_bytes, job.config.parallelism.tensor_parallel_size
+    mixed, values = model.delta_net_columns
+    heads, key_heads = model.linear_num_value_heads or 0, model.linear_num_key_heads or 0
+    keys = heads * (model.linear_key_head_dim or 0)
+    state = 4 if job.fused else 8
+    convolution, rule = e * 3 * mixed, e * (2 * keys + values) + 4 * (4 * heads + 2 * key_heads)
+    # In fp32: what the norm reads and, unless it is one kernel, its result; the gates and both factors of the product.
+    norm = 2 * e * values + 4 * values * (3 if job.fused else 4) + 4 * heads + (0 if e == 4 else 4 * values)
+    continued = 0
+    if job.config.parallelism.context_parallel_size > 1:  # by which a rank reads the state that enters
+        continued = keys * (state + e)
+    before, columns = model.linear_conv_kernel_dim - 1, (model.linear_key_head_dim or 0) + values // heads
+    constant = mixed * before * e + keys * columns * state + 8 * heads
+    return (job.tokens * (convolution + rule + norm + continued) + constant * job.config.train.micro_batch_size) // tp
+
+
+def delta_rule_bytes(job: Job) -> int:
+    """Return what backward of the gated delta rule needs besides its arguments.
+
+    On CPUs, chunks of 64 tokens are computed again in fp64: about 8 matrices of a chunk, 13 of its keys and 4 of its
+    values. For GPUs it is an estimate that was not measured: gradients, corrections, and a state for each chunk.
+    """
+    model, e = job.config.model, job.element_bytes
+    keys, values = model.linear_key_head_dim or 0, model.linear_value_head_dim or 0
+    row = (
+        e * (4 * keys + 4 * values + 2 * keys * values // CHUNK)
+        if job.fused
+        else 8 * (8 * CHUNK + 13 * keys + 4 * values)
+    )
+    return job.tokens * (model.linear_num_value_heads or 0) // job.config.parallelism.tensor_parallel_size * row
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,10 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"model.num_moe_experts": 4, "model.moe_shared_expert_intermediate_size": 128}
 MIXED = {"model.moe_layer_freq": "[1,0,1]"}
+DELTA_NET = {
+    "model.pattern": "G-*-*-", "model.linear_num_key_heads": 2, "model.linear_num_value_heads": 4,
+    "model.linear_key_head_dim": 12, "model.linear_value_head_dim": 20,
+}  # fmt: skip
 
 # Cases of 2 ranks, which are data-parallel unless the case says otherwise.
 SAVED: dict[str, dict[str, Any]] = {
@@ -65,6 +69,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "experts": {CP: 2, **EXPERTS}, "experts tp2": {TP: 2, **EXPERTS, **MIXED}, "experts ep2": {CP: 2, EP: 2, **EXPERTS},
     "experts tp2 ep2": {TP: 2, EP: 2, ETP: 1, **EXPERTS},
     "latents": {CP: 2, **LATENTS},
+    "delta net": DELTA_NET, "delta net tp2": {TP: 2, **DELTA_NET},
     "latents of queries": {CP: 2, **LATENTS, "model.q_lora_rank": 48, "model.qk_norm": False},
 }  # fmt: skip
 PEAKS: dict[str, dict[str, Any]] = {
@@ -95,6 +100,8 @@ PEAKS: dict[str, dict[str, Any]] = {
     "large tiles of cp2": {CP: 2, CHUNK: 64, TILE: 400, MODE: "attention_output"},
     "tp2 kept": {TP: 2, MODE: "attention_output", CHUNK: 64},
     "experts": {CP: 2, "model.num_moe_experts": 4, **MIXED},
+    "delta net": {CHUNK: 64, **DELTA_NET, "model.pattern": "*-*-G-"},
+    "delta net kept": {CHUNK: 64, **DELTA_NET, MODE: "attention_output", "model.linear_key_head_dim": 24},
 }
 
 
@@ -153,13 +160,14 @@ class OneModel:
             rotation = self.sequence.rotation(self.sequence.whole)
             tables = () if rotation is None else (rotation.cos, rotation.sin)  # MLA has its own tables in every layer
             known |= {x.untyped_storage().data_ptr() for x in tables}
+        known.add(self.sequence.whole.positions(hidden.device).untyped_storage().data_ptr())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             output = self.gpt.decoder.layers[0](hidden, attention_mask=None, packed_seq_params=self.sequence.whole)
         num_bytes = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in known)
         del output
         return {
             "saved": num_bytes,
-            "predicted": layer_bytes(self.job, self.job.expert_layers(0) > 0).total,
+            "predicted": layer_bytes(self.job, self.job.expert_layers(0) > 0, self.config.model.recurrent).total,
             "parameters": sum(p.numel() for p in self.gpt.parameters()),
             "predicted parameters": stage_parameters(self.job, 0),
         }

@@ -1,0 +1,273 @@
+"""The gated delta rule over a sequence that ranks share in contiguous sections.
+
+A head's state S is a matrix `[k, v]`. A token decays it by exp(g), corrects what it holds for the token's key, and
+reads it with the token's query (Gated Delta Networks, arXiv:2412.06464):
+
+    S <- exp(g) S;  S <- S + beta key (value - S^T key)^T;  out = S^T query / sqrt(k)
+
+Outputs and the last state are affine in the state that enters a section: out = own + queries S, last = own + T S. So
+no rank waits for the one before it. Every rank computes its section once, with v + k columns of values in place of v:
+from a zero state with its values, and from the identity with zeros. So the same kernel gives `queries` and T.
+Ranks gather (last, T) of all, `k (v + k)` numbers a head, multiply those before them, and add `queries S`. Autograd
+does the same backwards, and its gather sums in place of collecting.
+
+For n ranks, a rank computes up to (v + k) / v times the rule, k v multiplications a token for `queries S` and up to
+n k k v for the states, and sends k (v + k) numbers a head. A serial loop would take n times the rule instead.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .kernels.no_grad import first_order
+
+Kernel = Callable[[Sequence[int], Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Computes the rule for the lengths of documents, which add up to s > 0, the state before the first of them,
+`[b, h, k, v]` (others start from zeros), q, k `[b, s, h, k]`, v `[b, s, h, v]`, and g, beta `[b, s, h]` in fp32. It
+returns the outputs `[b, s, h, v]` in v's dtype, and the state after the last token."""
+
+CHUNK = 64
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Return the precision inside: fp32, and fp64 on CPUs, whose results are the reference of all others."""
+    return torch.float32 if x.is_cuda else torch.float64
+
+
+def chunked(
+    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the rule in torch, in chunks of 64 tokens: a `Kernel` for any device.
+
+    Within a chunk the corrections solve a triangular system. Documents need no loop: their ends are masks. Backward
+    keeps the arguments alone, and computes the chunks again.
+    """
+    return _Chunked.apply(lengths, state, q, k, v, g, beta)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lengths: Sequence[int], *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.lengths = lengths
+        ctx.save_for_backward(*inputs)
+        return _chunked(lengths, *inputs)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            return None, *torch.autograd.grad(_chunked(ctx.lengths, *inputs), inputs, grads)
+
+
+def _chunked(
+    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    tokens, wide = q.shape[1], _wide(q)
+    documents = torch.arange(len(lengths), device=q.device).repeat_interleave(torch.tensor(lengths, device=q.device))
+    missing = -tokens % CHUNK  # further tokens of the last document, which change nothing
+    documents = functional.pad(documents, (0, missing), value=len(lengths) - 1).view(-1, CHUNK)
+
+    def chunks(x: Tensor) -> Tensor:
+        x = functional.pad(x.to(wide), (*(0, 0) * (x.ndim - 2), 0, missing)).view(len(x), -1, CHUNK, *x.shape[2:])
+        return x.movedim(3, 1)  # [b, h, chunks, tokens, ...]
+
+    q, k, values, g, beta = (chunks(x) for x in (q, k, v, g, beta))
+    g, beta = g.cumsum(-1), beta.unsqueeze(-1)
+    q = q * q.shape[-1] ** -0.5
+    before = functional.pad(documents[:-1, -1:], (0, 0, 1, 0))  # the document in which the previous chunk ends
+    enters, leaves = ((documents == other).to(wide).unsqueeze(-1) for other in (before, documents[:, -1:]))
+    same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()
+    decay = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill(~same, -torch.inf).exp()
+    reach, last = g.exp().unsqueeze(-1) * enters, g[..., -1:]
+    system = (beta * k @ k.mT * decay).tril(-1) + torch.eye(CHUNK, dtype=wide, device=q.device)
+    right = torch.cat((beta * values, beta * k * reach), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    new, correction = torch.split(solved, [values.shape[-1], k.shape[-1]], dim=-1)
+    within, queries = q @ k.mT * decay, q * reach
+    keys, carried = k * (last - g).exp().unsqueeze(-1) * leaves, reach[..., -1:, :]
+    state, outputs = state.to(wide), []
+    for i in range(len(documents)):
+        stored = new[:, :, i] - correction[:, :, i] @ state
+        outputs.append(queries[:, :, i] @ state + within[:, :, i] @ stored)
+        state = carried[:, :, i] * state + keys[:, :, i].mT @ stored
+    return torch.cat(outputs, dim=2)[:, :, :tokens].transpose(1, 2).to(v.dtype), state
+
+
+def flash_linear_attention(
+    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the rule by the Triton kernels of the package fla-core: a `Kernel` for GPUs."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    batch, rows = len(q), len(lengths)
+    stops = torch.tensor([0, *accumulate([*lengths] * batch)])
+    states = functional.pad(state.float().unsqueeze(1), (0, 0) * 3 + (0, rows - 1)).flatten(0, 1)
+    out, last = chunk_gated_delta_rule(
+        *(x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta)),
+        initial_state=states,
+        output_final_state=True,
+        cu_seqlens=stops.to(q.device),
+        cu_seqlens_cpu=stops,
+    )
+    return out.view(batch, -1, *out.shape[2:]), last.unflatten(0, (batch, rows))[:, -1]
+
+
+class Section(NamedTuple):
+    """What a section's tokens compute without the state that enters it.
+
+    out: `[b, s, h, v]`, from a zero state. queries: `[b, f, h, k]` of the f tokens of the first document, by which the
+    entering state is read; None if no state enters. last: `[b, h, k, v + k]`, the state after the last token from a
+    zero state, and beside it T, by which the entering state is multiplied. In fp32 or wider.
+    """
+
+    out: Tensor
+    queries: Tensor | None
+    last: Tensor
+
+
+def section(
+    lengths: Sequence[int], continues: bool, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> Section:
+    """Compute a rank's section; it exchanges nothing.
+
+    Args:
+        lengths: of the parts of documents in this section.
+        continues: whether the first one began in an earlier section.
+        q, k, v, g, beta: as for a `Kernel`, but s may be 0.
+    """
+    (batch, _, heads, rows), columns = k.shape, v.shape[-1]
+    states = torch.zeros(batch, heads, rows, columns + rows, dtype=_wide(q), device=q.device)
+    if continues or not lengths:
+        states[..., columns:].diagonal(dim1=-2, dim2=-1).fill_(1)
+    if not lengths:
+        return Section(v, None, states)
+    if not continues:
+        out, last = kernel(lengths, states[..., :columns], q, k, v, g, beta)
+        return Section(out, None, functional.pad(last, (0, rows)))
+    first, *others = lengths
+    inputs = [torch.split(x, [first, sum(others)], dim=1) for x in (q, k, v, g, beta)]
+    head, tail = ([part[i] for part in inputs] for i in (0, 1))
+    head[2] = functional.pad(head[2], (0, rows))
+    both, last = kernel([first], states, *head)
+    out, queries = torch.split(both, [columns, rows], dim=-1)
+    if others:
+        rest, last = kernel(others, torch.zeros_like(states[..., :columns]), *tail)
+        out, last = torch.cat((out, rest), dim=1), functional.pad(last, (0, rows))
+    return Section(out, queries, last)
+
+
+def finish(own: Section, lasts: Tensor, first: int, rank: int) -> Tensor:
+    """Return a section's outputs, `[b, s, h, v]`.
+
+    Args:
+        lasts: `Section.last` of all ranks, `[n, b, h, k, v + k]`.
+        first: the rank on which this section's first document begins.
+        rank: this rank.
+    """
+    if own.queries is None:
+        return own.out
+    columns = own.out.shape[-1]
+    state, *later = lasts[first:rank, ..., :columns].unbind(0)
+    for number, last in enumerate(later, first + 1):
+        state = last + lasts[number, ..., columns:] @ state
+    tokens = own.queries.shape[1]
+    read = torch.einsum("bshk,bhkv->bshv", own.queries.to(state.dtype), state)
+    head, tail = torch.split(own.out, [tokens, own.out.shape[1] - tokens], dim=1)
+    return torch.cat(((head + read).to(head.dtype), tail), dim=1)
+
+
+def convolved(x: Tensor, before: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+    """Return causal convolutions of every channel of `x` `[s, b, c]`, which do not reach beyond a document's beginning.
+
+    Backward keeps the tokens alone, not a masked copy of them for every tap.
+
+    Args:
+        before: the taps - 1 tokens before the first, `[taps - 1, b, c]`; any values where there are none.
+        weight: `[c, taps]`; the last tap is the token itself.
+        positions: of the tokens in their documents, int64 `[s]`.
+    """
+    return _Convolution.apply(torch.cat((before, x)), weight, positions)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(whole, weight, positions)
+        taps, tokens, total, positions = weight.shape[1], len(positions), whole.new_zeros(()), positions.view(-1, 1, 1)
+        for tap in range(taps):
+            product = whole[tap : tap + tokens].to(_wide(whole)) * weight[:, tap]
+            total = total + product.masked_fill(positions < taps - 1 - tap, 0)
+        return total.to(whole.dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        whole, weight, positions = ctx.saved_tensors
+        taps, tokens, wide, positions = weight.shape[1], len(positions), _wide(whole), positions.view(-1, 1, 1)
+        grad_whole = torch.zeros_like(whole, dtype=wide)
+        grad_weight = torch.empty_like(weight, dtype=wide)
+        for tap in range(taps):
+            grad = grads[0].to(wide).masked_fill(positions < taps - 1 - tap, 0)
+            grad_whole[tap : tap + tokens] += grad * weight[:, tap]
+            grad_weight[:, tap] = (grad * whole[tap : tap + tokens]).sum((0, 1))
+        return grad_whole.to(whole.dtype), grad_weight.to(weight.dtype), None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's section lies in a sequence of documents."""
+
+    documents: Sequence[int]  # the first token of each, in order
+    bounds: Sequence[int]  # the first token of every rank, and the length of the sequence
+    rank: int
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The lengths of the parts of documents in this section."""
+        start, stop = self.bounds[self.rank : self.rank + 2]
+        inside = [each for each in self.documents if start < each < stop]
+        return [after - own for own, after in pairwise([start, *inside, stop]) if after > own]
+
+    @property
+    def continues(self) -> bool:
+        """Whether this section's first document began on an earlier rank."""
+        return self._continued[self.rank]
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a document goes on from one rank to another; otherwise ranks need nothing of each other."""
+        return any(self._continued)
+
+    @cached_property
+    def _continued(self) -> list[bool]:
+        begins = {*self.documents}
+        return [own < after and own not in begins for own, after in pairwise(self.bounds)]
+
+    @cached_property
+    def first_rank(self) -> int:
+        """The rank on which this section's first document began."""
+        begin = self.documents[bisect_right(self.documents, self.bounds[self.rank]) - 1]
+        return self._owner(begin)
+
+    def tail_rows(self, size: int) -> list[int]:
+        """Return where the `size` tokens before this section are among the last `size` rows of rank after rank.
+
+        The rows of a rank with fewer tokens begin with other values. Before the sequence's beginning, any row is named.
+        """
+        start = self.bounds[self.rank]
+        owners = [(token, self._owner(token)) for token in range(max(0, start - size), start)]
+        rows = [(owner + 1) * size - (self.bounds[owner + 1] - token) for token, owner in owners]
+        return [0] * (size - len(rows)) + rows
+
+    def _owner(self, token: int) -> int:
+        return bisect_right(self.bounds, token) - 1

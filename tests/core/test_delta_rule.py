@@ -1,0 +1,151 @@
+"""The gated delta rule over ranks: outputs and gradients are those of the recurrence, whatever ranks hold."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_longctx.core.delta_rule import Place, chunked, convolved, finish, flash_linear_attention, section
+
+BATCH, HEADS, KEY, VALUE, TAPS = 2, 3, 8, 5, 4
+
+
+def _inputs(tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(tokens)
+    q, k, v = (torch.randn(BATCH, tokens, HEADS, size, dtype=dtype) for size in (KEY, KEY, VALUE))
+    g, beta = -torch.rand(BATCH, tokens, HEADS, dtype=dtype), torch.rand(BATCH, tokens, HEADS, dtype=dtype)
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    return [x.requires_grad_() for x in (q, k, v, g, beta)]
+
+
+def _recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Compute the rule token by token, as the formula in the module's docstring says."""
+    outputs, begins = [], {0, *accumulate(lengths)}
+    for i in range(q.shape[1]):
+        if i in begins:
+            state = torch.zeros(BATCH, HEADS, KEY, VALUE, dtype=q.dtype)
+        state = g[:, i, :, None, None].exp() * state
+        error = v[:, i] - torch.einsum("bhkv,bhk->bhv", state, k[:, i])
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, i], beta[:, i, :, None] * error)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, i]) * KEY**-0.5)
+    return torch.stack(outputs, dim=1)
+
+
+def _over_ranks(inputs: Sequence[Tensor], lengths: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    documents, bounds = [0, *accumulate(lengths)][:-1], [0, *accumulate(sizes)]
+    places = [Place(documents, bounds, rank) for rank in range(len(sizes))]
+    owns = [
+        section(where.lengths, where.continues, chunked, *(x[:, first:stop] for x in inputs))
+        for where, (first, stop) in zip(places, pairwise(bounds), strict=True)
+    ]
+    lasts = torch.stack([own.last for own in owns])
+    return torch.cat(
+        [finish(own, lasts, where.first_rank, where.rank) for own, where in zip(owns, places, strict=True)], dim=1
+    )
+
+
+CASES = {
+    "one rank": ([150], [150]),
+    "one rank, documents": ([1, 1, 70, 63, 64, 1], [200]),
+    "a document over all ranks": ([150], [50, 70, 30]),
+    "empty ranks": ([3, 90], [0, 40, 0, 0, 53, 0]),
+    "documents of one token": ([1, 1, 1, 80, 1, 1, 30, 1], [2, 2, 30, 60, 21, 1]),
+    "ends at ends": ([40, 40, 40], [40, 40, 40]),
+    "fewer tokens than taps": ([9, 2], [1, 1, 1, 2, 3, 3]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sections_compute_what_the_recurrence_does(case: str) -> None:
+    lengths, sizes = CASES[case]
+    inputs = _inputs(sum(lengths))
+    grad = torch.randn(BATCH, sum(lengths), HEADS, VALUE, dtype=torch.float64)
+    expected, found = _recurrence(*inputs, lengths), _over_ranks(inputs, lengths, sizes)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    pairs = zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True)
+    for own, other in pairs:
+        torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-11)
+
+
+def test_documents_and_states_reach_the_kernels_of_fla_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with the documented interface of its function: one row of sequences, with a state before each."""
+
+    def rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        initial_state: Tensor,
+        cu_seqlens: Tensor,
+        output_final_state: bool,
+        cu_seqlens_cpu: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        assert len(q) == 1 and output_final_state and torch.equal(cu_seqlens, cu_seqlens_cpu)
+        spans = list(pairwise(cu_seqlens.tolist()))
+        assert len(initial_state) == len(spans)
+        parts = [[x[:, first:stop] for x in (q, k, v, g, beta)] for first, stop in spans]
+        rows = [chunked([part[0].shape[1]], initial_state[i : i + 1], *part) for i, part in enumerate(parts)]
+        return torch.cat([out for out, _ in rows], dim=1), torch.cat([state for _, state in rows])
+
+    module = ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = rule  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    inputs, state = _inputs(40, torch.float32), torch.randn(BATCH, HEADS, KEY, VALUE)
+    for own, expected in zip(
+        flash_linear_attention([9, 1, 30], state, *inputs), chunked([9, 1, 30], state, *inputs), strict=True
+    ):
+        torch.testing.assert_close(own, expected, check_dtype=False)
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_fla_core_compute_what_the_chunks_do() -> None:
+    pytest.importorskip("fla")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 300, 4, size, device="cuda", dtype=torch.bfloat16) for size in (64, 64, 128))
+    g, beta = -torch.rand(2, 300, 4, device="cuda"), torch.rand(2, 300, 4, device="cuda")
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    inputs = [x.requires_grad_() for x in (q, k, v, g, beta, torch.randn(2, 4, 64, 128, device="cuda"))]
+    found, expected = (kernel([100, 1, 199], inputs[5], *inputs[:5]) for kernel in (flash_linear_attention, chunked))
+    grads = [torch.randn_like(x) for x in expected]
+    pairs = zip(
+        (*found, *torch.autograd.grad(found, inputs, grads)),
+        (*expected, *torch.autograd.grad(expected, inputs, grads)),
+        strict=True,
+    )
+    for own, other in pairs:
+        assert (own - other).float().norm() < 0.01 * other.float().norm()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_convolution_stays_within_documents_and_reads_other_ranks(case: str) -> None:
+    lengths, sizes = CASES[case]
+    bounds, begins = [0, *accumulate(sizes)], [0, *accumulate(lengths)]
+    torch.manual_seed(1)
+    x = torch.randn(sum(lengths), BATCH, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, TAPS, dtype=torch.float64, requires_grad=True)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    before = torch.cat(
+        [torch.nn.functional.pad(part, (0, 0, 0, 0, TAPS - 1, 0))[len(part) :] for part in x.split(sizes)]
+    )
+    parts = []
+    for rank, (first, stop) in enumerate(pairwise(bounds)):
+        rows = torch.tensor(Place(begins[:-1], bounds, rank).tail_rows(TAPS - 1))
+        parts.append(convolved(x[first:stop], before[rows], weight, positions[first:stop]))
+    whole = [
+        torch.nn.functional.conv1d(part.movedim(0, 2), weight[:, None], padding=TAPS - 1, groups=6)[..., : len(part)]
+        for part in x.split(lengths)
+    ]
+    found, expected = torch.cat(parts), torch.cat(whole, dim=2).movedim(2, 0)
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(found)
+    pairs = zip(*(torch.autograd.grad(each, (x, weight), grad) for each in (found, expected)), strict=True)
+    for own, other in pairs:
+        torch.testing.assert_close(own, other)

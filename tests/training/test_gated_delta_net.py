@@ -1,0 +1,111 @@
+"""Layers `G` of `model.pattern`: runs at any parallel sizes are those of one rank, and what cannot run is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.inference import inference_config
+from megatron_longctx.mcore.version import RELEASE
+from megatron_longctx.planner.flops import Work, training_flops
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training import recorded
+from tests.shared.training import LATENTS, tiny_config, tiny_corpus
+
+CP, TP, PP, EP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline", "expert_model"))
+LAYOUT, SCHEDULE, RECOMPUTE = "parallelism.layout", "parallelism.schedule", "recompute.mode"
+HYBRID: dict[str, Any] = {
+    "model.pattern": "G-*-",
+    "model.linear_num_key_heads": 2,
+    "model.linear_num_value_heads": 4,
+    "model.linear_key_head_dim": 8,
+    "model.linear_value_head_dim": 6,
+    SCHEDULE: "helper",
+}
+STEPS = {"train.steps": 10, "optim.warmup_steps": 0}
+EXPERTS = {"model.pattern": "GE*-", "model.num_moe_experts": 4, "model.moe_layer_freq": "[1,0]"}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {**HYBRID, **STEPS},
+    "packed": {**HYBRID, **STEPS, "data.packing": "best_fit", "data.mask_eod_loss": True},
+    "experts": {**HYBRID, **STEPS, **EXPERTS},
+}
+BUILDER = {"model.builder": "hybrid"} if RELEASE >= (0, 19) else {}
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "cp2 kept": (2, "packed", {CP: 2, RECOMPUTE: "attention_output+offload", **BUILDER}),
+    "cp2 ep2": (2, "experts", {CP: 2, EP: 2, **BUILDER}),
+    "cp6": (6, "dense", {CP: 6, RECOMPUTE: "layer", SCHEDULE: "ring"}),
+    "tp2 cp3": (6, "packed", {CP: 3, TP: 2}),
+    "cp3 pp2": (6, "packed", {CP: 3, PP: 2, **BUILDER}),
+}
+
+
+def _record(rank: int, root: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, recorded.Curves]:
+    found = {}
+    for name, settings in jobs.items():
+        found[name] = recorded.record(rank, tiny_config(root, name.replace(" ", "-"), settings), (0, 9), True)
+        groups.destroy()
+    return found
+
+
+def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    alone = run_distributed(_record, 1, tmp_path, MODELS)[0]
+    found: dict[str, recorded.Curves] = {}
+    for world in (2, 6):
+        jobs = {
+            name: {**MODELS[model], **settings, "train.init_from": str(tmp_path / model)}
+            for name, (ranks, model, settings) in CASES.items()
+            if ranks == world
+        }
+        found |= run_distributed(_record, world, tmp_path, jobs)[0]
+    for name, curves in found.items():
+        model = CASES[name][1]
+        assert curves.losses == pytest.approx(alone[model].losses, rel=1e-6), name
+        assert curves.losses[-1] < curves.losses[0] - 0.5, "flat curves would be equal anyway"
+        for step, most in ((0, 1e-6), (9, 1e-4)):  # ten steps of fp32 lie between
+            errors = recorded.gradient_errors(tmp_path / name.replace(" ", "-"), tmp_path / model, step)
+            assert any("conv_weight" in key for key in errors)
+            # The four numbers of a decay are sums over tokens that cancel.
+            scaled = {key: error / (5 if "decay" in key else 1) for key, error in errors.items()}
+            assert max(scaled.values()) < most, (name, step, errors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model.pattern": "M-*-"}, "model.pattern=M-[*]-: expected null or pairs of"),
+        ({"model.pattern": "G-G-*-"}, "a number of layers, now 3, that divides model.num_layers=2"),
+        ({"model.pattern": "GE*-"}, "model.pattern=GE[*]-: expected E in layers with experts and - in others: --"),
+        ({"model.linear_key_head_dim": None}, "model.linear_key_head_dim=None: expected a number with model.pattern"),
+        ({"model.pattern": "*-*-"}, "model.linear_num_key_heads=2: expected null with model.pattern"),
+        ({"model.linear_num_key_heads": 3}, "model.linear_num_key_heads=3: expected a divisor of"),
+        ({CP: 2, SCHEDULE: "zigzag"}, "parallelism.schedule=zigzag: .* Set parallelism.schedule=helper"),
+        ({CP: 2, LAYOUT: "balanced"}, "parallelism.layout=balanced: expected auto or contiguous with model.pattern"),
+        ({TP: 2, "model.linear_num_key_heads": 1}, "tensor_parallel_size=2: .*model.linear_num_key_heads=1"),
+        (LATENTS, "model.kv_lora_rank=24: expected null with model.pattern"),
+        ({"data.format": "rollouts", "data.packing": "best_fit"}, "data.format=rollouts: expected documents"),
+    ],
+)
+def test_settings_that_recurrent_layers_exclude_are_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config(tmp_path, "refused", {**HYBRID, **settings})
+
+
+def test_packs_are_contiguous_and_inference_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "run", {**HYBRID, CP: 2, "data.packing": "best_fit"})
+    assert (config.layout, config.parallelism.layout) == ("contiguous", "auto")
+    with pytest.raises(ValueError, match=r"model.pattern=G-\*-: expected null or without G for inference"):
+        inference_config(config)
+
+
+def test_flops_of_a_recurrent_layer_grow_with_tokens_alone(tmp_path: Path) -> None:
+    settings = {**HYBRID, "model.pattern": "G-G-"}
+    model = tiny_config(tmp_path, "run", settings).model
+    projections, rule, mlp = 32 * (2 * 2 * 8 + 3 * 24 + 2 * 4), 3 * 4 * 8 * 6, 3 * 32 * 64
+    flops = training_flops(model, 128, Work(tokens=100, pairs=0, dense_pairs=10_000))
+    assert flops.causal == flops.dense == 6 * 100 * (2 * (projections + rule + mlp) + 32 * 128)
