@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 
 _LINES = ("-", "--", "-.", ":")
 _STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
-_PLAN_KEYS = ("context_parallel_size", "schedule", "max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
+_PLAN_KEYS = (
+    "context_parallel_size",
+    "schedule",
+    "max_buffer_tokens",
+    "inner_size",
+    "rounds",
+    "outer_schedule",
+    "cluster",
+)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
