@@ -24,9 +24,11 @@ from megatron_longctx.core.plans import (
     Workload,
     backward_plan,
     build_plan,
+    find_mode,
     sum_in_nodes,
 )
 from megatron_longctx.core.plans.mask import causal, full
+from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.cost import Costs
 from megatron_longctx.planner.simulate import Simulation, simulate
 
@@ -76,6 +78,7 @@ def make(arguments: argparse.Namespace) -> Results:
             choices(),
             sums(),
             sums_emulated(),
+            across_nodes(),
             planning(),
             emulated(),
             by_ratio(),
@@ -183,6 +186,26 @@ def sums() -> Table:
         "forward and backward",
     ]  # fmt: skip
     return Table("sums", "partial dK, dV summed inside a node before they cross", columns, rows)
+
+
+_ACROSS = ("node_gather", "usp", "double_ring", "tasp", "all_gather", "zigzag")
+
+
+def across_nodes() -> Table:
+    """Simulate Llama 3 8B's heads in the modes that know nodes, and in flat ones."""
+    target = Target(Workload(32, 8, 128), KernelSupport(packed=True, rectangles=True, windows=True))
+    rows: list[list[Cell]] = []
+    for name in ("H100-2", "H100-4"):
+        cluster = clusters()[name]
+        options = ModeOptions(cluster=cluster)
+        for length in (32, 128):
+            problem = Problem(cluster.n, causal(length * _K), target, options=options, sum_in_node=None)
+            for each in rank_modes(problem, cluster, candidates=[find_mode(m, cluster.n, options) for m in _ACROSS]):
+                times = (*each.predicted, each.seconds)
+                memory = cell(each.peak_bytes / 2**20, "p", 0)
+                rows.append([name, f"{length}K", each.name.split()[0], *(cell(1e3 * s, "d", 1) for s in times), memory])
+    columns = ["cluster", "tokens", "mode", "forward, ms", "backward, ms", "both, ms", "memory, MiB"]
+    return Table("nodes", "modes across nodes", columns, rows)
 
 
 def _summed(mode: str, cluster: Cluster, length: int) -> tuple[Cell, ...]:

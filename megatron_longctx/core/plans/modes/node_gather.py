@@ -33,8 +33,7 @@ class NodeGather(NodeMode):
         """Yield few rounds, which have long kernel calls, and more, whose messages overlap better and hold less."""
         inner, others = context.cluster.ranks_per_node, context.cluster.nodes - 1
         if 1 < inner < context.n:
-            rounds = {1, others, 2 * others, *([8 * others] if context.bounded_memory else [])}
-            yield from (cls(inner, k) for k in sorted(rounds))
+            yield from (cls(inner, k) for k in sorted({1, others, 2 * others, 8 * others}))
 
     def num_messages(self, n: int, length: int) -> int:
         return n * (self.inner_size + 1) * (n // self.inner_size + 2 * (self.rounds or 0))
