@@ -21,7 +21,7 @@ SCRIPTS := launch/*.sh launch/*.sbatch launch/submit tests/slurm/run.sh tests/tr
 TEST_ENV := OMP_NUM_THREADS=1
 
 # What recipes/experiment/compare_modes.yaml sweeps.
-MODES := zigzag ring striped helper double_ring tasp all_gather ulysses usp
+MODES := zigzag ring striped helper double_ring node_gather tasp all_gather ulysses usp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -4,6 +4,8 @@ Writes `network_emulated.json`, `.md` (tables) and `.png`, or `network_CASE.*` f
 
 - `ratios`: `tasp` compared with `zigzag` for more computation; the machine must be idle;
 - `sums`: modes on two nodes, with and without sums of partial gradients inside a node before they cross;
+- `nodes`: modes across 2 x 2, 2 x 4 and 4 x 2 hosts, with few tokens and with more to compute, and what simulation
+  takes; the machine must be idle;
 - `overlap`: modes with and without overlap of messages and computation;
 - the name of a network: all modes on it, causal and full.
 """
@@ -41,7 +43,7 @@ def networks() -> dict[str, list[Job]]:
         modes = [Mode(name) for name in FLAT] + [Mode("tasp", ModeOptions(cluster=cluster))]
         modes += [Mode("usp", ModeOptions(inner_size=k)) for k in ((2, 4) if cluster.nodes == 1 else (4,))]
         if cluster.nodes > 1:
-            modes.append(Mode("double_ring", ModeOptions(inner_size=4)))
+            modes += [Mode(name, ModeOptions(inner_size=4)) for name in ("double_ring", "node_gather")]
         causal = Job(cluster, tuple(modes), length=256, workload=HEADS)
         full = replace(causal, causal=False, modes=tuple(m for m in modes if m.schedule not in ("striped", "helper")))
         jobs[cluster.name] = [causal, full]
@@ -74,6 +76,23 @@ def sums() -> list[Job]:
     return jobs
 
 
+def nodes() -> list[Job]:
+    """Return hosts with a NIC per rank: few tokens, for which links are the limit, and more to compute for a byte."""
+    jobs = []
+    for hosts, ranks in ((2, 2), (2, 4), (4, 2)):
+        for times, length, workload in ((1, 256, HEADS), (8, 2048, Workload(8, 1, 128, element_bytes=4))):
+            network = Network(ranks, LINK * times)
+            about = "links are the limit" if times == 1 else "more to compute"
+            cluster = Cluster(f"{hosts} x {ranks}, {about}", hosts, ranks, Mesh(8 * LINK * times), network)
+            inner = ModeOptions(inner_size=ranks, cluster=cluster)
+            modes = [Mode(name, inner, name != "usp") for name in ("node_gather", "usp", "double_ring")]
+            modes.append(Mode("node_gather", replace(inner, rounds=8 * (hosts - 1)), True))
+            modes += [Mode(name, ModeOptions(cluster=cluster), True) for name in ("tasp", "all_gather", "zigzag")]
+            others = () if times == 1 else (length // 2, 2 * length)
+            jobs.append(Job(cluster, tuple(modes), length, workload, others=others))
+    return jobs
+
+
 def overlaps() -> list[Job]:
     """Return the meshes of `ratios` with the schedule that DistFlashAttn prints and two others."""
     modes = [Mode(name, overlap=overlap) for name in ("ring", "helper", "zigzag") for overlap in (False, True)]
@@ -88,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{name: (each, tables.speedups) for name, each in jobs.items()},
         "ratios": (ratios(), tables.ratios),
         "sums": (sums(), tables.sums),
+        "nodes": (nodes(), tables.choices),
         "overlap": (overlaps(), tables.overlaps),
     }
     parser = argparse.ArgumentParser(prog="python -m analysis.network", description=__doc__)

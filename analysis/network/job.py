@@ -28,7 +28,8 @@ class Mode:
     @property
     def name(self) -> str:
         inner = self.options.inner_size
-        name = f"{self.schedule} ({inner})" if inner is not None else self.schedule
+        rounds = f", {self.options.rounds} rounds" if self.options.rounds else ""
+        name = f"{self.schedule} ({inner}{rounds})" if inner is not None else self.schedule
         return name + ", summed" * self.sum_in_node + ", no overlap" * (not self.overlap)
 
 
@@ -145,6 +146,16 @@ def ratios(results: Sequence[Result]) -> str:
         gains = _gains(one, several, "forward_s", "predicted_forward_s", "backward_s")
         rows.append([one.network, f"{one.computing:.2f}", *seconds, *gains])
     return markdown(head, rows)
+
+
+def choices(results: Sequence[Result]) -> str:
+    """Return Markdown with the fastest mode of every network, and how much slower the mode is that simulation takes."""
+    rows = []
+    for group in groups(results):
+        best, *_ = group.values()
+        chosen = min(group.values(), key=lambda each: each.ratio * each.seconds)
+        rows.append([best.title, best.mode, chosen.mode, f"{chosen.seconds / best.seconds - 1:.1%}"])
+    return markdown(["network", "fastest", "simulation takes", "slower by"], rows)
 
 
 def sums(results: Sequence[Result]) -> str:

@@ -120,7 +120,7 @@ def _reference(config: Config, dp: int) -> Config:
     from ..training import preflight
 
     par, default = config.parallelism, ParallelismConfig()
-    reset = ("schedule", "layout", "max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
+    reset = ("schedule", "layout", "max_buffer_tokens", "inner_size", "rounds", "outer_schedule", "cluster")
     whole = replace(par, context_parallel_size=1, **{name: getattr(default, name) for name in reset})
     # Experts on as many of the fewer ranks as can share them.
     ranks = dp * whole.model_parallel_size // (par.tensor_size_of_experts * par.pipeline_parallel_size)

@@ -224,7 +224,7 @@ def _target(config: Config, packed: bool = False) -> Target:
 
 
 def _simulated(simulation: Simulation, cluster: Cluster) -> str:
-    costs = Costs.of_device(cluster.device)
+    costs = Costs.of_cluster(cluster)
     busiest = simulation.busiest_link
     rows = [
         f"simulated on {cluster.name} ({costs.forward_tflops:.0f} TFLOP/s forward, "

@@ -42,8 +42,10 @@ _BOTH_ON = "It needs both overlap_grad_reduce and optim.distributed."
 _RULES: tuple[_Rule, ...] = (
     ("parallelism.schedule", _is_not("auto"), ("parallelism.max_attention_gib",), None,
      "Only auto chooses by memory; leave it null."),
-    ("parallelism.schedule", _is_not("double_ring", "usp"), ("parallelism.inner_size",), None,
-     "Only double_ring and usp divide the ranks; leave it null or choose one of them."),
+    ("parallelism.schedule", _is_not("double_ring", "node_gather", "usp"), ("parallelism.inner_size",), None,
+     "Only double_ring, node_gather and usp divide the ranks; leave it null or choose one of them."),
+    ("parallelism.schedule", _is_not("node_gather"), ("parallelism.rounds",), None,
+     "Only node_gather has rounds; leave it null or set parallelism.schedule=node_gather."),
     ("parallelism.schedule", _is_not("usp"), ("parallelism.outer_schedule",), None,
      "Only usp has a mode between groups; leave it or set parallelism.schedule=usp."),
     ("parallelism.schedule", _is_not("all_gather"), ("parallelism.max_buffer_tokens",), None,

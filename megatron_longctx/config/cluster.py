@@ -40,6 +40,11 @@ class Route(NamedTuple):
     latency_s: float
 
 
+Messages = tuple[tuple[float, int, float], ...]
+"""Measured exchanges of a node: bytes that every rank sends to each of its next ranks, the number of these ranks, and
+the seconds, with all that starting and awaiting the messages takes."""
+
+
 class _Hardware:
     """A dataclass that refuses figures that no hardware has."""
 
@@ -60,6 +65,7 @@ class Mesh(_Hardware):
 
     pair_gibps: float
     latency_s: float = 0.0
+    messages: Messages = ()  # by which messages are timed, instead of by rates
     kind: ClassVar[str] = "mesh"
 
     @cached_property
@@ -80,6 +86,7 @@ class Switch(_Hardware):
     ingress_gibps: float
     pair_gibps: float | None = None
     latency_s: float = 0.0
+    messages: Messages = ()  # as in `Mesh`
     kind: ClassVar[str] = "switch"
 
     @cached_property
@@ -103,12 +110,14 @@ class Network(_Hardware):
 
 @dataclass(frozen=True)
 class Device(_Hardware):
-    """The processor of one rank. `efficiency` is the share of `peak_tflops` that an attention kernel reaches."""
+    """The processor of one rank. `efficiency` is the share of `peak_tflops` that an attention kernel reaches, and
+    `memory_gibps` the rate at which elementwise kernels read and write memory."""
 
     name: str = ""
     peak_tflops: float | None = None
     efficiency: float | None = None
     memory_gib: float | None = None
+    memory_gibps: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -267,7 +276,8 @@ def as_data(cluster: Cluster) -> dict[str, Any]:
     """Convert a cluster to plain mappings and values."""
     data = {name: value for name, value in asdict(cluster).items() if value is not None}
     if cluster.intra is not None:
-        data["intra"] = {"kind": cluster.intra.kind, **data["intra"]}
+        given = {name: value for name, value in data["intra"].items() if value != ()}
+        data["intra"] = {"kind": cluster.intra.kind, **given}
     return data
 
 
@@ -285,12 +295,24 @@ def cluster_from(data: Any) -> Cluster:
         kind = intra.pop("kind", None)
         if not isinstance(kind, str) or kind not in kinds:
             raise refuse("intra.kind", kind, " or ".join(kinds), "Say how the ranks of a node are wired.")
-        values["intra"] = kinds[kind](**_values(kinds[kind], intra, "intra."))
+        given = _values(kinds[kind], intra, "intra.")
+        values["intra"] = kinds[kind](**given | {"messages": _messages(given.get("messages", ()))})
     for name, cls in (("network", Network), ("device", Device)):
         part = values.pop(name, None)
         if part is not None:
             values[name] = cls(**_values(cls, part, f"{name}."))
     return Cluster(**values)
+
+
+def _messages(given: Any) -> Messages:
+    def is_row(row: Any) -> bool:
+        numbers = isinstance(row, list | tuple) and all(type(each) in (int, float) and each > 0 for each in row)
+        return numbers and len(row) == 3 and row[1] % 1 == 0
+
+    if not isinstance(given, list | tuple) or not all(map(is_row, given)):
+        expected = "rows [bytes to each of the next ranks, number of these ranks, seconds]"
+        raise refuse("intra.messages", given, expected, "Give them as measured, or leave them out.")
+    return tuple((size, int(peers), seconds) for size, peers, seconds in given)
 
 
 def _mapping(data: Any, where: str) -> dict[str, Any]:

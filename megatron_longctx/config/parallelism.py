@@ -38,9 +38,12 @@ class ParallelismConfig:
     # all_gather only: maximum number of remote K/V tokens that a rank holds at once; null: all of them, in one
     # group.
     max_buffer_tokens: int | None = number(None, 2, 10**9)
-    # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: as many as a node of `cluster` has, or
-    # the largest proper divisor of context_parallel_size up to 8.
+    # double_ring, node_gather: ranks of a node; usp: ranks that share the heads. null: as many as a node of `cluster`
+    # has, or the largest proper divisor of context_parallel_size up to 8.
     inner_size: int | None = number(None, 1, MAX_RANKS)
+    # node_gather only: steps in which the keys of all other nodes cross, several nodes at a time or each in pieces;
+    # null: one node at a time.
+    rounds: int | None = number(None, 1, 256)
     # auto only: maximum memory of one attention call on a rank; null: no limit
     max_attention_gib: float | None = number(None, 0, 1e6, above=True)
     outer_schedule: str = choice("zigzag", outer_modes())  # usp only: the mode between its groups

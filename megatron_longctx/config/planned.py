@@ -17,7 +17,7 @@ from .tree import Config
 
 _KEYS = {
     "ranks": "parallelism.context_parallel_size",
-    **{name: f"parallelism.{name}" for name in ("schedule", "layout", "max_buffer_tokens", "inner_size")},
+    **{name: f"parallelism.{name}" for name in ("schedule", "layout", "max_buffer_tokens", "inner_size", "rounds")},
     "outer_schedule": "parallelism.outer_schedule",
 }
 
@@ -63,7 +63,7 @@ def mode_options(par: ParallelismConfig) -> ModeOptions:
         ValueError: the cluster cannot be read, or cannot have this number of ranks.
     """
     cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
-    return ModeOptions(par.max_buffer_tokens, par.inner_size, par.outer_schedule, cluster)
+    return ModeOptions(par.max_buffer_tokens, par.inner_size, par.outer_schedule, cluster, par.rounds)
 
 
 @names_as_keys()

@@ -46,7 +46,7 @@ class LinkFacts:
     costs: Costs | None = None
 
     def known_costs(self, cluster: Cluster) -> Costs:
-        return self.costs or Costs.of_device(cluster.device)
+        return self.costs or Costs.of_cluster(cluster)
 
 
 def calibration_file(config: Config, device: torch.device, folder: Path | None = None) -> Path:

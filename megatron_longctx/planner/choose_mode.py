@@ -77,7 +77,7 @@ def rank_modes(
     Raises:
         ValueError: there are no costs, and the cluster has no figures for its device.
     """
-    costs = costs or Costs.of_device(cluster.device)
+    costs = costs or Costs.of_cluster(cluster)
     found: list[Candidate] = []
     if candidates is None:
         context = SearchContext(

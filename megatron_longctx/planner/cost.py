@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..config.cluster import GIB as GIB
-from ..config.cluster import Device
+from ..config.cluster import Cluster
 from ..core.errors import refuse
 from ..core.plans.kernel_calls import KernelCall
 from ..core.plans.plan import Heads, Kind
@@ -51,12 +51,12 @@ class ModeSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """The speed of one rank's hardware and software, from data sheets (`of_device`) or measured (`calibrate`)."""
+    """The speed of one rank's hardware and software, from data sheets (`of_cluster`) or measured (`calibrate`)."""
 
     forward_tflops: float  # of a long kernel call
     backward_tflops: float
     call_s: float = 2e-5  # overhead of every kernel call
-    merge_gibps: float = 1000.0  # bytes that elementwise kernels read and write per second
+    merge_gibps: float = 2400.0  # bytes that elementwise kernels read and write per second, here of an H100
     step_s: float = 5e-5  # to start and await the messages of a step
     message_s: float = 1e-5  # for each of these messages
     blocking: float = 0.0
@@ -78,18 +78,30 @@ class Costs:
                 raise refuse(name, getattr(self, name), "a number above 0", "Measure it, or take a data sheet's.")
 
     @classmethod
-    def of_device(cls, device: Device) -> Costs:
+    def of_cluster(cls, cluster: Cluster) -> Costs:
         """Return the costs that a cluster file describes; backward is assumed 0.87 times as fast, like cuDNN's.
 
-        No cluster file describes the host. `calibrate` measured 0.15 ms per operation on a host of H200s.
+        The latencies of links include the start of a step's messages; each further one costs what `calibrate` measured
+        on H200s. No cluster file describes the host. `calibrate` measured 0.15 ms per operation on a host of H200s.
 
         Raises:
             ValueError: the description has no figures.
         """
+        device = cluster.device
         if device.kernel_tflops is None:
             expected = "peak_tflops and efficiency"
             raise refuse("device", device.name or "unnamed", expected, "Add them to the cluster file, or calibrate.")
-        return cls(device.kernel_tflops, 0.87 * device.kernel_tflops, host_operation_s=1.5e-4)
+        return cls(
+            device.kernel_tflops,
+            0.87 * device.kernel_tflops,
+            merge_gibps=device.memory_gibps or cls.merge_gibps,
+            step_s=0.0,
+            message_s=3.3e-6,
+            host_operation_s=1.5e-4,
+            messages=tuple(MessageSample(int(size), peers, s) for size, peers, s in cluster.intra.messages)
+            if cluster.intra
+            else (),
+        )
 
     def call_seconds(self, call: KernelCall, heads: Heads, workload: Workload, backward: bool) -> float:
         """Return the time of one kernel call.

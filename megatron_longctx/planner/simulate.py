@@ -91,7 +91,7 @@ def simulate(
         raise refuse("cluster", f"{cluster.name} of {cluster.n} ranks", f"{plan.n} or more", "Use cluster.resized().")
     target = target if isinstance(target, Target) else Target(target)
     with collector_paused():
-        return _Simulator(plan, cluster, target, costs or Costs.of_device(cluster.device), timeline).run()
+        return _Simulator(plan, cluster, target, costs or Costs.of_cluster(cluster), timeline).run()
 
 
 class _Mark(NamedTuple):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from analysis.network import emulate, job
 from megatron_longctx.config.cluster import Cluster, Mesh, Network, Switch
+from megatron_longctx.core.plans import ModeOptions
 from megatron_longctx.planner.cost import Workload
 from tests.shared.jobs import PATIENCE_S
 
@@ -28,13 +30,15 @@ def permitted() -> None:
     ids=lambda cluster: cluster.name,
 )
 def test_links_are_limited_and_modes_are_right(permitted: None, cluster: Cluster) -> None:
-    modes = (job.Mode("zigzag"), job.Mode("tasp"), job.Mode("zigzag", overlap=False))
+    inner = cluster.ranks_per_node
+    gather = job.Mode("node_gather", ModeOptions(inner_size=inner, cluster=cluster), sum_in_node=cluster.nodes > 1)
+    modes = (job.Mode("zigzag"), job.Mode("tasp"), job.Mode("zigzag", overlap=False), gather)
     outcome = emulate.run(
         job.Job(cluster, modes, length=64, workload=Workload(8, 8, 64, element_bytes=4), repeats=1), timeout=PATIENCE_S
     )
     low, high = outcome.links
     assert 0.5 < low <= high < 1.6  # flows get unequal shares of the described rate; loopback is 100 times as fast
-    assert [result.mode for result in outcome.results] == ["zigzag", "tasp", "zigzag, no overlap"]
+    assert [result.mode for result in outcome.results] == ["zigzag", "tasp", "zigzag, no overlap", gather.name]
     for result in outcome.results:
         assert result.error < 1e-5 and result.forward_s > 0 and result.predicted_backward_s > 0 and result.computing > 0
 
@@ -57,6 +61,9 @@ def test_tables_mark_wrong_predictions(tmp_path: Path) -> None:
         job.Result("mesh", "zigzag", False, 2.0, 2.0, 2.0, 2.0, 1e-7),
     ]
     rows = job.table(found).splitlines()
+    assert job.choices(found).splitlines()[2] == "| mesh, causal | tasp | tasp | 0.0% |"
+    worse = [replace(each, predicted_forward_s=0.1, predicted_backward_s=0.1) for each in found[:1]]
+    assert job.choices([*worse, *found[1:]]).splitlines()[2] == "| mesh, causal | tasp | zigzag | 300.0% |"
     assert "| 1.50 (!) |" in rows[2] and "tasp" in rows[2] and "(!)" not in rows[3]
     assert "| mesh, causal | tasp |  | 4.00 / 4.00 |" in job.speedups(found)
     assert "| mesh | 0.50 | 4.00 + 4.00 | 1.00 + 1.00 | 4.00 | 4.00 | 4.00 |" in job.ratios(found[:2])

@@ -52,6 +52,7 @@ DELTA_NETS = {
 # Settings without which a key must have its default.
 BESIDE: dict[str, dict[str, Any]] = {
     "parallelism.inner_size": {"parallelism.schedule": "usp"},
+    "parallelism.rounds": {"parallelism.schedule": "node_gather"},
     "train.eval_interval": {"data.split": "95,5,0"},
     "parallelism.outer_schedule": {"parallelism.schedule": "usp"},
     "parallelism.max_buffer_tokens": {"parallelism.schedule": "all_gather"},

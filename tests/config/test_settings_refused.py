@@ -37,8 +37,8 @@ WHOLE_MESSAGES = {
     ),
     **{
         f"parallelism.schedule={given}": (
-            f"parallelism.schedule={given}: expected one of auto, all_gather, double_ring, helper, ring, zigzag, "
-            f"striped, ulysses, usp, tasp. Did you mean parallelism.schedule={meant}?"
+            f"parallelism.schedule={given}: expected one of auto, all_gather, double_ring, helper, node_gather, "
+            f"ring, zigzag, striped, ulysses, usp, tasp. Did you mean parallelism.schedule={meant}?"
         )
         for given, meant in (("allgather", "all_gather"), ("p2p", "ring"))
     },
@@ -187,13 +187,16 @@ def test_long_and_deep_values_are_refused_in_one_line(key: str, value: str) -> N
          "parallelism.max_attention_gib=2.0: expected null with parallelism.schedule=zigzag"),
         ("parallelism.inner_size=2 parallelism.context_parallel_size=4",
          "parallelism.inner_size=2: expected null with parallelism.schedule=zigzag"),
+        ("parallelism.schedule=double_ring parallelism.rounds=3",
+         "parallelism.rounds=3: expected null with parallelism.schedule=double_ring. Only node_gather has rounds"),
         ("parallelism.schedule=usp parallelism.inner_size=3 parallelism.context_parallel_size=4",
          "parallelism.inner_size=3: expected a divisor of parallelism.context_parallel_size=4. "
          "Nearest divisors: 2, 4, 1"),
         ("parallelism.outer_schedule=ring",
          "parallelism.outer_schedule=ring: expected zigzag with parallelism.schedule=zigzag"),
         ("parallelism.schedule=usp parallelism.outer_schedule=ulysses",
-         "parallelism.outer_schedule=ulysses: expected one of all_gather, double_ring, helper, ring, zigzag, tasp"),
+         "parallelism.outer_schedule=ulysses: expected one of all_gather, double_ring, helper, node_gather, "
+         "ring, zigzag, tasp"),
         ("parallelism.overlap_param_gather=true optim.distributed=false",
          "parallelism.overlap_param_gather=true: expected auto or false with optim.distributed=false"),
         ("parallelism.overlap_param_gather=true parallelism.overlap_grad_reduce=false",

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from analysis.benchmarks.papers import PAPERS
-from analysis.benchmarks.papers.page import KINDS, ROOT, SOURCES, STATES, contents, paths, render
+from analysis.benchmarks.papers.page import KINDS, RESULTS, ROOT, SOURCES, STATES, contents, paths, render
 
 LISTED = [name for name in PAPERS if paths(name)[2].is_file()]
-VERDICTS = {"reproduced", "in part", "not reproduced", "not measured"}
+VERDICTS = {"measured", "measured elsewhere", "model agrees", "model disagrees", "not measured"}
 
 
 @pytest.mark.parametrize("name", LISTED)
@@ -45,7 +45,25 @@ def test_a_page_is_made_of_its_numbers(name: str) -> None:
     assert cells and {each["source"] for each in cells} <= set(SOURCES)
     assert all(float(each["text"].rstrip("%").replace(",", "")) == pytest.approx(each["value"], rel=0.6, abs=0.6)
                for each in cells)  # fmt: skip
-    claims = contents(name)["claims"]
-    assert claims and {each["verdict"] for each in claims} <= VERDICTS
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert (page.parent / Path(link)).exists(), link
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_verdicts_rest_on_recorded_results(name: str) -> None:
+    """A verdict names a measurement only with its JSON, and no page calls a simulation a reproduction."""
+    claims = contents(name)["claims"]
+    assert claims and {each["verdict"] for each in claims} <= VERDICTS
+    for each in claims:
+        found = [json.loads((RESULTS / f"{result}.json").read_text()) for result in each.get("from", ())]
+        assert found or not each["verdict"].startswith("measured"), each["claim"]
+        assert each["verdict"] != "not measured" or not found, each["claim"]
+        assert all("environment" in str(data) for data in found), each["claim"]
+    assert "reproduced" not in paths(name)[1].read_text()
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_pages_show_what_assumptions_change(name: str) -> None:
+    tables = {table["key"]: table for table in json.loads(paths(name)[0].read_text())["tables"]}
+    rows = [[cell["value"] for cell in row[2:]] for row in tables["sensitivity"]["rows"]]
+    assert len(rows) >= 4 and any(abs(less / as_is - 1) > 0.02 for less, as_is, _ in rows)

@@ -10,8 +10,20 @@ from typing import Any
 import pytest
 
 from megatron_longctx.config.cluster import Cluster, Mesh, Network, load_cluster
-from megatron_longctx.core.plans import ALL_HEADS, MODES, KernelCall, Mask, Segment, Target, Workload
+from megatron_longctx.core.plans import (
+    ALL_HEADS,
+    MODES,
+    KernelCall,
+    Mask,
+    ModeOptions,
+    Segment,
+    Target,
+    Workload,
+    find_mode,
+)
 from megatron_longctx.core.plans.mask import causal, documents, full
+from megatron_longctx.core.plans.modes import SearchContext
+from megatron_longctx.core.plans.modes.node_gather import NodeGather
 from megatron_longctx.planner.calibration import Calibration, calibration_path, load_calibration, save_calibration
 from megatron_longctx.planner.choose_mode import Candidate, Problem, choose_mode, rank_modes, table
 from megatron_longctx.planner.cost import Costs, KernelSample, MessageSample, ModeSample
@@ -44,6 +56,36 @@ def test_slow_links_between_nodes_favour_a_hierarchy() -> None:
     by_name = {candidate.name: candidate for candidate in ranking}
     forward = {name: candidate.forward.seconds for name, candidate in by_name.items() if candidate.forward}
     assert forward["double_ring (inner_size=4)"] < forward["zigzag"] / 1.5
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_nodes_of_gpus_with_grouped_heads_favour_modes_that_cross_once(nodes: int) -> None:
+    cluster = load_cluster("dgx_h100_x4").resized(8 * nodes)
+    problem = problem_of(cluster.n, 2**15, options=ModeOptions(cluster=cluster), sum_in_node=None)
+    modes = [find_mode(name, cluster.n, problem.options) for name in ("node_gather", "usp", "all_gather", "zigzag")]
+    ranking = rank_modes(problem, cluster, candidates=modes)
+    (found,) = (each for each in ranking if each.name.startswith("node_gather"))
+    assert found.seconds < 1.03 * ranking[0].seconds and found.seconds < 0.7 * ranking[2].seconds
+    assert found.predicted[0] == min(each.predicted[0] for each in ranking)
+    context = SearchContext(cluster.n, 2**15, cluster)
+    assert {mode.rounds for mode in NodeGather.candidates(context)} == {1, nodes - 1, 2 * nodes - 2, 8 * nodes - 8}
+    assert not list(NodeGather.candidates(SearchContext(8, 2**15, load_cluster("h200_x8"))))
+
+
+def test_auto_follows_the_rules_of_thumb_of_the_docs() -> None:
+    """The table "Where each idea pays" of docs/schedules.md: contiguous tokens, meshes, and switches."""
+
+    def seconds(cluster: Cluster, length: int, heads: int, layout: str = "auto") -> dict[str, float]:
+        problem = problem_of(cluster.n, length, Workload(heads, heads, 128), layout=layout)
+        ranking = [each for each in rank_modes(problem, cluster) if not each.reason]
+        return {each.name.split()[0]: each.seconds for each in reversed(ranking)}
+
+    four, mesh = load_cluster("h200_x8_pull").resized(4), load_cluster("mi300x_x8")
+    contiguous, free = seconds(four, 2**17, 33, "contiguous"), seconds(four, 2**17, 33)
+    assert min(contiguous, key=contiguous.__getitem__) == "helper" and contiguous["zigzag"] > 1.5 * contiguous["helper"]
+    assert free["zigzag"] < 1.02 * free["helper"] and free["zigzag"] < free["tasp"], "a free layout, behind a switch"
+    short, long = seconds(mesh, 2**15, 33), seconds(mesh, 2**17, 33)
+    assert min(short, key=short.__getitem__) == "tasp" and min(long, key=long.__getitem__) == "all_gather"
 
 
 def test_modes_that_cannot_run_come_last_with_a_reason() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ from megatron_longctx.planner.cost import GIB, Costs, KernelSample, MessageSampl
 from megatron_longctx.planner.footprint import footprint
 from megatron_longctx.planner.simulate import simulate
 
+RESULTS = Path(__file__).resolve().parents[2] / "analysis" / "results"
 TOKENS = 1024
 WORK = Workload(num_heads=4, num_kv_heads=4, head_dim=64, element_bytes=4)
 BLOCK_BYTES = TOKENS * 2 * 4 * 64 * 4  # keys and values of one rank
@@ -217,9 +220,38 @@ def test_kernel_calls_take_the_time_of_the_tiles_that_they_touch() -> None:
 
 
 def test_costs_of_a_device_are_its_data_sheet() -> None:
-    found = Costs.of_device(Device("x", peak_tflops=1000.0, efficiency=0.5))
+    one = Cluster("x", 1, 1, device=Device("x", peak_tflops=1000.0, efficiency=0.5))
+    found = Costs.of_cluster(one)
     assert (found.forward_tflops, found.backward_tflops) == (500.0, 435.0)
     assert found.host_operation_s > 0 == Costs(600, 520).host_operation_s, "only descriptions assume a host"
+    assert Costs.of_cluster(replace(one, device=replace(one.device, memory_gibps=77.0))).merge_gibps == 77.0
+
+
+def test_described_messages_are_timed_by_their_size() -> None:
+    sheet = Device("x", peak_tflops=1e6, efficiency=0.5)
+    timed = Mesh(1.0, messages=((BLOCK_BYTES // 2, 1, 2.0), (2 * BLOCK_BYTES, 1, 5.0), (BLOCK_BYTES, 3, 9.0)))
+    cluster = Cluster("mesh", 1, 4, timed, device=sheet)
+    assert simulate(build_plan("ring", 4, full(4 * TOKENS)), cluster, WORK).seconds == pytest.approx(3 * 3.0, rel=1e-3)
+    gathered = build_plan("all_gather", 4, full(4 * TOKENS))
+    assert simulate(gathered, cluster, WORK).seconds == pytest.approx(9.0, rel=1e-3)
+
+
+RECORDED = [
+    each
+    for each in json.loads((RESULTS / "attention_peers_h200_x4.json").read_text())["measurements"]
+    if each["name"] in ("zigzag", "all_gather", "ulysses") and each["length"] >= 32768 and each["forward_s"]
+]
+
+
+def test_recorded_passes_are_simulated_within_a_tenth() -> None:
+    """From 32K tokens on, by the description of H200s over peer memory. Shorter passes also wait for their host."""
+    cluster = load_cluster("h200_x8_pull").resized(4)
+    assert len(RECORDED) >= 18
+    for each in RECORDED:
+        target = Target(Workload(*map(int, each["heads"].split(":")), 128), over_peers=True)
+        plan = build_plan(each["name"], 4, each["length"], keep_received=None)
+        found = sum(simulate(one, cluster, target).seconds for one in (plan, backward_plan(plan)))
+        assert found == pytest.approx(each["forward_s"] + each["backward_s"], rel=0.1), each["name"]
 
 
 def test_between_nodes_a_hierarchy_of_rings_is_no_slower() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from analysis.benchmarks.fit import Coefficients, Prompt, fit, prompts, score, slower
 from megatron_longctx.core.plans.plan import ALL_HEADS
@@ -15,8 +16,8 @@ from megatron_longctx.planner.cost import GIB, attention_flops
 
 from . import decoding, tensor_parallel
 from .cp_inference_rules import RuleInputs, algorithm_1, algorithm_5
-from .nodes import ATTENTION_TFLOPS, HEADS, LAYERS, RDMA, TCP, TP, WEIGHTS, batch, cluster, costs, first_token
-from .page import Cell, Proof, Results, Table, cell, paper, proofs, recorded
+from .nodes import ATTENTION_TFLOPS, HEADS, LAYERS, RDMA, TCP, TP, WEIGHTS, Times, batch, cluster, costs, first_token
+from .page import Assumption, Cell, Proof, Results, Table, cell, numbers, paper, proofs, recorded, sensitivity
 
 PRINTED: Coefficients = (-1.059, 1.145, 12.112)
 TABLE_4 = (
@@ -33,7 +34,8 @@ def make(arguments: argparse.Namespace) -> Results:
     del arguments
     tables = (
         *(table_4(), table_5(), nodes(), tensor_parallel.table_7(), decoding.table_8(), decoding.forms()),
-        *(long_contexts(), rules(), thresholds(), fits(), proofs(proved())),
+        *(long_contexts(), rules(), thresholds(), fits()),
+        *(sensitivity(assumed()), proofs(proved())),
     )
     return Results(tables, facts(tables))
 
@@ -148,6 +150,31 @@ def fits() -> Table:
     return Table("fits", "the empirical rule fitted on H200s", columns, rows)
 
 
+def assumed() -> Iterator[Assumption]:
+    """Yield what the headlines depend on."""
+    names = {
+        "kernel": "the paper's kernel, 540 TFLOP/s",
+        "network": "the paper's network, 24.3 GiB/s",
+        "one_node": "the paper's one-node time, 42.01 s",
+        "overhead": "20 µs a call, 80 µs a step, 10 µs a message",
+    }
+    for headline, value in (
+        ("a million tokens on 16 nodes, s", _million),
+        ("pass_kv / pass_q, 2.5% misses", _kv_over_q),
+    ):
+        for key, name in names.items():
+            yield Assumption(name, headline, partial(value, key))
+
+
+def _million(key: str, by: float) -> float:
+    return first_token(16, 10**6, times=Times(**{key: by}))
+
+
+def _kv_over_q(key: str, by: float) -> float:
+    kv, q = (first_token(4, 3200, 124800, mode, times=Times(**{key: by})) for mode in ("pass_kv", "pass_q"))
+    return kv / q
+
+
 def proved() -> Iterator[Proof]:
     """Yield the plans of tables 4 and 8 and of figure 8."""
     for new, cached in ((1280, 126720), (12800, 115200), (128000, 0)):
@@ -168,8 +195,15 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
     pairs = [(row[1], row[2]) for row in half] + [(row[3], row[4]) for row in half]
     off = [a["value"] / b["value"] - 1 for a, b in pairs if isinstance(a, dict) and isinstance(b, dict)]
     right = of["rules"].rows[-1]
-    numbers = [float(each["value"]) for each in right if isinstance(each, dict)]
+    correct = [float(each["value"]) for each in right if isinstance(each, dict)]
+    gaps = [(row[1] - row[0]) / 1e3 for row in numbers(of["misses"])]
+    million = [row[i] for row in numbers(of["sensitivity"])[:4] for i in (0, 2)]
     return {
+        "gap_least": min(gaps),
+        "gap_most": max(gaps),
+        "million_share": 100 * of["long"].value("1000K", "16", column=5) / ATTENTION_TFLOPS,
+        "million_least": min(million),
+        "million_most": max(million),
         "table_4_off": 100 * max(map(abs, off)),
         "million": of["long"].value("1000K", "16", column=2),
         "million_rate": of["long"].value("1000K", "16", column=5),
@@ -180,7 +214,7 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
         "sixteen": of["nodes"].value("128K", "16", column=4),
         "tcp_four": of["nodes"].value("128K", "4", column=5),
         "rdma_four": of["nodes"].value("128K", "4", column=2),
-        **dict(zip(("right_1", "right_5", "right_printed", "right_fitted", "right_simulated"), numbers, strict=True)),
+        **dict(zip(("right_1", "right_5", "right_printed", "right_fitted", "right_simulated"), correct, strict=True)),
         **{f"tp_{n}": of["tensor"].value(str(n), column=3) for n in (2, 4, 8)},
         **{f"tp_{n}_cp": of["tensor"].value(str(n), column=6) for n in (2, 4, 8)},
         **{

@@ -12,7 +12,7 @@ from megatron_longctx.planner.cost import GIB, Costs, attention_flops
 from megatron_longctx.planner.messages import MessageTimes
 from megatron_longctx.planner.simulate import Simulation, simulate
 
-from .nodes import ATTENTION_TFLOPS, HEADS, RDMA, batch, cluster
+from .nodes import ATTENTION_TFLOPS, HEADS, MERGE_GIBPS, RDMA, batch, cluster
 from .page import Cell, Table, cell, paper
 
 MEMORY_BYTES = 2.4e12
@@ -60,7 +60,7 @@ class ReadingCosts(Costs):
         )
 
 
-COSTS = ReadingCosts(ATTENTION_TFLOPS, ATTENTION_TFLOPS)
+COSTS = ReadingCosts(ATTENTION_TFLOPS, ATTENTION_TFLOPS, merge_gibps=MERGE_GIBPS)
 
 
 @cache

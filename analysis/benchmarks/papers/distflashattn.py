@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from megatron_longctx.core.plans import Mode, Workload, backward_plan, build_plan
 from megatron_longctx.core.plans.modes.helper import Helper
 
-from .page import Cell, Proof, Results, Table, cell, paper, proofs, recorded
+from .page import Assumption, Cell, Proof, Results, Table, cell, numbers, paper, proofs, recorded, sensitivity
 from .simulated import LLAMA_7B, Machine, moved, not_overlapped, one_rank, passes
-from .steps import PRINTED, a100s, step, table_1, table_2, table_3, table_4
+from .steps import PRINTED, a100s, faster_than_megatron, step, table_1, table_2, table_3, table_4
 
 _MHA, _GQA = Workload(32, 32, 128), Workload(32, 8, 128)
 _K = 1024
@@ -31,6 +32,7 @@ def make(arguments: argparse.Namespace) -> Results:
             helpers(),
             where_helpers_win(),
         ),
+        sensitivity(assumed()),
         proofs(proved()),
     )
     return Results(tables, facts(tables))
@@ -106,6 +108,25 @@ def measured(heads: str, length: int) -> dict[str, dict[str, float]]:
     """Return measurements of attention over NCCL on 4 H200s by mode; one device computes a fourth of the FLOPs."""
     measurements = recorded("papers_measured_h200_x4")["measurements"]
     return {m["name"]: m for m in measurements if (m["heads"], m["length"]) == (heads, length)}
+
+
+def measured_ratios() -> dict[str, float]:
+    """Return what recorded passes on GPUs say of claims: the ring's time over `helper`'s, and `ulysses`'s over
+    `zigzag`'s for short and for long sequences."""
+    modes = {(m["name"], m["length"]): m["seconds"] for m in recorded("attention_modes_h200_x2")["measurements"]}
+    ring = [modes["ring", length] / modes["helper", length] for length in (64 * _K, 128 * _K)]
+    found = {"ring_measured_least": min(ring), "ring_measured_most": max(ring)}
+    peers = [
+        m
+        for m in recorded("attention_peers_h200_x4")["measurements"]
+        if m["name"] in ("ulysses", "zigzag") and m["forward_s"]
+    ]
+    times = {(m["length"], m["heads"], m["commit"], m["name"]): m["forward_s"] + m["backward_s"] for m in peers}
+    for name, lengths in (("short", (16 * _K, 32 * _K)), ("long", (64 * _K, 128 * _K, 256 * _K))):
+        ratios = [times[*key, "ulysses"] / times[*key, "zigzag"] for *key, mode in times
+                  if mode == "zigzag" and key[0] in lengths and (*key, "ulysses") in times]  # fmt: skip
+        found |= {f"ulysses_{name}_least": min(ratios), f"ulysses_{name}_most": max(ratios)}
+    return found
 
 
 def helpers() -> Table:
@@ -230,6 +251,19 @@ def where_helpers_win() -> Table:
     return Table("wins", "where helpers win", ["case", *modes], rows)
 
 
+def assumed() -> Iterator[Assumption]:
+    """Yield what steps on A100s depend on."""
+    for what, name in (
+        ("kernels", "attention kernels reach 60% of the peak"),
+        ("matrix products", "matrix products reach 70% of the peak"),
+        ("network", "100 Gb/s per GPU between hosts, 92% of it"),
+        ("links", "75% of NVLink for all peers together, 56% for one"),
+        ("latency", "100 to 105 µs per message"),
+        ("memory", "memory at 1,470 GiB/s"),
+    ):
+        yield Assumption(name, "LLaMA-7B's steps beside Megatron's, mean", partial(faster_than_megatron, what))
+
+
 def proved() -> Iterator[Proof]:
     """Yield the plans of 32K tokens per rank in every mode of appendix D."""
     for n in (8, 16):
@@ -242,7 +276,7 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
     """Return the numbers in the claims."""
     of = {table.key: table for table in tables}
     printed = str(PRINTED)
-    steps, heads, rsa, ulysses = (_numbers(of[key]) for key in ("steps", "heads", "rsa", "ulysses"))
+    steps, heads, rsa, ulysses = (numbers(of[key]) for key in ("steps", "heads", "rsa", "ulysses"))
     fewer = [row for row in heads if row[6] > 1]
     shares = [("64K", "32:8"), ("64K", "32:32"), ("128K", "32:8"), ("128K", "32:32")]
     ours = [of["helpers"].value(*each, "helper", column=5) for each in shares]
@@ -251,7 +285,16 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
     measured_gains = [float(each["value"]) for row in gains for each in (row[4], row[7]) if isinstance(each, dict)]
     on_gpus = [float(row[4]["value"]) for row in of["overlap_on_gpus"].rows if isinstance(row[4], dict)]
     tied, apart = "one sequence, any layout, 32:8", "tokens must stay contiguous, 33:33"
+    whole = {
+        run["name"]: run["medians"]["mean_tokens_per_s"] for run in recorded("training_dense_128k_h200_x2")["runs"]
+    }
     return {
+        **measured_ratios(),
+        "megatron_measured": whole["zigzag"] / whole["tp_sp"],
+        "ring_gain": of["balance"].value("8", printed, column=2) / of["balance"].value("8", "ring", column=2),
+        "overlap_256": of["overlap"].value("256K", column=2),
+        "overlap_512": of["overlap"].value("512K", column=2),
+        "overlap_times": of["overlap"].value("128K", column=3),
         "ring": of["balance"].value("8", "ring", column=2),
         "balanced": of["balance"].value("8", printed, column=2),
         "shared": of["balance"].value("8", "helper", column=2),
@@ -294,8 +337,3 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
         "kept_least": min(row[6] / row[0] for row in ulysses),
         "kept_most": max(row[6] / row[0] for row in ulysses),
     }
-
-
-def _numbers(table: Table) -> list[list[float]]:
-    """Return the numbers of every row."""
-    return [[float(each["value"]) for each in row if isinstance(each, dict)] for row in table.rows]

@@ -15,7 +15,7 @@ from megatron_longctx.core.errors import refuse
 from megatron_longctx.training.ranks import Ranks
 
 from . import latencies
-from .page import Cell, Results, Table, cell, paper, paths, recorded
+from .page import Cell, Results, Table, cell, paper, paths, recorded, sensitivity
 from .rounding import TOKEN, Rounding
 
 Weights = Mapping[str, Any]
@@ -57,7 +57,9 @@ def make(arguments: argparse.Namespace) -> Results:
     tables = (formats(own), coarse(own), rotated(own), whole(own, [each["int8_weights"] for each in of]), layers(own))
     found = {f"{name}_{key}": fact for name, one in zip(TITLES, of, strict=True) for key, fact in facts(one).items()}
     times = latencies.parts(), latencies.first_tokens()
-    return Results((*tables, steps(), blocks(), *times), found | latencies.facts(times), raw=raw)
+    return Results(
+        (*tables, steps(), blocks(), *times, sensitivity(latencies.assumed())), found | latencies.facts(times), raw=raw
+    )
 
 
 def weights(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def formats(own: Sequence[Weights]) -> Table:
     theirs = {"fp8": 8.90, "int8 s": 8.90, "int8": 8.89, "fp6": 9.22, "int6 s": 9.48, "int6": 9.20, "fp4": 9.72}
     theirs |= {"int4 s": 10.51, "int4": 9.68}
     rows: list[list[Cell]] = [
-        ["exact", *(each for one in own for each in (cell(perplexity(one, Rounding()), "w"), None, None)), paper(8.88)]
+        ["exact", *(each for one in own for each in (cell(perplexity(one, Rounding()), "w"), None, None)), None]
     ]
     for form in ("int8", "int6", "int4", "fp8", "fp6", "fp4"):
         for symmetric in (False, True) if form.startswith("int") else (False,):
@@ -145,7 +147,7 @@ def rotated(own: Sequence[Weights]) -> Table:
 
 
 def whole(own: Sequence[Weights], int8: Sequence[Weights]) -> Table:
-    theirs = {"none": (8.88, None), "int8": (8.89, 9.01), "int6": (9.20, 9.33), "int4": (9.68, 9.85)}
+    theirs = {"none": (None, None), "int8": (8.89, 9.01), "int6": (9.20, 9.33), "int4": (9.68, 9.85)}
     rows: list[list[Cell]] = []
     for form in ("none", "int8", "int6", "int4"):
         pairs = [(perplexity(a, Rounding(form)), perplexity(b, Rounding(form))) for a, b in zip(own, int8, strict=True)]
@@ -213,6 +215,8 @@ def facts(raw: Weights) -> dict[str, float]:
         "tokens": own["tokens"],
         "exact": perplexity(own, Rounding()),
         "coarse": perplexity(own, Rounding("int4", TOKEN)),
+        "coarse_s": perplexity(own, Rounding("int4", TOKEN, symmetric=True)),
+        "down_relative": _error(own, Rounding("int4"), "down") / _error(own, Rounding("int4"), "output"),
         "coarse_turned": perplexity(own, Rounding("int4", TOKEN, hadamard=True)),
         "turned": perplexity(own, Rounding("int4", hadamard=True)),
         "fine": perplexity(own, Rounding("int4", 32)),

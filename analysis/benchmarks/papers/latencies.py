@@ -5,8 +5,9 @@ Matrix products and attention run at a share of the peak, all-reduces at the rat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from megatron_longctx.lowbit.quantized import formats
 from megatron_longctx.planner.cost import attention_flops
 from megatron_longctx.planner.flops import peak_tflops
 
-from .page import Cell, Table, cell, paper
+from .page import Assumption, Cell, Table, cell, paper
 from .simulated import MATMUL_SHARE, Llama
 
 LLAMA3_8B = Llama(32, 4096, 14336, 32, 8)
@@ -52,13 +53,19 @@ class Prefill:
         return 100 * self.sums / self.seconds
 
 
-def prefill(model: Llama, n: int, tokens: int, gpu: str, bits: int | None = None) -> Prefill:
-    """Return the times of one prompt on n tensor-parallel GPUs, with sums of `bits`; None for the values' 16 bits."""
+def prefill(
+    model: Llama, n: int, tokens: int, gpu: str, bits: int | None = None, work: float = 1.0, links: float = 1.0
+) -> Prefill:
+    """Return the times of one prompt on n tensor-parallel GPUs, with sums of `bits`; None for the values' 16 bits.
+
+    Args:
+        work, links: factors of what matrix products and links are assumed to reach.
+    """
     peak = peak_tflops(gpu)
     assert peak is not None
-    rate = n * MATMUL_SHARE * peak * 1e12 / model.layers
+    rate = n * work * MATMUL_SHARE * peak * 1e12 / model.layers
     attention = attention_flops(model.workload, tokens * (tokens + 1) / 2, ALL_HEADS, False)
-    sums = _SUMS * model.layers * sent(tokens * model.hidden, n, bits) / LINKS[gpu]
+    sums = _SUMS * model.layers * sent(tokens * model.hidden, n, bits) / (links * LINKS[gpu])
     return Prefill(model.linear_flops(tokens) / rate, attention / rate, sums)
 
 
@@ -103,6 +110,24 @@ def first_tokens() -> Table:
     ]  # fmt: skip
     of = ["figure 9", "figure 13", "figure 14"]
     return Table("first_tokens", "time to first token by the bits of sums", columns, rows, of)
+
+
+def assumed() -> Iterator[Assumption]:
+    """Yield what the headlines depend on."""
+
+    def prompt(of: str, by: float, bits: int | None = None) -> Prefill:
+        return prefill(LLAMA3_70B, 4, 1024, "L40", bits, *((by, 1.0) if of == "work" else (1.0, by)))
+
+    def share(of: str, by: float) -> float:
+        return prompt(of, by).share
+
+    def gain(of: str, by: float) -> float:
+        return prompt(of, by).seconds / prompt(of, by, 4).seconds
+
+    names = {"work": "matrix products reach 70% of the peak", "links": "links reach their full rate"}
+    for of, name in names.items():
+        yield Assumption(name, "all-reduces of Llama-3-70B on L40s, %", partial(share, of))
+        yield Assumption(name, "int4's first token, times as fast", partial(gain, of))
 
 
 def facts(tables: Sequence[Table]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,7 +121,7 @@ def render(name: str) -> str:
     cells = [each for table in data["tables"] for row in table["rows"] for each in row if isinstance(each, dict)]
     used = {each["source"] for each in cells}
     legend = [f"({key}) {text}" if key != "paper" else text for key, text in SOURCES.items() if key in used]
-    claims = [[each["claim"], f"**{each['verdict']}**", each["why"].format(**facts)] for each in listed["claims"]]
+    claims = [[each["claim"], _verdict(each), each["why"].format(**facts)] for each in listed["claims"]]
     parts = [
         f"# {listed['title']}",
         f"{listed['authors']}. {by}",
@@ -139,6 +139,12 @@ def render(name: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _verdict(claim: Mapping[str, Any]) -> str:
+    """Return a claim's verdict with the recorded results that it rests on."""
+    links = ", ".join(f"[{name}](../../analysis/results/{name}.json)" for name in claim.get("from", ()))
+    return f"**{claim['verdict']}**" + (f" ({links})" if links else "")
+
+
 def _item(item: Mapping[str, str]) -> list[str]:
     """Return an item of the list as a row."""
     where = [f"`{item[key]}`" for key in ("where", "command") if item.get(key)]
@@ -149,6 +155,28 @@ def _text(each: Cell) -> str:
     if not isinstance(each, dict):
         return each or ""
     return f"*{each['text']}*" if each["source"] == "paper" else f"{each['text']} ({each['source']})"
+
+
+def numbers(table: Table) -> list[list[float]]:
+    """Return the numbers of every row."""
+    return [[float(each["value"]) for each in row if isinstance(each, dict)] for row in table.rows]
+
+
+class Assumption(NamedTuple):
+    """An input that is assumed or taken from the paper, and a headline number by a factor of this input."""
+
+    name: str
+    headline: str
+    value: Callable[[float], float]
+
+
+def sensitivity(assumptions: Iterable[Assumption]) -> Table:
+    """Return headlines with each assumed input a third less, as assumed, and a third more."""
+    rows = [
+        [each.name, each.headline, *(cell(each.value(by), "d") for by in (2 / 3, 1, 4 / 3))] for each in assumptions
+    ]
+    columns = ["assumed", "headline", "a third less", "as assumed", "a third more"]
+    return Table("sensitivity", "how headlines move with what is assumed", columns, rows)
 
 
 class Proof(NamedTuple):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
-from megatron_longctx.config.cluster import Cluster
+from megatron_longctx.config.cluster import Cluster, Mesh
 from megatron_longctx.core.plans import KernelSupport, Mode, Plan, Target, Workload, backward_plan, build_plan
 from megatron_longctx.planner.calibration import load_calibration
 from megatron_longctx.planner.cost import Costs
@@ -25,6 +25,7 @@ class Machine:
     cluster: Cluster
     costs: Costs
     over_peers: bool = False
+    matmul_share: float = MATMUL_SHARE
 
     @classmethod
     def measured(cls) -> Machine:
@@ -34,6 +35,28 @@ class Machine:
 
     def target(self, workload: Workload) -> Target:
         return Target(workload, KernelSupport(), self.over_peers)
+
+
+def scaled(cluster: Cluster, what: str, by: float) -> Cluster:
+    """Return the cluster with one assumed figure `by` times as large: kernels, memory, links, network or latency."""
+    device, intra, network = cluster.device, cluster.intra, cluster.network
+    assert device.efficiency is not None and device.memory_gibps is not None
+    if what == "kernels":
+        return replace(cluster, device=replace(device, efficiency=by * device.efficiency))
+    if what == "memory":
+        return replace(cluster, device=replace(device, memory_gibps=by * device.memory_gibps))
+    if what == "network":
+        return replace(cluster, network=network and replace(network, nic_gibps=by * network.nic_gibps))
+    if what == "latency":
+        near = intra and replace(intra, latency_s=by * intra.latency_s)
+        return replace(cluster, intra=near, network=network and replace(network, latency_s=by * network.latency_s))
+    assert what == "links" and intra is not None and not intra.messages
+    if isinstance(intra, Mesh):
+        return replace(cluster, intra=replace(intra, pair_gibps=by * intra.pair_gibps))
+    pair, egress, ingress = intra.pair_gibps, by * intra.egress_gibps, by * intra.ingress_gibps
+    return replace(
+        cluster, intra=replace(intra, egress_gibps=egress, ingress_gibps=ingress, pair_gibps=pair and by * pair)
+    )
 
 
 @dataclass(frozen=True)

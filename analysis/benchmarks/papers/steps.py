@@ -6,6 +6,7 @@ All are simulated from data sheets.
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 
 from megatron_longctx.config.cluster import load_cluster
 from megatron_longctx.core.plans import Mode, Workload
@@ -13,15 +14,15 @@ from megatron_longctx.core.plans.modes.helper import Helper
 from megatron_longctx.planner.cost import GIB, Costs
 
 from .page import Cell, Table, cell, paper
-from .simulated import LLAMA_7B, LLAMA_33H, LLAMA_GQA, MATMUL_SHARE, Llama, Machine, one_rank, passes
+from .simulated import LLAMA_7B, LLAMA_33H, LLAMA_GQA, MATMUL_SHARE, Llama, Machine, one_rank, passes, scaled
 
 PRINTED = Helper(shares=False)
 """Algorithm 2 as the paper prints it."""
 _K = 1024
 
 
-def a100s(n: int) -> Machine:
-    """Return A100s of one or two hosts by their data sheets.
+def a100s(n: int, what: str = "kernels", by: float = 1.0) -> Machine:
+    """Return A100s of one or two hosts by their data sheets, with one assumed figure `by` times as large.
 
     Every GPU has 100 Gb/s between hosts. With 100 Gb/s for a whole host, a step of table 1 would take four times as
     long as the paper measured.
@@ -29,12 +30,17 @@ def a100s(n: int) -> Machine:
     cluster = load_cluster("a100_2x8").resized(n)
     if cluster.network is not None:
         cluster = replace(cluster, network=replace(cluster.network, nics=cluster.ranks_per_node))
-    return Machine(cluster, Costs.of_device(cluster.device))
+    if what == "matrix products":
+        return Machine(cluster, Costs.of_cluster(cluster), matmul_share=by * MATMUL_SHARE)
+    cluster = scaled(cluster, what, by)
+    return Machine(cluster, Costs.of_cluster(cluster))
 
 
-def step(model: Llama, n: int, length: int, mode: Mode | str = PRINTED, *, again: bool = False) -> float:
+def step(
+    model: Llama, n: int, length: int, mode: Mode | str = PRINTED, *, again: bool = False, on: Machine | None = None
+) -> float:
     """Return the seconds of a training step of a sequence over n ranks; with `again`, backward repeats attention."""
-    machine = a100s(n)
+    machine = on or a100s(n)
     simulated = passes(mode, machine, model.workload, length)
     attention = simulated.seconds + (simulated.forward.seconds if again else 0.0)
     return model.layers * (attention + _linear(model, length / n, machine))
@@ -51,9 +57,9 @@ def ulysses_step(model: Llama, n: int, length: int, *, again: bool = True) -> fl
     return step(padded(model, n), n, length, "ulysses", again=again)
 
 
-def megatron_step(model: Llama, n: int, length: int) -> float:
+def megatron_step(model: Llama, n: int, length: int, on: Machine | None = None) -> float:
     """Return the seconds of the same step with tensor and sequence parallelism; backward repeats whole layers."""
-    machine, share = a100s(n), padded(model, n)
+    machine, share = on or a100s(n), padded(model, n)
     alone = one_rank(machine, Workload(share.heads // n, 1, model.head_dim), length)
     cluster = machine.cluster
     inside = cluster.route(0, 1).gibps
@@ -77,7 +83,14 @@ def _linear(model: Llama, tokens: float, machine: Machine) -> float:
     """Return the seconds of one layer's matrix products outside attention: forward twice, and backward."""
     peak = machine.cluster.device.peak_tflops
     assert peak is not None
-    return 4 * model.linear_flops(int(tokens)) / (MATMUL_SHARE * peak * 1e12)
+    return 4 * model.linear_flops(int(tokens)) / (machine.matmul_share * peak * 1e12)
+
+
+def faster_than_megatron(what: str, by: float) -> float:
+    """Return the mean speed-up of table 1's LLaMA-7B with one assumed figure `by` times as large."""
+    machines = {n: a100s(n, what, by) for n in (8, 16)}
+    cases = [(n, n * tokens * _K, on) for n, on in machines.items() for tokens in (8, 16, 32)]
+    return fmean(megatron_step(LLAMA_7B, *each) / step(LLAMA_7B, *each[:2], on=each[2]) for each in cases)
 
 
 def table_1() -> Table:

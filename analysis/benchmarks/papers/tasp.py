@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from megatron_longctx.config.cluster import Cluster, load_cluster
@@ -23,13 +24,16 @@ from megatron_longctx.core.plans import (
     Workload,
     backward_plan,
     build_plan,
+    find_mode,
     sum_in_nodes,
 )
 from megatron_longctx.core.plans.mask import causal, full
+from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.cost import Costs
 from megatron_longctx.planner.simulate import Simulation, simulate
 
-from .page import Cell, Proof, Results, Table, cell, paper, proofs, recorded
+from .page import Assumption, Cell, Proof, Results, Table, cell, paper, proofs, recorded, sensitivity
+from .simulated import scaled
 
 _K = 1024
 _HEADS, _HEAD_DIM = 20, 64
@@ -67,16 +71,30 @@ def clusters() -> dict[str, Cluster]:
 def make(arguments: argparse.Namespace) -> Results:
     del arguments
     tables = (
-        *(table_1(), figures_5_and_6(), choices(), sums(), sums_emulated(), planning(), emulated(), by_ratio()),
-        proofs(proved()),
+        *(
+            table_1(),
+            figures_5_and_6(),
+            measured(),
+            choices(),
+            sums(),
+            sums_emulated(),
+            across_nodes(),
+            planning(),
+            emulated(),
+            by_ratio(),
+        ),
+        *(sensitivity(assumed()), proofs(proved())),
     )
     return Results(tables, facts(tables))
 
 
-@cache
 def cases(name: str, mask: str, rings: int = -1) -> tuple[Case, ...]:
     """Simulate forward passes with the rings of a decomposition, by its index; -1 for the chosen one."""
-    cluster = clusters()[name]
+    return cases_on(clusters()[name], mask, rings)
+
+
+@cache
+def cases_on(cluster: Cluster, mask: str, rings: int = -1) -> tuple[Case, ...]:
     chosen = choose_rings(cluster)[0] if rings < 0 else decompositions(cluster)[rings]
     simulated = []
     for length in LENGTHS:
@@ -95,7 +113,7 @@ def _baseline(mask: str) -> str:
 def _pass(mode: Mode | str, cluster: Cluster, mask: str, length: int, batch: int) -> Simulation:
     plan = build_plan(mode, cluster.n, (full if mask == "full" else causal)(length * _K))
     workload = Workload(_HEADS, _HEADS, _HEAD_DIM, batch)
-    return simulate(plan, cluster, Target(workload), Costs.of_device(cluster.device), timeline=True)
+    return simulate(plan, cluster, Target(workload), Costs.of_cluster(cluster), timeline=True)
 
 
 def _messages(simulation: Simulation) -> float:
@@ -170,11 +188,31 @@ def sums() -> Table:
     return Table("sums", "partial dK, dV summed inside a node before they cross", columns, rows)
 
 
+_ACROSS = ("node_gather", "usp", "double_ring", "tasp", "all_gather", "zigzag")
+
+
+def across_nodes() -> Table:
+    """Simulate Llama 3 8B's heads in the modes that know nodes, and in flat ones."""
+    target = Target(Workload(32, 8, 128), KernelSupport(packed=True, rectangles=True, windows=True))
+    rows: list[list[Cell]] = []
+    for name in ("H100-2", "H100-4"):
+        cluster = clusters()[name]
+        options = ModeOptions(cluster=cluster)
+        for length in (32, 128):
+            problem = Problem(cluster.n, causal(length * _K), target, options=options, sum_in_node=None)
+            for each in rank_modes(problem, cluster, candidates=[find_mode(m, cluster.n, options) for m in _ACROSS]):
+                times = (*each.predicted, each.seconds)
+                memory = cell(each.peak_bytes / 2**20, "p", 0)
+                rows.append([name, f"{length}K", each.name.split()[0], *(cell(1e3 * s, "d", 1) for s in times), memory])
+    columns = ["cluster", "tokens", "mode", "forward, ms", "backward, ms", "both, ms", "memory, MiB"]
+    return Table("nodes", "modes across nodes", columns, rows)
+
+
 def _summed(mode: str, cluster: Cluster, length: int) -> tuple[Cell, ...]:
     workload, node = Workload(32, 8, 128), cluster.ranks_per_node
     target, costs = (
         Target(workload, KernelSupport(packed=True, rectangles=True, windows=True)),
-        Costs.of_device(cluster.device),
+        Costs.of_cluster(cluster),
     )
 
     def crossing(plan: Plan) -> float:
@@ -215,10 +253,45 @@ def emulated() -> Table:
             wanted = (network, mask == "causal")
             of = {each["mode"]: each for each in measurements if (each["network"], each["causal"]) == wanted}
             if "tasp" in of and "zigzag" in of:
-                times = [of["zigzag"][way] / of["tasp"][way] for way in _PASSES[:2]]
+                ways = [("tasp", _PASSES[0]), ("tasp", _PASSES[1]), *((mode, _PASSES[0]) for mode in _DIRECT)]
+                times = [of["zigzag"][way] / of[mode][way] if mode in of else None for mode, way in ways]
                 rows.append([network, mask, *(cell(each, "e") for each in times)])
-    columns = ["network", "mask", "forward, times as fast as zigzag", "backward"]
+    columns = [
+        "network",
+        "mask",
+        "forward, times as fast as zigzag",
+        "backward",
+        *(f"{each}, forward" for each in _DIRECT),
+    ]
     return Table("emulated", "measured where links are all that counts", columns, rows)
+
+
+def measured() -> Table:
+    """Show `tasp` beside `zigzag` on GPUs behind a switch, forward and backward over NCCL."""
+    measurements = recorded("papers_measured_h200_x4")["measurements"]
+    of = {(m["name"], m["length"], m["heads"]): 1e3 * (m["forward_s"] + m["backward_s"]) for m in measurements}
+    rows: list[list[Cell]] = []
+    for name, length, heads in of:
+        if name == "tasp":
+            one, several = (of[mode, length, heads] for mode in ("zigzag", "tasp"))
+            rows.append([f"{length // _K}K", heads, cell(one, "m"), cell(several, "m"), cell(one / several, "m", 3)])
+    columns = ["tokens", "heads", "zigzag, ms", "tasp, ms", "times as fast"]
+    return Table("measured", "measured on 4 H200s, forward and backward", columns, rows, ["figure 5"])
+
+
+def forward_and_backward(name: str) -> float:
+    """Return the mean speed-up of both passes, causal, over the cases with large messages."""
+    cluster, gains = clusters()[name], []
+    costs = Costs.of_cluster(cluster)
+    for length, batch in itertools.product(LENGTHS, [each for each in BATCHES if each >= _LARGE]):
+        target = Target(Workload(_HEADS, _HEADS, _HEAD_DIM, batch))
+        plans = [build_plan(mode, cluster.n, length * _K) for mode in ("zigzag", Tasp(choose_rings(cluster)[0].rings))]
+        one, several = (
+            sum(simulate(each, cluster, target, costs).seconds for each in (plan, backward_plan(plan)))
+            for plan in plans
+        )
+        gains.append(one / several)
+    return statistics.fmean(gains)
 
 
 def by_ratio() -> Table:
@@ -242,6 +315,22 @@ def sums_emulated() -> Table:
     return Table("sums_emulated", "the same, measured where links are all that counts", columns, rows)
 
 
+def assumed() -> Iterator[Assumption]:
+    """Yield what the headline depends on."""
+
+    def mean(what: str, by: float) -> float:
+        found = cases_on(scaled(clusters()["MI300X-1"], what, by), "causal")
+        return statistics.fmean(each.whole for each in found if each.batch >= _LARGE)
+
+    for what, name in (
+        ("kernels", "attention kernels reach 40% of the peak"),
+        ("links", "80% of each link reach the payload"),
+        ("latency", "100 µs per message"),
+        ("memory", "memory at 3,820 GiB/s"),
+    ):
+        yield Assumption(name, "8 MI300X, causal, mean", partial(mean, what))
+
+
 def proved() -> Iterator[Proof]:
     """Yield the plans of the longest sequences of figures 5 and 6, and of backward passes with sums."""
     for name, cluster in clusters().items():
@@ -256,6 +345,8 @@ def proved() -> Iterator[Proof]:
         yield Proof(f"{each}, H100-2, with sums", "512K, causal", plan, backward_plan(plan))
 
 
+_DIRECT = ("all_gather", "ulysses")
+"""Modes that use all links without rings."""
 _PASSES = ("forward_s", "backward_s", "both_s")
 _GAINS = ("forward, times as fast as zigzag", "simulated", "backward", "simulated", "both", "simulated")
 
@@ -292,6 +383,16 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
         "mesh_mean": of["figures"].value(*mesh, column=3),
         "mesh_most": of["figures"].value(*mesh, column=5),
         "mesh_full": of["figures"].value("MI300X-1", "full", column=3),
+        "mesh_lowest": min(number for column in (2, 4) for number in _column(of["sensitivity"], column)),
+        "mesh_highest": max(number for column in (2, 4) for number in _column(of["sensitivity"], column)),
+        "mesh_both": forward_and_backward("MI300X-1"),
+        "h100_messages": of["figures"].value(*h100, column=7),
+        "slower_cells": sum(each < 1 for each in _column(of["measured"], 4)),
+        "cells": len(of["measured"].rows),
+        "slower_least": 100 * (1 / max(_column(of["measured"], 4)) - 1),
+        "slower_most": 100 * (1 / min(_column(of["measured"], 4)) - 1),
+        "emulated_all_gather": of["emulated"].value("mesh8", "causal", column=4),
+        "emulated_ulysses": of["emulated"].value("mesh8", "causal", column=5),
         "mesh_messages": of["figures"].value(*mesh, column=7),
         "h100_mean": of["figures"].value(*h100, column=3),
         "h100_most": of["figures"].value(*h100, column=5),

@@ -109,6 +109,10 @@ class Visibility:
         seen = (_cut_keys(each, key.start, key.stop) for each in self.between(q_rank, key.home))
         return min((each.q_start for each in seen if each is not None), default=self.queries.num_tokens(q_rank))
 
+    def in_query_order(self, q_rank: int, keys: Iterable[Block]) -> list[Block]:
+        """Return blocks of keys in the order of the first queries that see them: what the same see is side by side."""
+        return [key for _, key in sorted((self.first_query(q_rank, key), key) for key in keys)]
+
     def needed_per_hop(self, home: int, readers: Sequence[int], pieces: Sequence[Block]) -> list[list[Block]]:
         """Return the keys that travel on each hop from `home` to one reader after the other.
 

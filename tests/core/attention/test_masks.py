@@ -163,6 +163,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
         max_buffer_tokens=draw(st.sampled_from([None, None, 2, 8, 31])),
         inner_size=inner,
         outer_schedule=draw(st.sampled_from(outer_modes())),
+        rounds=draw(st.sampled_from([None, 1, 5])),
     )
     parts = {"ulysses": n, "usp": options.resolve_inner_size(n)}.get(name, 1)
     g = draw(st.sampled_from([parts, 2 * parts if parts < 5 else parts, 1]))

@@ -263,6 +263,7 @@ MODES: dict[str, Any] = {
     "usp": ("usp", 6, 75, ModeOptions(inner_size=2)),
     "ring": ("ring", 6, full(72), ModeOptions()),
     "double_ring": ("double_ring", 6, 75, ModeOptions(inner_size=3)),
+    "node_gather": ("node_gather", 6, 75, ModeOptions(inner_size=3, rounds=2)),
     "all_gather": ("all_gather", 5, 75, ModeOptions(8)),
     "ulysses, ranks without tokens": ("ulysses", 6, 4, ModeOptions()),
     "usp, ranks without tokens": ("usp", 6, 4, ModeOptions(inner_size=2)),

@@ -21,7 +21,7 @@ from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import shard
 from tests.core.attention.test_context_parallel import Case, check, gradients
 
-SCHEDULES = ("ring", "zigzag", "striped", "double_ring", "tasp", "all_gather", "helper")
+SCHEDULES = ("ring", "zigzag", "striped", "double_ring", "node_gather", "tasp", "all_gather", "helper")
 PER_NODE = (2, 3)
 
 

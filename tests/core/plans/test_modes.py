@@ -33,12 +33,14 @@ from megatron_longctx.core.plans import (
     find_mode,
     kernel_calls,
     record,
+    sum_in_nodes,
     verify,
 )
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.core.plans.mask import documents, full
 from megatron_longctx.core.plans.modes.double_ring import DoubleRing
 from megatron_longctx.core.plans.modes.helper import Helper
+from megatron_longctx.core.plans.modes.node_gather import NodeGather
 from megatron_longctx.core.plans.plan import trim
 from megatron_longctx.core.plans.recording import Compute
 from megatron_longctx.core.plans.visibility import Visibility
@@ -171,6 +173,38 @@ def test_double_ring_crosses_nodes_once_a_round(n: int, inner: int) -> None:
     assert crossing(plan) == (n // inner - 1) * 16 * n
     if n == 8:  # a flat ring crosses between two nodes with every block that it passes there
         assert crossing(build_plan("zigzag", n, full(16 * n))) > crossing(plan)
+
+
+SHOWN = (
+    *(Mask.causal(75), full(75), documents([75], window=(13, 0)), documents([75], causal=False, window=(9, 4))),
+    *(documents([20, 1, 33, 21]), documents([25, 30, 20], prefixes=[9, 0, 4], parents=[-1, 0, 0])),
+)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_node_gather_is_proved_forward_and_backward_on_two_to_eight_nodes(ranks: int) -> None:
+    """Backward sums in the nodes. Masks and rounds take turns."""
+    for nodes in range(2, 9):
+        mode, mask = NodeGather(ranks, [None, 1, 3, 5][nodes % 4]), SHOWN[(7 * ranks + nodes) % len(SHOWN)]
+        plan = sum_in_nodes(build_plan(mode, nodes * ranks, mask), ranks)
+        verify(plan)
+        verify(backward_plan(plan), plan)
+
+
+@pytest.mark.parametrize("rounds", [None, 1, 2, 6, 40])
+def test_node_gather_sends_every_row_once_to_each_node(rounds: int | None) -> None:
+    """It crosses to the rank with the same number. More rounds hold less at a time, a share of the remote keys."""
+    m, nodes = 4, 4
+    plan = build_plan(NodeGather(m, rounds), m * nodes, full(16 * m * nodes))
+    crossing = [move for move in moves_of(plan) if move.source // m != move.destination // m]
+    rows = Counter((m.block.home, row, m.destination) for m in crossing for row in range(m.block.start, m.block.stop))
+    assert all(move.source == move.block.home and (move.source - move.destination) % m == 0 for move in crossing)
+    assert set(rows.values()) == {1} and len(rows) == 16 * m * nodes * (nodes - 1)
+    recorder = Recorder(plan, Target(Workload(2, 2, 2), PACKED))
+    held = max(sum(each.tokens for each in recorder.record(rank).slots) for rank in range(m * nodes))
+    count = rounds or nodes - 1
+    part, own = -(-16 * (nodes - 1) // count), -(-16 // max(1, count // (nodes - 1)))
+    assert held <= 3 * (m * part + (m - 1) * own) and (count < nodes - 1 or held < 16 * (m * nodes - 1))
 
 
 def test_modes_in_words() -> None:

@@ -85,7 +85,7 @@ def test_sums_are_proved_for_every_mode_and_mask(
     check(build_plan(schedule, n, mask, ModeOptions(data.draw(st.sampled_from([None, 3, 8])), inner)), node)
 
 
-OTHERS = ("zigzag", "double_ring", "tasp", "all_gather")
+OTHERS = ("zigzag", "double_ring", "node_gather", "tasp", "all_gather")
 CROSS = {"ring": (512, 128), **dict.fromkeys(OTHERS, (768, 192))}
 
 

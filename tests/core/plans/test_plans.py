@@ -197,7 +197,7 @@ def test_all_gather_respects_its_bound(bound):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("spiral", 2, 8), r"schedule=spiral: expected one of all_gather, double_ring, helper, ring"),
+        (("spiral", 2, 8), r"schedule=spiral: expected one of all_gather, double_ring, helper, node_gather"),
         (("ring", 0, 8), "n=0"),
         (("zigzag", 2, 9, None, 2), "length=9: expected a multiple of unit=2"),
         (("all_gather", 4, 64, ModeOptions(1)), r"max_buffer_tokens=1: expected at least 2.*would take 48"),

@@ -147,7 +147,10 @@ ALIAS_BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (GOOD.replace("nodes: 1", "noodes: 1"), "noodes=1: expected one of the keys .* Did you mean nodes"),
         (GOOD.replace("pair_gibps", "pair_gbps"), "intra.pair_gbps=5: .* Did you mean intra.pair_gibps"),
-        (GOOD + "  extra: 1\n", "intra.extra=1: expected one of the keys pair_gibps, latency_s. Remove it"),
+        (GOOD + "  extra: 1\n", "intra.extra=1: expected one of the keys pair_gibps, latency_s, messages. Remove it"),
+        (GOOD + "  messages: [[8, 1]]\n", r"intra.messages=\[\[8, 1\]\]: expected rows \[bytes to each"),
+        (GOOD + "  messages: [[8, 1.5, 0.1]]\n", "intra.messages=.*: expected rows"),
+        (GOOD + "  messages: 8\n", "intra.messages=8: expected rows"),
         (GOOD.replace("mesh", "torus"), "intra.kind=torus: expected mesh or switch"),
         (GOOD.replace("  kind: mesh\n", ""), "intra.kind=None: expected mesh or switch"),
         (GOOD.replace("mesh", "switch").replace("pair_", "egress_"), "intra.ingress_gibps=missing: expected a value"),

@@ -50,7 +50,8 @@ class AllGather(Mode):
             ValueError: a bound below 2 tokens, which leaves no room to fetch one group while attending to another.
         """
         n, most = visible.queries.n, self.max_buffer_tokens
-        remote = [_remote_keys(visible, r) for r in range(n)]
+        others = [[key for home in range(n) if home != r for key in visible.needed(r, home)] for r in range(n)]
+        remote = [visible.in_query_order(r, keys) for r, keys in enumerate(others)]
         total = max((sum(key.tokens for key in keys) for keys in remote), default=0)
         room = total if most is None or most >= total else most // 2
         if total and room < 1:
@@ -62,17 +63,6 @@ class AllGather(Mode):
         calls = zip_longest(*([visible.attend(r, keys) for keys in groups[r]] for r in range(n)), fillvalue=())
         steps = [Step(tuple(fetch_moves(following)), attends) for attends, following in pairwise([*calls, ()])]
         return Plan(self.name, visible.mask, visible.queries, visible.keys, tuple(steps))
-
-
-def _remote_keys(visible: Visibility, rank: int) -> list[Block]:
-    """Return the keys of other ranks that a rank sees, those that the same queries see side by side."""
-    keys = [
-        (visible.first_query(rank, key), key)
-        for home in range(visible.keys.n)
-        if home != rank
-        for key in visible.needed(rank, home)
-    ]
-    return [key for _, key in sorted(keys)]
 
 
 def _groups(keys: list[Block], room: int) -> Iterator[list[Block]]:

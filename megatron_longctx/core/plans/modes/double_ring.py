@@ -6,32 +6,16 @@ node, one piece per step. The slow links are busy all the time and never block t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..plan import Attend, Block, Kind, Move, Plan, Step, trim
 from ..visibility import Visibility
-from .mode import Mode, ModeOptions, SearchContext, check_divides
+from .mode import NodeMode, check_divides
 
 
 @dataclass(frozen=True)
-class DoubleRing(Mode):
-    """inner_size: the number of (neighbouring) ranks of a node."""
-
-    inner_size: int = 1
-
+class DoubleRing(NodeMode):
     name = "double_ring"
-    layout = "zigzag"
-
-    @classmethod
-    def from_options(cls, options: ModeOptions, n: int) -> Mode:
-        return cls(options.resolve_inner_size(n))
-
-    @classmethod
-    def candidates(cls, context: SearchContext) -> Iterator[Mode]:
-        n = context.n
-        sizes = {context.cluster.ranks_per_node, context.options.resolve_inner_size(n)} - {n}
-        yield from (cls(k) for k in sorted(sizes) if n % k == 0)
 
     def num_messages(self, n: int, length: int) -> int:
         return n * n * self.inner_size

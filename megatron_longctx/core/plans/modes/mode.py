@@ -24,9 +24,9 @@ class ModeOptions:
     """The options of all modes, as a configuration gives them. Each mode uses those that it knows.
 
     max_buffer_tokens: see `AllGather`.
-    inner_size: see `DoubleRing` and `Usp`; None for a node of `cluster` if it is described and smaller than all ranks,
+    inner_size: see `NodeMode` and `Usp`; None for a node of `cluster` if it is described and smaller than all ranks,
         otherwise for the largest proper divisor of their number up to 8.
-    outer_schedule: see `Usp`.
+    outer_schedule: see `Usp`. rounds: see `NodeGather`.
     cluster: how ranks are linked (`config.cluster.Cluster`); None for a full mesh.
     """
 
@@ -34,6 +34,7 @@ class ModeOptions:
     inner_size: int | None = None
     outer_schedule: str = "zigzag"
     cluster: Links | None = None
+    rounds: int | None = None
 
     def resolve_inner_size(self, n: int) -> int:
         """Return `inner_size`, or the default for `n` ranks."""
@@ -127,6 +128,24 @@ class Mode(ABC):
         values = [(each, getattr(self, each.name)) for each in fields(self) if each.repr]
         options = [f"{each.name}={value}" for each, value in values if value != each.default]
         return f"{self.name} ({', '.join(options)})" if options else self.name
+
+
+@dataclass(frozen=True)
+class NodeMode(Mode):
+    """A mode of ranks in nodes. inner_size: the number of (neighbouring) ranks of a node."""
+
+    inner_size: int = 1
+
+    layout = "zigzag"
+
+    @classmethod
+    def from_options(cls, options: ModeOptions, n: int) -> Mode:
+        return cls(options.resolve_inner_size(n))
+
+    @classmethod
+    def candidates(cls, context: SearchContext) -> Iterator[Mode]:
+        sizes = {context.cluster.ranks_per_node, context.options.resolve_inner_size(context.n)} - {context.n}
+        yield from (cls(k) for k in sorted(sizes) if context.n % k == 0)
 
 
 def find_mode(schedule: str, n: int, options: ModeOptions) -> Mode:
