@@ -209,6 +209,9 @@ def _add_measurements(verbs: _Verbs) -> None:
         "--tolerance", type=float, help="largest relative difference (default: 1e-5 in fp32, 2e-2 in bf16)"
     )
 
+    keys = verbs.add_parser("keys", help="print keys of the configuration: default, allowed values and meaning")
+    keys.add_argument("patterns", nargs="*", metavar="PATTERN", help="a part of names or meanings, or 'group.*'")
+
     verbs.add_parser("doctor", help="list what is installed and usable on this machine")
 
 
@@ -359,6 +362,10 @@ def _run(arguments: argparse.Namespace) -> int | None:
             compare(arguments.runs, arguments.out, arguments.plan, arguments.rows, arguments.html)
         case "wandb":
             wandb_runs.run(arguments)
+        case "keys":
+            from .keys import show
+
+            show(arguments.patterns)
         case "doctor":
             from . import doctor
 

@@ -12,6 +12,7 @@ from ..core.plans.build import build_plan
 from ..core.plans.mask import Mask
 from ..core.plans.modes import MODES, Mode, ModeOptions, SearchContext
 from ..core.plans.workload import Target
+from ..core.progress import Progress
 from .cost import GIB, Costs
 from .simulate import Simulation, simulate
 
@@ -93,11 +94,12 @@ def rank_modes(
                 candidates += mode.candidates(context)
             except ValueError as error:
                 found.append(Candidate(name, reason=str(error)))
-    for candidate in candidates:
-        try:
-            found.append(_simulate(candidate, problem, cluster, costs, timeline))
-        except ValueError as error:
-            found.append(Candidate(str(candidate), candidate, reason=str(error)))
+    with Progress("comparing modes", len(candidates), "modes") as progress:
+        for candidate in progress.each(candidates):
+            try:
+                found.append(_simulate(candidate, problem, cluster, costs, timeline))
+            except ValueError as error:
+                found.append(Candidate(str(candidate), candidate, reason=str(error)))
     return sorted(found, key=lambda each: (bool(each.reason), each.seconds))
 
 
