@@ -16,11 +16,13 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 _HEAD = """# Configuration
 
 This page lists every key. Set one as `key=value` after a verb. `megatron-longctx train --cfg job` prints the whole
-configuration. [Training](training.md) explains the keys that most runs set.
+configuration, and `megatron-longctx keys PATTERN` some keys with their meanings. [Training](training.md) explains the
+keys that most runs set.
 
 `python -m analysis.configuration_page` generates this page from
 [`megatron_longctx/config`](../megatron_longctx/config/tree.py), and a test compares them.
 """
+
 
 def page() -> str:
     """Return the page in Markdown."""

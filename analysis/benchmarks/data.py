@@ -88,5 +88,6 @@ def _train(texts: list[str], folder: Path) -> Any:
         vocab_size=_VOCABULARY, special_tokens=[_EOS], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS).save_pretrained(folder)
+    saved: Any = PreTrainedTokenizerFast
+    saved(tokenizer_object=tokenizer, eos_token=_EOS).save_pretrained(folder)
     return tokenizer

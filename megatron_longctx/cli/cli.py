@@ -25,10 +25,6 @@ Settings are arguments of the form group=NAME or key.subkey=value, for example:
   megatron-longctx plan parallelism.schedule=zigzag parallelism.context_parallel_size=8 --draw plan.png
 `megatron-longctx VERB --help` lists the groups and their recipes, `megatron-longctx keys` the keys.
 In bash, `eval "$(register-python-argcomplete megatron-longctx)"` completes verbs, keys and recipes."""
-_NO_BENCH = (
-    "megatron-longctx bench: gone. `megatron-longctx calibrate` measures for `auto`; from a checkout, "
-    "`python -m analysis.benchmarks attention|all_reduce|inference|prefill` compares."
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,9 +70,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         SystemExit: 2 for wrong usage, 0 after help or the version.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if list(argv[:1]) == ["bench"]:
-        print(_NO_BENCH, file=sys.stderr)
-        raise SystemExit(2)
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # the shell requests completions
         import argcomplete
@@ -210,7 +203,7 @@ def _add_measurements(verbs: _Verbs) -> None:
     )
 
     keys = verbs.add_parser("keys", help="print keys of the configuration: default, allowed values and meaning")
-    keys.add_argument("patterns", nargs="*", metavar="PATTERN", help="a part of names or meanings, or 'group.*'")
+    keys.add_argument("patterns", nargs="*", metavar="PATTERN", help="part of a name, or word of a meaning")
 
     verbs.add_parser("doctor", help="list what is installed and usable on this machine")
 

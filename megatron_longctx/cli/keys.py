@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from fnmatch import fnmatch
 
 from ..config import Config, keys_of
 from ..config.meanings import meanings
@@ -12,10 +11,9 @@ from ..core.errors import refuse
 
 
 def show(patterns: Sequence[str]) -> None:
-    """Print the keys that match one of the patterns in their name, or have one as a word of their meaning.
+    """Print the keys that have one of the patterns in their name or at the beginning of a word of their meaning.
 
-    Args:
-        patterns: with `*`, of whole names; without, parts of a name or a meaning. None at all prints every key.
+    Without patterns, print every key.
 
     Raises:
         ValueError: no key matches; the message names the nearest.
@@ -23,7 +21,7 @@ def show(patterns: Sequence[str]) -> None:
     meaning = meanings(Config)
     found = [
         key for key in keys_of(Config).values()
-        if not patterns or any(_matches(pattern.lower(), key.name, meaning[key.name].lower()) for pattern in patterns)
+        if not patterns or any(each in key.name or f" {each}" in f" {meaning[key.name]}" for each in patterns)
     ]  # fmt: skip
     if not found:
         from ..training.compose import nearest_names  # takes a second to import
@@ -36,9 +34,3 @@ def show(patterns: Sequence[str]) -> None:
         print(f"{key.name}={key.default_text}   ({kind}{key.may_be})")
         for line in textwrap.wrap(meaning[key.name], 110):
             print(f"    {line}")
-
-
-def _matches(pattern: str, name: str, meaning: str) -> bool:
-    if "*" in pattern:
-        return fnmatch(name, pattern)
-    return pattern in name or f" {pattern}" in f" {meaning}"

@@ -42,8 +42,10 @@ class Progress:
         self._ended.set()
         if self._told:
             self._thread.join()
-            while os.path.exists(f"/proc/self/task/{self._thread.native_id}"):
-                time.sleep(1e-4)  # its thread of the system may end later, and a process with threads is not forked
+            for _try in range(1000):  # the system's thread may end later, and a process with threads is not forked
+                if not os.path.exists(f"/proc/self/task/{self._thread.native_id}"):
+                    break
+                time.sleep(1e-3)
 
     def advance(self, count: float = 1) -> None:
         """Count what has been done since the last call."""

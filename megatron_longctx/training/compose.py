@@ -323,8 +323,9 @@ def check_names(settings: Sequence[str], words: Sequence[str]) -> None:
 def _unknown_key(name: str, words: Sequence[str] = ()) -> ValueError:
     near = nearest_names(name, [*words, *_KEYS, *recipes()])
     hint = f"Nearest: {near}." if near else "`megatron-longctx keys` prints all keys."
-    what = f"one of {', '.join(words)}, or a key of the configuration" if words else "a key of the configuration"
-    return ValueError(f"{shown(name)}: expected {what}; there is none of this name. {hint}")
+    also = f", or one of {', '.join(words)}" if words else ""
+    expected = f"a key of the configuration{also}; there is none of this name"
+    return ValueError(f"{shown(name)}: expected {expected}. {hint}")
 
 
 def nearest_names(name: str, known: Sequence[str], count: int = 3) -> str:

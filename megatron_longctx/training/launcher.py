@@ -123,7 +123,7 @@ def _accept(config: Config, world_size: int | None = None) -> Job:
 
 
 def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
-    config, count, begun = job.config, job.world_size, time.time()
+    config, count, before = job.config, job.world_size, last_operations(folder).get(0)
     with contextlib.ExitStack() as cleanup:
         # Ranks inherit the blocked signals: one that arrives before a rank handles it stays pending.
         with blocked(STOP_SIGNALS), rendezvous.listen() as listener:
@@ -137,7 +137,7 @@ def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
             cleanup.callback(SignalForwarder(ranks.pids, saves=config.train.save).close)
         try:
             with Progress(f"starting {count} ranks"):  # until rank 0 tells what it does
-                while not _has_begun(folder, begun) and not ranks.wait(_POLL_S):
+                while last_operations(folder).get(0) == before and not ranks.wait(_POLL_S):
                     pass
             ranks.wait()
         except RankFailed as error:
@@ -146,11 +146,6 @@ def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
             message = _with_cause(_reason(error, folder), folder, stopped, config)
             folder.status.fail(message)
             raise JobFailed(message) from None
-
-
-def _has_begun(folder: RunFolder, begun: float) -> bool:
-    first = last_operations(folder).get(0)
-    return first is not None and first.alive >= begun
 
 
 def _with_cause(reason: str, folder: RunFolder, stopped: Sequence[int], config: Config) -> str:

@@ -179,6 +179,8 @@ def prepare(
     if chat_template and not is_chat:
         expected = f"conversations to lay out; the first line of {source} is none"
         raise refuse("--chat-template", chat_template, expected, "Leave it out, or give a .jsonl file of `messages`.")
+    if source.text_key and (documents is not None or not any(map(has_rows, source.files))):
+        raise refuse("--text-key", source.text_key, "lines or rows that have keys", "Leave it out: this is plain text.")
     together = bool(paths or documents or share_prefixes)
     if workers is not None and (workers < 1 or (together and workers > 1)):
         expected = "1 for these documents, which are made together" if together else "1 or more"

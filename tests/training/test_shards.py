@@ -192,6 +192,13 @@ def test_links_out_of_a_patterns_folder_are_refused(tmp_path: Path) -> None:
         write(Source(f"{tmp_path}/in/*.jsonl"), tmp_path / "corpus")
 
 
+def test_plain_text_has_no_keys(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("text")
+    for name in (f"{tmp_path}/a.md", "stdlib"):
+        with pytest.raises(ValueError, match="--text-key=body: expected lines or rows that have keys"):
+            write(Source(name, text_key="body"), tmp_path / "corpus")
+
+
 @pytest.mark.parametrize("workers", [0, -1])
 def test_workers_that_cannot_be(workers: int, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"--workers={workers}: expected 1 or more"):
