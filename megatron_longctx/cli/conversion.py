@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..config import Config, ModelConfig
+from ..config.progress import Progress
 from ..core.errors import refuse
-from ..core.progress import Progress
 from ..mcore import checkpoint_weights
 from ..mcore.checkpoint_folder import iteration_directory
 from ..mcore.checkpoint_weights import Journal, Parameter

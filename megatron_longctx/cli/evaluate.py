@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from ..config import Config, validate
 from ..config.environment import environment
+from ..config.progress import Progress
 from ..core.errors import refuse
-from ..core.progress import Progress
 from ..inference.engine import LongContextEngine
 from ..inference.evaluation import DEPTHS, TASKS, Haystack, Question, make_questions, score
 from ..inference.evaluation.questions import Format

@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..config import Config, validate
+from ..config.progress import Progress
 from ..core.errors import refuse
 from ..core.plans.mask import documents
-from ..core.progress import Progress
 from ..mcore.corpus import check_corpus, check_tokenizer
 from ..mcore.data import TrainingBatch, check_packs
 from ..mcore.losses import LossesByPosition, losses_config

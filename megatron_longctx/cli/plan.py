@@ -18,10 +18,10 @@ from ..config import (
     workload_of,
 )
 from ..config.cluster import Cluster, load_cluster
+from ..config.progress import Progress
 from ..core.errors import refuse
 from ..core.plans import KernelSupport, Target, backward_plan
 from ..core.plans import mask as masks
-from ..core.progress import Progress
 from ..planner.calibration import head_sizes
 from ..planner.choose_mode import Problem, rank_modes, table
 from ..planner.cost import Costs

@@ -16,8 +16,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from ..config import Config, RecomputeConfig
+from ..config.progress import Progress
 from ..core.errors import refuse
-from ..core.progress import Progress
 from ..inference.evaluation.results import Losses, edges
 from .data import TrainingBatch, TrainingData
 from .head import ChunkedHead, Head, chunked_entropy

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..config.cluster import Cluster
+from ..config.progress import Progress
 from ..core.plans.backward import backward_plan, node_size_to_sum
 from ..core.plans.build import build_plan
 from ..core.plans.mask import Mask
 from ..core.plans.modes import MODES, Mode, ModeOptions, SearchContext
 from ..core.plans.workload import Target
-from ..core.progress import Progress
 from .cost import GIB, Costs
 from .simulate import Simulation, simulate
 

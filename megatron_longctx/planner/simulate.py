@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..config.cluster import Cluster, Resource
+from ..config.progress import Progress
 from ..core.errors import refuse
 from ..core.plans.plan import Plan, collector_paused
 from ..core.plans.recorder import Recorder
 from ..core.plans.recording import Acquire, Compute, Copy, Merge, Op, Recording, Release, Send, Wait
 from ..core.plans.workload import Target
-from ..core.progress import Progress
 from .cost import GIB, Costs, Workload
 from .footprint import footprint, row_bytes
 from .messages import MessageTimes

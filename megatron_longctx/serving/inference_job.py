@@ -22,8 +22,8 @@ from torch.distributed import distributed_c10d
 from ..config import Config
 from ..config.cluster import load_cluster
 from ..config.gpus import max_gpu_ranks, ranks_per_gpu
+from ..config.progress import Progress
 from ..core.errors import JobFailed, refuse
-from ..core.progress import Progress
 from ..inference.choose_cache_mode import calibration_file
 from ..inference.engine import LongContextEngine
 from ..mcore import groups

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..core.progress import EVERY_S, duration
+from ..config.progress import EVERY_S, duration
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from ..config import Config
 from ..config.gpus import uses_cuda
+from ..config.progress import Progress
 from ..core.errors import JobFailed
 from ..core.kernels.providers import fa4
-from ..core.progress import Progress
 from . import forks, rendezvous, worker
 from .broadcast import broadcast_json
 from .compose import compose_config, load_config, override_config
@@ -123,7 +123,7 @@ def _accept(config: Config, world_size: int | None = None) -> Job:
 
 
 def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
-    config, count, before = job.config, job.world_size, last_operations(folder).get(0)
+    config, count = job.config, job.world_size
     with contextlib.ExitStack() as cleanup:
         # Ranks inherit the blocked signals: one that arrives before a rank handles it stays pending.
         with blocked(STOP_SIGNALS), rendezvous.listen() as listener:
@@ -137,7 +137,7 @@ def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
             cleanup.callback(SignalForwarder(ranks.pids, saves=config.train.save).close)
         try:
             with Progress(f"starting {count} ranks"):  # until rank 0 tells what it does
-                while last_operations(folder).get(0) == before and not ranks.wait(_POLL_S):
+                while 0 not in last_operations(folder) and not ranks.wait(_POLL_S):
                     pass
             ranks.wait()
         except RankFailed as error:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..config.gpus import max_gpu_ranks
+from ..config.progress import Progress
 from ..core.errors import JobFailed, refuse
-from ..core.progress import Progress
 from .local_ranks import RankFailed, run_ranks
 from .rendezvous import RankInfo, join_group
 

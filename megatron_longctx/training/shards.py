@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import files
+from ..config.progress import Progress
 from ..core.errors import JobFailed, refuse, shown
-from ..core.progress import Progress
 from ..mcore.corpus import Corpus, Counts, Document, join_shards, write_shard
 from ..mcore.tokenizer import build_tokenizer, encoder, tokenizer_digest
 from ..models.chat import template_of

@@ -14,8 +14,8 @@ from itertools import chain
 from pathlib import Path
 
 from ..config import DataConfig
+from ..config.progress import Progress
 from ..core.errors import is_line, refuse
-from ..core.progress import Progress
 from ..mcore.corpus import Corpus, write_corpus, write_trees
 from ..mcore.tokenizer import build_tokenizer, encoder
 from .conversations import chat_of, conversations, with_shared_beginnings
@@ -86,23 +86,24 @@ class Source:
 
     def _keys(self) -> set[str]:
         """Return the keys of the first line or row if all files have some, unless one is given."""
-        files = [] if self.text_key or self._is_built_in else self.files
+        files = [] if self.text_key or not self.has_files else self.files
         if not files or not all(map(has_rows, files)):
             return set()
         return first_keys(next(file for file in files if file.stat().st_size))
 
     def documents(self) -> Iterator[list[str]] | None:
         """Return the texts of every document if one may be of several files, in the order of their names; else None."""
-        if self.name == "stdlib" and self._is_built_in:
+        if self.name == "stdlib" and not self.has_files:
             root = Path(sysconfig.get_paths()["stdlib"])
             return _by_package(root, matching(root, "**/*.py"))
-        if self._is_built_in:
+        if not self.has_files:
             return ([text] for _, text in sorted(import_module("pydoc_data.topics").topics.items()))
         return _by_package(Path(self.name), self.files) if self.joined else None
 
     @property
-    def _is_built_in(self) -> bool:
-        return self.name in _BUILT_IN and not self.more
+    def has_files(self) -> bool:
+        """Whether it is not of Python's library."""
+        return self.name not in _BUILT_IN or bool(self.more)
 
     @cached_property
     def files(self) -> list[Path]:
@@ -170,21 +171,8 @@ def prepare(
     tokenizer = build_tokenizer(library, tokenizer_path)
     encode, paths, documents = encoder(tokenizer), source.rollouts(), source.documents()
     is_chat = not paths and documents is None and source.conversations()
-    if share_prefixes is not None and (share_prefixes < 1 or not is_chat):
-        expected = f"a number of tokens from 1 on, and conversations to share; {source} has other documents"
-        raise refuse("--share-prefixes", share_prefixes, expected, "Leave it out; rollouts share their prompts anyway.")
-    if chat_template and paths:
-        expected = "none for rollouts, whose texts are tokenized as they are"
-        raise refuse("--chat-template", chat_template, expected, "Leave it out.")
-    if chat_template and not is_chat:
-        expected = f"conversations to lay out; the first line of {source} is none"
-        raise refuse("--chat-template", chat_template, expected, "Leave it out, or give a .jsonl file of `messages`.")
-    if source.text_key and (documents is not None or not any(map(has_rows, source.files))):
-        raise refuse("--text-key", source.text_key, "lines or rows that have keys", "Leave it out: this is plain text.")
     together = bool(paths or documents or share_prefixes)
-    if workers is not None and (workers < 1 or (together and workers > 1)):
-        expected = "1 for these documents, which are made together" if together else "1 or more"
-        raise refuse("--workers", workers, expected, "Leave it out.")
+    _check_options(source, chat_template, share_prefixes, workers, is_chat, together)
     with Progress("tokenizing", unit="documents", told=together) as progress:
         if paths:
             rollouts = Rollouts(paths, encode, tokenizer.eod)
@@ -206,6 +194,31 @@ def prepare(
         "" if corpus.learned is None else f", {corpus.learned:,} of them answers", source, library,
     )  # fmt: skip
     return corpus
+
+
+def _check_options(
+    source: Source,
+    chat_template: str | None,
+    share_prefixes: int | None,
+    workers: int | None,
+    is_chat: bool,
+    together: bool,
+) -> None:
+    """Refuse options that the documents of a source do not have, as for `prepare`."""
+    if share_prefixes is not None and (share_prefixes < 1 or not is_chat):
+        expected = f"a number of tokens from 1 on, and conversations to share; {source} has other documents"
+        raise refuse("--share-prefixes", share_prefixes, expected, "Leave it out; rollouts share their prompts anyway.")
+    if chat_template and source.rollouts():
+        expected = "none for rollouts, whose texts are tokenized as they are"
+        raise refuse("--chat-template", chat_template, expected, "Leave it out.")
+    if chat_template and not is_chat:
+        expected = f"conversations to lay out; the first line of {source} is none"
+        raise refuse("--chat-template", chat_template, expected, "Leave it out, or give a .jsonl file of `messages`.")
+    if source.text_key and not (source.has_files and any(map(has_rows, source.files))):
+        raise refuse("--text-key", source.text_key, "lines or rows that have keys", "Leave it out: this is plain text.")
+    if workers is not None and (workers < 1 or (together and workers > 1)):
+        expected = "1 for these documents, which are made together" if together else "1 or more"
+        raise refuse("--workers", workers, expected, "Leave it out.")
 
 
 def prepare_missing(data: DataConfig) -> None:

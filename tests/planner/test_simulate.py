@@ -259,7 +259,7 @@ def test_long_simulations_say_how_far_they_are(
     with caplog.at_level("INFO"):
         simulate(plan, mesh(4, 1.0), WORK, costs(1.0))
         assert not caplog.messages
-        monkeypatch.setattr("megatron_longctx.core.progress.EVERY_S", 1e-4)
+        monkeypatch.setattr("megatron_longctx.config.progress.EVERY_S", 1e-4)
         record = Recorder.record
 
         def slow(recorder: Recorder, rank: int) -> Recording:

@@ -107,7 +107,7 @@ def test_a_cut_job_goes_on_where_it_was(
     (tmp_path / "cut/corpus.shards/000002.bin").write_bytes(b"damaged")
     (folder / "0.jsonl").touch()  # its first shards are made again
     monkeypatch.setattr(shards, "_make", lambda place, *rest: (made.append(place.name), make(place, *rest)))
-    monkeypatch.setattr("megatron_longctx.core.progress.EVERY_S", 0.01)
+    monkeypatch.setattr("megatron_longctx.config.progress.EVERY_S", 0.01)
     assert write(folder, out, workers=1) == whole
     assert made == [*made[:4], *sorted({*made[4:]})] and len({*made}) > 12 and made.count("000002") == 2
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.core import progress as module
-from megatron_longctx.core.progress import Progress
+from megatron_longctx.config import progress as module
+from megatron_longctx.config.progress import Progress
 
 
 @pytest.fixture
