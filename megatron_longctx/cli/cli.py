@@ -23,12 +23,8 @@ _EPILOG = """\
 Settings are arguments of the form group=NAME or key.subkey=value, for example:
   megatron-longctx train experiment=demo parallelism=cp4 train.steps=50
   megatron-longctx plan parallelism.schedule=zigzag parallelism.context_parallel_size=8 --draw plan.png
-`megatron-longctx VERB --help` lists the groups and their recipes; docs/configuration.md explains every key.
+`megatron-longctx VERB --help` lists the groups and their recipes, `megatron-longctx keys` the keys.
 In bash, `eval "$(register-python-argcomplete megatron-longctx)"` completes verbs, keys and recipes."""
-_NO_BENCH = (
-    "megatron-longctx bench: gone. `megatron-longctx calibrate` measures for `auto`; from a checkout, "
-    "`python -m analysis.benchmarks attention|all_reduce|inference|prefill` compares."
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,9 +70,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         SystemExit: 2 for wrong usage, 0 after help or the version.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if list(argv[:1]) == ["bench"]:
-        print(_NO_BENCH, file=sys.stderr)
-        raise SystemExit(2)
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # the shell requests completions
         import argcomplete
@@ -116,7 +109,7 @@ def _settings_help() -> str:
     lines = ["settings (keys override recipes):"]
     for group, names in recipes().items():
         lines += textwrap.wrap(", ".join(names), 100, initial_indent=f"  {group + '=':<18}", subsequent_indent=" " * 20)
-    return "\n".join([*lines, "  key.subkey=VALUE  docs/configuration.md explains every key"])
+    return "\n".join([*lines, "  key.subkey=VALUE  `megatron-longctx keys` explains every key"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -209,18 +202,21 @@ def _add_measurements(verbs: _Verbs) -> None:
         "--tolerance", type=float, help="largest relative difference (default: 1e-5 in fp32, 2e-2 in bf16)"
     )
 
+    keys = verbs.add_parser("keys", help="print keys of the configuration: default, allowed values and meaning")
+    keys.add_argument("patterns", nargs="*", metavar="PATTERN", help="part of a name, or word of a meaning")
+
     verbs.add_parser("doctor", help="list what is installed and usable on this machine")
 
 
 def _add_models(verbs: _Verbs) -> None:
     generate = verbs.add_parser("generate", help="continue a prompt, or chat, with a run's checkpoint")
     generate.add_settings(
-        "checkpoint=RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and settings that override the run's"
+        "RUN (or checkpoint=RUN), prompt=TEXT or prompt_file=FILE, iteration=N, and settings that override the run's"
     )
     generate.add_argument("--chat", action="store_true", help="chat: each line of standard input is a turn")
 
     serve = verbs.add_parser("serve", help="serve a run's checkpoint with an OpenAI-compatible API")
-    serve.add_settings("checkpoint=RUN, iteration=N, and settings that override the run's")
+    serve.add_settings("RUN (or checkpoint=RUN), iteration=N, and settings that override the run's")
 
     importing = verbs.add_parser("import", help="import a published model (Hugging Face or GGUF) as a run")
     importing.add_argument("source", metavar="SOURCE", help="a folder with config.json and safetensors, or a .gguf")
@@ -228,7 +224,7 @@ def _add_models(verbs: _Verbs) -> None:
 
     export = verbs.add_parser("export", help="export a run's checkpoint as a folder for Hugging Face's libraries")
     export.add_argument(
-        "words", nargs="+", metavar="word", help="checkpoint=RUN, out=FOLDER (a new one), iteration=N, shard_gb=X"
+        "words", nargs="+", metavar="word", help="RUN (or checkpoint=RUN), out=FOLDER, iteration=N, shard_gb=X"
     )
 
     evaluate = verbs.add_parser(
@@ -237,7 +233,7 @@ def _add_models(verbs: _Verbs) -> None:
         description="Writes eval.json, eval.md and pictures. docs/evaluation.md explains the arguments.",
     )
     evaluate.add_settings(
-        "checkpoint=RUN, iteration=N, tasks=NAME,…, lengths=N,…, samples=N, depths=X,…, seed=N, data=PREFIX, "
+        "RUN (or checkpoint=RUN), iteration=N, tasks=NAME,…, lengths=N,…, samples=N, depths=X,…, seed=N, data=PREFIX, "
         "haystack=FOLDER, chat=true, out=FOLDER, and settings that override the run's"
     )
 
@@ -247,15 +243,20 @@ def _add_models(verbs: _Verbs) -> None:
         description="Writes a line of tokens with their values for every branch. docs/training.md explains it.",
     )
     logprobs.add_settings(
-        "checkpoint=RUN, data=PREFIX, out=FILE.jsonl, iteration=N, and settings that override the run's"
+        "RUN (or checkpoint=RUN), data=PREFIX, out=FILE.jsonl, iteration=N, and settings that override the run's"
     )
 
 
 def _add_files(verbs: _Verbs) -> None:
     data = verbs.add_parser("data", help="convert text to Megatron's indexed dataset")
-    data.add_argument("--source", required=True, help="stdlib, pydoc, a text or .jsonl file, or a folder")
+    data.add_argument(
+        "--source", required=True, nargs="+", metavar="SOURCE",
+        help="files (text, .jsonl, also .gz or .zst; .parquet), folders, patterns in quotes; or stdlib, or pydoc",
+    )  # fmt: skip
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
     data.add_argument("--glob", help="pattern of the files of a folder (default: text files)")
+    data.add_argument("--text-key", metavar="KEY", help="key or column of the text (default: text)")
+    data.add_argument("--workers", type=int, metavar="N", help="processes that tokenize (default: the cores, up to 16)")
     data.add_argument("--join", action="store_true", help="make one document of each folder in the folder")
     data.add_argument(
         "--tokenizer", default="byte-level", choices=TOKENIZERS, help="library of the tokenizer (default: %(default)s)"
@@ -345,15 +346,20 @@ def _run(arguments: argparse.Namespace) -> int | None:
         case "data":
             from ..training.text import Source, prepare
 
-            source = Source(arguments.source, arguments.glob, arguments.join)
-            template, shared = arguments.chat_template, arguments.share_prefixes
-            prepare(source, arguments.out, arguments.tokenizer, arguments.tokenizer_path, template, shared)
+            name, *more = arguments.source
+            source = Source(name, arguments.glob, arguments.join, tuple(more), arguments.text_key)
+            template, shared, library = arguments.chat_template, arguments.share_prefixes, arguments.tokenizer
+            prepare(source, arguments.out, library, arguments.tokenizer_path, template, shared, arguments.workers)
         case "compare":
             from ..training.compare import compare
 
             compare(arguments.runs, arguments.out, arguments.rows, arguments.html)
         case "wandb":
             wandb_runs.run(arguments)
+        case "keys":
+            from .keys import show
+
+            show(arguments.patterns)
         case "doctor":
             from . import doctor
 

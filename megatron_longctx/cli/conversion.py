@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from ..config import Config, ModelConfig
+from ..config.progress import Progress
 from ..core.errors import refuse
 from ..mcore import checkpoint_weights
 from ..mcore.checkpoint_folder import iteration_directory
 from ..mcore.checkpoint_weights import Journal, Parameter
-from ..mcore.corpus import tokenizer_identity
+from ..mcore.data_identity import tokenizer_identity
 from ..mcore.inference import trained_length
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
@@ -86,15 +87,16 @@ def import_model(source: str, words: Sequence[str]) -> None:
         save_config(config, folder / RESOLVED)
         identity = _import_identity(Path(source), folder)
         journal = Journal(folder, _partial_folders(folder, final), _CHECKPOINTS, identity)
-        checkpoint_weights.write(
-            folder / _CHECKPOINTS,
-            _parameters(published, weights, dims, dtype),
-            config.model.num_layers,
-            dtype,
-            fingerprint(config, rows),
-            extra,
-            journal,
-        )
+        with Progress("importing", len(in_file_order(weights, config.model)), "weights") as progress:
+            checkpoint_weights.write(
+                folder / _CHECKPOINTS,
+                _parameters(published, weights, dims, dtype, progress),
+                config.model.num_layers,
+                dtype,
+                fingerprint(config, rows),
+                extra,
+                journal,
+            )
         journal.remove()
     rounded = {each.dtype for each in published.tensors.values()} - {dtype, torch.float16}
     if dtype == torch.bfloat16 and rounded:
@@ -171,8 +173,11 @@ def _is_tied_copy(source: Source, name: str, dims: Dims) -> bool:
     return tied and torch.equal(source.read(name), source.read("model.embed_tokens.weight"))
 
 
-def _parameters(source: Source, weights: Sequence[Weight], dims: Dims, dtype: torch.dtype) -> Iterator[Parameter]:
+def _parameters(
+    source: Source, weights: Sequence[Weight], dims: Dims, dtype: torch.dtype, progress: Progress
+) -> Iterator[Parameter]:
     def value(weight: Weight, layer: int) -> Tensor:
+        progress.advance()
         parts = [source.read(name).to(dtype) for name in weight.published_names(layer)]
         return weight.form.join(parts, dims)
 
@@ -203,7 +208,8 @@ def _write_weights(
         dtype = reader.dtype(weight.place(layer, dims)[0])
         names = zip(weight.published_names(layer), weight.published_shapes(dims), strict=True)
         groups.append({name: TensorInfo(shape, dtype) for name, shape in names})
-    ShardWriter(folder, groups, max_bytes).write(partial(value, *each) for each in in_layers)
+    with Progress("exporting", len(groups), "weights") as progress:
+        ShardWriter(folder, groups, max_bytes).write(partial(value, *each) for each in progress.each(in_layers))
 
 
 def _checked_tokenizer(config: Config, folder: Path, final: Path, vocab: int) -> Mapping[str, object]:

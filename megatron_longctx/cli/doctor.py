@@ -10,14 +10,19 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
+from netrc import NetrcParseError, netrc
 from pathlib import Path
+from tempfile import gettempdir
 from types import ModuleType
 from typing import NamedTuple
+from urllib.parse import urlparse
 
 from ..config.extras import EXTRAS, absent, install
+from ..config.files import bundled
 
 _ON_GPUS = (2, 11)  # the release of torch that is tested on GPUs
 _HEAD_DIM, _HEADS, _KV_HEADS = 128, 32, 8  # of llama3_8b: the report has the kernels that support these
@@ -44,6 +49,7 @@ def report() -> dict[str, list[Finding]]:
         "extras": _extras,
         "packages": _packages,
         "training": _training,
+        "services": _services,
     }
     findings: dict[str, list[Finding]] = {area: [] for area in sections}
     for area, section in sections.items():
@@ -82,6 +88,7 @@ def _system() -> Iterator[Finding]:
     if not untested and build and _release(torch.__version__) != _ON_GPUS:
         untested = f"; tested on CPUs, and with {'.'.join(map(str, _ON_GPUS))} on GPUs"
     yield Finding("torch", None, torch_build + untested)
+    yield Finding("documentation", None, str(bundled("docs")))
 
 
 def _untested(name: str, installed: str) -> str:
@@ -105,6 +112,13 @@ def _devices() -> Iterator[Finding]:
     import torch
 
     yield Finding("CPU", True, f"{os.cpu_count()} threads, torch uses {torch.get_num_threads()}")
+    page = os.sysconf("SC_PAGE_SIZE")
+    free, total = (page * os.sysconf(f"SC_{name}PHYS_PAGES") / 2**30 for name in ("AV", ""))
+    yield Finding("memory", None, f"{free:.1f} GiB unused of {total:.1f} GiB")
+    for name, folder in {"disk": Path.cwd(), "TMPDIR": Path(gettempdir()), "shared memory": Path("/dev/shm")}.items():
+        if folder.is_dir():
+            disk = shutil.disk_usage(folder)
+            yield Finding(name, None, f"{disk.free / 2**30:.1f} GiB free of {disk.total / 2**30:.1f} GiB in {folder}")
     if not torch.cuda.is_available():
         reason = "no device found" if torch.version.cuda else "torch is a CPU build"
         yield Finding("CUDA", False, f"{reason}; driver: {_driver()}")
@@ -119,15 +133,19 @@ def _devices() -> Iterator[Finding]:
 
 
 def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def _first_line(*command: str) -> str:
+    """Return the first line of a command's output, or why there is none."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except FileNotFoundError:
-        return "nvidia-smi not found"
+        return f"{command[0]} not found"
     except (OSError, subprocess.TimeoutExpired) as error:
         return _one_line(error)
     lines = (result.stdout if result.returncode == 0 else result.stdout + result.stderr).split("\n")
-    return lines[0].strip() or f"nvidia-smi ended with exit code {result.returncode}"
+    return lines[0].strip() or f"{command[0]} ended with exit code {result.returncode}"
 
 
 def _transports() -> Iterator[Finding]:
@@ -218,6 +236,21 @@ def _training() -> Iterator[Finding]:
         "fused_weight_gradient_mlp_cuda, do both at once"
     )
     yield Finding("weight gradients", bool(fused), f"added up by the product itself ({fused})" if fused else missing)
+
+
+def _services() -> Iterator[Finding]:
+    """Yield whether W&B and Slurm can be used from here; nothing is sent."""
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        known = "WANDB_API_KEY" in os.environ or netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, NetrcParseError):
+        known = False
+    login = "" if known else "; log in by `wandb login`: until then, figures go to files (logging.wandb=offline)"
+    yield Finding("W&B login", known, f"{host}, WANDB_MODE={os.environ.get('WANDB_MODE', '')}{login}")
+    slurm = shutil.which("sbatch")
+    yield Finding("Slurm", slurm is not None, _first_line("sbatch", "--version") if slurm else "sbatch not on PATH")
+    if job := os.environ.get("SLURM_JOB_ID"):
+        yield Finding("Slurm job", None, f"{job} on {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes")
 
 
 def _transformer_engine() -> Finding:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..config import Config, validate
 from ..config.environment import environment
+from ..config.progress import Progress
 from ..core.errors import refuse
 from ..inference.engine import LongContextEngine
 from ..inference.evaluation import DEPTHS, TASKS, Haystack, Question, make_questions, score
@@ -208,7 +209,8 @@ def _evaluate(job: InferenceJob, groups: Any) -> None:
     evaluation: _Evaluation = job.options
     results = evaluation.results
     if evaluation.losses is not None:
-        model = LossesByPosition(evaluation.losses, groups, job.checkpoints, job.iteration, evaluation.part)
+        with Progress("loading the checkpoint", told=dist.get_rank() == 0):
+            model = LossesByPosition(evaluation.losses, groups, job.checkpoints, job.iteration, evaluation.part)
         for length in evaluation.lengths:
             begin = time.perf_counter()
             results.losses.append(model(length, evaluation.samples))
@@ -217,16 +219,20 @@ def _evaluate(job: InferenceJob, groups: Any) -> None:
     if evaluation.questions:
         with open_engine(job, groups) as (engine, tokenizer):
             chat = load_chat(job.config.inference.chat_template, tokenizer) if evaluation.chat else Chat()
-            _answer(evaluation, engine, tokenizer, (tokenizer.eod, *chat.stop_tokens))
+            told, count = dist.get_rank() == 0, len(evaluation.questions)
+            with Progress("answering", count, "questions", told) as progress:
+                _answer(evaluation, engine, tokenizer, (tokenizer.eod, *chat.stop_tokens), progress)
     if dist.get_rank() == 0:
         results.complete = True
         results.write(evaluation.out)
         print((evaluation.out / TABLES).read_text(encoding="utf-8"))
 
 
-def _answer(evaluation: _Evaluation, engine: LongContextEngine, tokenizer: Any, stop: tuple[int, ...]) -> None:
+def _answer(
+    evaluation: _Evaluation, engine: LongContextEngine, tokenizer: Any, stop: tuple[int, ...], progress: Progress
+) -> None:
     begin, right, count = time.perf_counter(), 0.0, 0
-    for number, question in enumerate(evaluation.questions):
+    for number, question in enumerate(progress.each(evaluation.questions)):
         session = engine.open()
         session.append(tokenizer.tokenize(question.prompt))
         answer = detokenize(tokenizer, session.generate(Sampling(max_new_tokens=question.answer_tokens, stop=stop)))

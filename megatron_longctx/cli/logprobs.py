@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..config import Config, validate
+from ..config.progress import Progress
 from ..core.errors import refuse
 from ..core.plans.mask import documents
 from ..mcore.corpus import check_corpus, check_tokenizer
@@ -57,10 +58,10 @@ def _compute(job: InferenceJob, groups: Any) -> None:
     """Compute, on every rank. Rank 0 writes the file, which gets its name when it is complete."""
     config, out = job.options
     assert isinstance(config, Config)
-    model = LossesByPosition(config, groups, job.checkpoints, job.iteration)
     partial, count, writes = out.with_suffix(".partial"), 0, dist.get_rank() == 0
-    with partial.open("w") if writes else nullcontext() as file:
-        for batch, values in model.logprobs():
+    with partial.open("w") if writes else nullcontext() as file, Progress("computing", 0, "packs", writes) as progress:
+        model = LossesByPosition(config, groups, job.checkpoints, job.iteration)
+        for batch, values in progress.each(model.logprobs()):
             if file is not None:
                 found = list(branches(batch, values[:, 0].tolist()))
                 file.writelines(json.dumps(branch) + "\n" for branch in found)

@@ -18,6 +18,7 @@ from ..config import (
     workload_of,
 )
 from ..config.cluster import Cluster, load_cluster
+from ..config.progress import Progress
 from ..core.errors import refuse
 from ..core.plans import KernelSupport, Target, backward_plan
 from ..core.plans import mask as masks
@@ -89,7 +90,7 @@ def show(
         simulation = simulate(plan, cluster, target, timeline=timeline is not None)
         time = f"{simulation.seconds * 1e3:.3f} ms on {cluster.name}, simulated, of one layer's attention"
     rows = [*summary(plan, target.workload), f"  time     {time}", *(f"  {line}" for line in reports.brief(config))]
-    print(describe(plan, target, rows))
+    print(describe(plan, target, rows, None if simulation is None else simulation.idle_share))
     if simulation is not None and cluster is not None:
         print("\n" + _simulated(simulation, cluster))
     if pack is not None:
@@ -152,7 +153,8 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
         fits = reports.show(config, drawn, device_gib)
     if longest:
         _check_size("--max-length", "given", config)
-        reports.show_max_length(config, device_gib)
+        with Progress("searching the longest sequence"):
+            reports.show_max_length(config, device_gib)
     return 0 if fits else 1
 
 

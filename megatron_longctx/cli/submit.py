@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import shlex
 import shutil
@@ -51,6 +52,10 @@ def submit(kind: str, words: Sequence[str], dry_run: bool) -> None:
         words: options of `sbatch`, which begin with `-`, and settings.
         dry_run: only print the command.
     """
+    for option, value in itertools.pairwise(words):
+        if option.startswith("-") and not value.startswith("-") and not {*"=/"} & {*option, *value}:
+            joined = f"{option}={value}" if option.startswith("--") else f"{option}{value}"
+            raise refuse("word", f"{option} {value}", "options of sbatch as one word each", f"Write {joined}.")
     options = [word for word in words if word.startswith("-")]
     settings = [word for word in words if not word.startswith("-")]
     job = _job(kind, settings)

@@ -120,6 +120,18 @@ class Key(NamedTuple):
         return TYPE_NAMES[self.kind] + (" or null" if self.nullable else "")
 
     @property
+    def default_text(self) -> str:
+        """The default as a user writes it."""
+        if self.default is None:
+            return "null"
+        return str(self.default).lower() if self.kind is bool else str(self.default)
+
+    @property
+    def may_be(self) -> str:
+        """The allowed values in words."""
+        return (self.bounds.expected if self.bounds else "true or false") + (", or null" if self.nullable else "")
+
+    @property
     def example(self) -> object:
         """An allowed value other than null, as a user writes it."""
         if self.default is None:

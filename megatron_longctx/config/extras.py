@@ -7,12 +7,12 @@ import sys
 
 EXTRAS = {
     "megatron": ("megatron", "psutil", "packaging", "einops"),
-    "train": ("hydra", "omegaconf", "yaml", "wandb", "matplotlib", "jinja2", "tqdm", "argcomplete"),
+    "train": ("hydra", "omegaconf", "yaml", "wandb", "matplotlib", "jinja2", "argcomplete"),
     "gpu": ("transformer_engine", "flash_attn", "fla"),
     "serve": ("starlette", "uvicorn"),
     "models": ("safetensors", "gguf", "transformers", "tokenizers", "sentencepiece", "tiktoken"),
     "transformers": ("transformers",),
-    "data": ("backports.zstd",) if sys.version_info < (3, 14) else (),
+    "data": ("pyarrow", *(("backports.zstd",) if sys.version_info < (3, 14) else ())),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb_workspaces",),
     "docs": ("sphinx", "myst_parser", "furo"),

@@ -1,15 +1,16 @@
-"""Megatron's indexed datasets: written from tokens, with a mask if only some are learned; checked; and identified."""
+"""Megatron's indexed datasets: written from tokens, with a mask if only some are learned, and checked."""
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
@@ -18,12 +19,11 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from ..config import Config, DataConfig, files
 from ..core.errors import refuse
 from ..core.trees import Tree
-from .tokenizer import add_files, tokenizer_digest
+from .tokenizer import encoder, tokenizer_digest
 
 logger = logging.getLogger(__name__)
 
 _REMEDY = "Write it with `megatron-longctx data`, or set data.prefix to another."
-_SAMPLES, _SAMPLE_BYTES = 256, 4096  # of a dataset's tokens that enter its digest
 
 Document = tuple[Sequence[int], Sequence[bool] | None]
 """A document's tokens, and which of them count in the loss; None: all."""
@@ -31,9 +31,6 @@ Document = tuple[Sequence[int], Sequence[bool] | None]
 SIDES = ("mask", "tree", "advantages", "old_logprobs", "ref_logprobs")
 """The datasets beside a dataset of tokens: `<prefix>.<side>`, with a number for every token. `tree` has the documents'
 nodes instead: the line of the source, and the lengths and parents of nodes."""
-
-Identity = dict[str, dict[str, Any]]
-"""The `value` of each configuration key, and the `sha256` of the content if the value only names it."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +51,69 @@ class Corpus:
 
 
 def write_corpus(documents: Iterable[Iterable[str]], prefix: Path, tokenizer: MegatronTokenizerText) -> Corpus:
-    """Tokenize documents into Megatron's indexed form.
-
-    A document is one or more texts, such as files. Each text ends with the end-of-document token, and the document is
-    one sequence of tokens. Files get their names only when they are complete.
+    """Write texts like `write_documents`, each followed by the end-of-document token.
 
     Args:
-        documents: the texts of every document.
-        prefix: a path without suffix; `.bin`, `.idx` and `.json` are written.
-        tokenizer: from `build_tokenizer`; recorded for the check at load time.
-
-    Raises:
-        ValueError: no document has any text.
+        documents: the texts, such as files, of every document. They are one sequence of tokens.
     """
-    ids = ([token for text in texts for token in (*tokenizer.tokenize(text), tokenizer.eod)] for texts in documents)
+    encode = encoder(tokenizer)
+    ids = ([token for text in texts for token in (*encode(text), tokenizer.eod)] for texts in documents)
     return write_documents(((tokens, None) for tokens in ids), prefix, tokenizer, masked=False)
+
+
+class Counts(NamedTuple):
+    """The number of documents, of their tokens, and of the tokens that a mask does not mark with 0."""
+
+    documents: int = 0
+    tokens: int = 0
+    learned: int = 0
 
 
 def write_documents(
     documents: Iterable[Document], prefix: Path, tokenizer: MegatronTokenizerText, masked: bool
 ) -> Corpus:
-    """Write documents of tokens like `write_corpus`.
+    """Write documents of tokens in Megatron's indexed form. Files get their names only when they are complete.
 
     Args:
+        prefix: a path without suffix; `.bin`, `.idx` and `.json` are written.
+        tokenizer: from `build_tokenizer`; recorded for the check at load time.
         masked: whether documents say which tokens are learned. Then `<prefix>.mask.*` is written too: an indexed
             dataset of the same lengths, with one byte per token.
+
+    Raises:
+        ValueError: no document has a token.
     """
-    sides: dict[str, Any] = {"mask": numpy.uint8} if masked else {}
-    return _write(((ids, {"mask": mask}) for ids, mask in documents), prefix, tokenizer, sides)
+    return _write(_with_mask(documents), prefix, tokenizer, _mask_side(masked))
+
+
+def write_shard(documents: Iterable[Document], shard: Path, tokenizer: MegatronTokenizerText, masked: bool) -> Counts:
+    """Write the files of a part of the documents, for `join_shards`."""
+    return _write_files(_with_mask(documents), str(shard), _dtypes(tokenizer, _mask_side(masked)))
+
+
+def join_shards(shards: Mapping[Path, Counts], prefix: Path, tokenizer: MegatronTokenizerText, masked: bool) -> Corpus:
+    """Write what `write_documents` writes, of the results of `write_shard` in their order."""
+
+    def write(partial: str, dtypes: Mapping[str, Any]) -> Counts:
+        gc.freeze()  # Megatron's builder calls the garbage collector for every shard
+        for kind, dtype in dtypes.items():
+            builder = IndexedDatasetBuilder(f"{partial}{kind}.bin", dtype=dtype)
+            for shard, counts in shards.items():
+                if counts.documents:  # others have no index that can be read
+                    builder.add_index(f"{shard}{kind}")
+            builder.finalize(f"{partial}{kind}.idx")
+        gc.unfreeze()
+        return Counts(*map(sum, zip(*shards.values(), strict=True)))
+
+    return _publish(write, prefix, tokenizer, _mask_side(masked))
+
+
+def _with_mask(documents: Iterable[Document]) -> Iterator[tuple[Sequence[int], Mapping[str, Any]]]:
+    return ((ids, {"mask": mask}) for ids, mask in documents)
+
+
+def _mask_side(masked: bool) -> dict[str, Any]:
+    return {"mask": numpy.uint8} if masked else {}
 
 
 def write_trees(
@@ -91,7 +123,7 @@ def write_trees(
     columns: Sequence[str] = (),
     source: str | None = None,
 ) -> Corpus:
-    """Write trees of tokens like `write_corpus`, one document each.
+    """Write trees of tokens like `write_documents`, one document each.
 
     Args:
         trees: each with the line of `source` that it is from.
@@ -114,37 +146,59 @@ def _write(
     source: str | None = None,
 ) -> Corpus:
     """Write documents of tokens, each with the values of its `sides`, whose dtypes are given."""
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    partial = f"{prefix}.partial"
-    dtypes = {"": DType.optimal_dtype(tokenizer.vocab_size)} | {f".{name}": dtype for name, dtype in sides.items()}
-    builders = {kind: IndexedDatasetBuilder(f"{partial}{kind}.bin", dtype=dtype) for kind, dtype in dtypes.items()}
+    return _publish(partial(_write_files, documents), prefix, tokenizer, sides, source)
+
+
+def _dtypes(tokenizer: MegatronTokenizerText, sides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dtypes of a dataset's files, keyed by what follows the prefix in their names."""
+    return {"": DType.optimal_dtype(tokenizer.vocab_size)} | {f".{name}": dtype for name, dtype in sides.items()}
+
+
+def _write_files(
+    documents: Iterable[tuple[Sequence[int], Mapping[str, Any]]], prefix: str, dtypes: Mapping[str, Any]
+) -> Counts:
+    builders = {kind: IndexedDatasetBuilder(f"{prefix}{kind}.bin", dtype=dtype) for kind, dtype in dtypes.items()}
     count = tokens = learned = 0
+    for ids, values in documents:
+        if not len(ids):
+            continue
+        for kind, builder in builders.items():
+            array = numpy.asarray(values[kind[1:]] if kind else ids, dtype=dtypes[kind])
+            builder.add_document(array, [len(array)])
+        learned += int(numpy.count_nonzero(values["mask"])) if ".mask" in dtypes else 0
+        count, tokens = count + 1, tokens + len(ids)
+    for kind, builder in builders.items():
+        builder.finalize(f"{prefix}{kind}.idx")
+    return Counts(count, tokens, learned)
+
+
+def _publish(
+    write: Callable[[str, Mapping[str, Any]], Counts],
+    prefix: Path,
+    tokenizer: MegatronTokenizerText,
+    sides: Mapping[str, Any],
+    source: str | None = None,
+) -> Corpus:
+    """Let `write` write the files of a dataset under a partial prefix, and give them their names."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    unfinished, dtypes = f"{prefix}.partial", _dtypes(tokenizer, sides)
     try:
-        for ids, values in documents:
-            if not ids:
-                continue
-            for kind, builder in builders.items():
-                array = numpy.asarray(values[kind[1:]] if kind else ids, dtype=dtypes[kind])
-                builder.add_document(array, [len(array)])
-            learned += int(numpy.count_nonzero(values["mask"])) if "mask" in sides else 0
-            count, tokens = count + 1, tokens + len(ids)
-        if not count:
+        counts = write(unfinished, dtypes)
+        if not counts.documents:
             expected = "at least one document that is not empty"
             raise ValueError(f"no text for {prefix}: expected {expected}. Check the source.")
-        for kind, builder in builders.items():
-            builder.finalize(f"{partial}{kind}.idx")
         for stale in (".json", *(f".{side}{suffix}" for side in SIDES for suffix in (".bin", ".idx"))):
             Path(f"{prefix}{stale}").unlink(missing_ok=True)
         # The mask first: after a crash, tokens without a mask would all be learned; with another's they are refused.
         for kind in sorted(dtypes, reverse=True):
             for suffix in (".bin", ".idx"):
-                os.replace(f"{partial}{kind}{suffix}", f"{prefix}{kind}{suffix}")
+                os.replace(f"{unfinished}{kind}{suffix}", f"{prefix}{kind}{suffix}")
     finally:  # the source may fail half-way
         for file in prefix.parent.glob(f"{prefix.name}.partial.*"):
             file.unlink()
+    marked = counts.learned if "mask" in sides else None
     digest = tokenizer_digest(tokenizer)
-    marked = learned if "mask" in sides else None
-    corpus = Corpus(tokenizer.library, tokenizer.vocab_size, digest, count, tokens, marked, source)
+    corpus = Corpus(tokenizer.library, tokenizer.vocab_size, digest, counts.documents, counts.tokens, marked, source)
     note = {key: value for key, value in asdict(corpus).items() if value is not None}
     files.write_text(Path(f"{prefix}.json"), json.dumps(note, indent=2) + "\n")
     return corpus
@@ -322,60 +376,3 @@ def _note(data: DataConfig, prefix: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise refuse("data.prefix", data.prefix, f"a JSON object with `tokenizer` in {path}", _REMEDY) from error
     return note
-
-
-def identity(config: Config, tokenizer: MegatronTokenizerText) -> Identity:
-    """Return what a run's samples, and their order, depend on."""
-    data = config.data
-    digests = [dataset_digest(prefix) for _, prefix in data.datasets]
-    blend = repr(([weight for weight, _ in data.datasets], digests))
-    digest = digests[0] if len(digests) == 1 else hashlib.sha256(blend.encode()).hexdigest()
-    return {
-        "data.prefix": {"value": data.prefix, "sha256": digest},
-        "data.packing": {"value": data.packing},
-        "data.tokenizer": tokenizer_identity(config, tokenizer),
-        "data.seq_length": {"value": data.seq_length},
-        "data.split": {"value": data.split},
-        "train.seed": {"value": config.train.seed},
-    }
-
-
-def dataset_digest(prefix: str) -> str:
-    """Return the SHA-256 of a dataset's index, and of the size and 256 evenly spread samples of its tokens.
-
-    The datasets beside it (`SIDES`) are included in the same way.
-    """
-    digest = hashlib.sha256()
-    for each in filter(None, (prefix, *(side_prefix(prefix, side) for side in SIDES))):
-        add_files(digest, [Path(f"{each}.idx")])
-        with Path(f"{each}.bin").open("rb") as stream:
-            size = stream.seek(0, 2)
-            digest.update(str(size).encode())
-            for number in range(_SAMPLES):
-                stream.seek(number * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def tokenizer_identity(config: Config, tokenizer: MegatronTokenizerText) -> dict[str, Any]:
-    """Return the part of `identity` that `generate` and `serve` compare."""
-    name = config.data.tokenizer_path or config.data.tokenizer
-    return {"value": name, "sha256": tokenizer_digest(tokenizer)}
-
-
-def identity_error(earlier: Mapping[str, Any], now: Identity, run: Path) -> ValueError | None:
-    """Return why `run` may not continue with data that differ from what it was trained with; None if it may.
-
-    Keys that `earlier` lacks are not compared: an earlier version did not write them.
-    """
-    for key, here in now.items():
-        there = earlier.get(key, here)
-        if there.get("sha256", there["value"]) != here.get("sha256", here["value"]):
-            expected = f"{_shown(there)}, with which {run} has been trained so far; this is {_shown(here)}"
-            remedy = "Set it back, start a run of another run.name, or set train.check_data=false to go on with this."
-            return refuse(key, here["value"], expected, remedy)
-    return None
-
-
-def _shown(entry: Mapping[str, Any]) -> str:
-    return f"{entry['value']} (SHA-256 {entry['sha256'][:12]}…)" if "sha256" in entry else str(entry["value"])

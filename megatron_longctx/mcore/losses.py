@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from ..config import Config, RecomputeConfig
+from ..config.progress import Progress
 from ..core.errors import refuse
 from ..inference.evaluation.results import Losses, edges
 from .data import TrainingBatch, TrainingData
@@ -126,7 +128,13 @@ class LossesByPosition:
         """Return the losses of the first samples, in the order of `train.seed`, with `length` tokens each."""
         vocab_size = padded_vocab_size(self._config.model, self._tokenizer.vocab_size)
         data = TrainingData(with_seq_length(self._config, length), self._tokenizer, vocab_size, self._part)
-        table = self._step.run(lambda number: data[[number]], range(samples), samples, edges(length)).sum(0)
+        with Progress(f"losses of {length:,} tokens", samples, "samples", told=dist.get_rank() == 0) as progress:
+
+            def read(number: int) -> TrainingBatch:
+                progress.done = number
+                return data[[number]]
+
+            table = self._step.run(read, range(samples), samples, edges(length)).sum(0)
         return Losses(length, table[:, 0].tolist(), table[:, 1].tolist())
 
     def logprobs(self) -> Iterator[tuple[TrainingBatch, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,17 @@ def _tiktoken_options(path: str) -> dict[str, int]:
         expected = "expected a JSON list of rank, token_bytes and token_str"
         raise ValueError(f"{expected}; others (*.tiktoken) do not say how text is cut ({error})") from None
     return {"vocab_size": min(2**17, count + _TIKTOKEN_SPECIAL)}
+
+
+def encoder(tokenizer: MegatronTokenizerText) -> Callable[[str], Sequence[int]]:
+    """Return a function with the results of `tokenizer.tokenize`.
+
+    For a Hugging Face tokenizer it is a third faster: Megatron-Core makes a text of every token, and looks up each.
+    """
+    if tokenizer.library != "huggingface":
+        return tokenizer.tokenize  # type: ignore[no-any-return]
+    library = tokenizer._tokenizer.tokenizer
+    return lambda text: library(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def bos_tokens(tokenizer: MegatronTokenizerText) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..config.cluster import Cluster
+from ..config.progress import Progress
 from ..core.plans.backward import backward_plan, node_size_to_sum
 from ..core.plans.build import build_plan
 from ..core.plans.mask import Mask
@@ -93,11 +94,12 @@ def rank_modes(
                 candidates += mode.candidates(context)
             except ValueError as error:
                 found.append(Candidate(name, reason=str(error)))
-    for candidate in candidates:
-        try:
-            found.append(_simulate(candidate, problem, cluster, costs, timeline))
-        except ValueError as error:
-            found.append(Candidate(str(candidate), candidate, reason=str(error)))
+    with Progress("comparing modes", len(candidates), "modes") as progress:
+        for candidate in progress.each(candidates):
+            try:
+                found.append(_simulate(candidate, problem, cluster, costs, timeline))
+            except ValueError as error:
+                found.append(Candidate(str(candidate), candidate, reason=str(error)))
     return sorted(found, key=lambda each: (bool(each.reason), each.seconds))
 
 

@@ -44,18 +44,22 @@ def summary(plan: Plan, workload: Workload) -> list[str]:
     ]
 
 
-def describe(plan: Plan, target: Target | None = None, beside: Sequence[str] = ()) -> str:
+def describe(
+    plan: Plan, target: Target | None = None, beside: Sequence[str] = (), idle_share: float | None = None
+) -> str:
     """Return the plan as text.
 
     Args:
         target: the target for which the plan is recorded; adds the bytes moved and held.
         beside: additional lines for the summary at the beginning.
+        idle_share: the simulated share of rank-time that is not spent on computing; None if it is not known.
     """
     direction = "backward" if plan.backward else "forward"
     nodes = f"  nodes    {plan.sum_in_node} ranks each sum their gradients for other nodes before they send them"
+    idle = "" if idle_share is None else f", {idle_share:.1%} of rank-time idle"
     lines = [
         f"{plan.name} {direction}: {plan.n} ranks, {plan.mask.length} tokens ({plan.queries.name}), {plan.mask} mask, "
-        f"{len(plan.steps)} steps, {idle_fraction(plan):.1%} of rank-time idle",
+        f"{len(plan.steps)} steps{idle}",
         *([nodes] if plan.sum_in_node else []),
         *beside,
         "",

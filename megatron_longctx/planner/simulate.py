@@ -7,13 +7,12 @@ message starts when both of its ranks are ready. Messages of one step that share
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..config.cluster import Cluster, Resource
+from ..config.progress import Progress
 from ..core.errors import refuse
 from ..core.plans.plan import Plan, collector_paused
 from ..core.plans.recorder import Recorder
@@ -22,11 +21,6 @@ from ..core.plans.workload import Target
 from .cost import GIB, Costs, Workload
 from .footprint import footprint, row_bytes
 from .messages import MessageTimes
-
-logger = logging.getLogger(__name__)
-
-_TELL_S = 5.0
-"""The seconds after which progress is logged: a plan of 1,024 ranks may take minutes."""
 
 
 class Span(NamedTuple):
@@ -127,8 +121,9 @@ class _Simulator:
         self._events: list[list[list[_Event]]] = []
         self._marks: list[list[float]] = [[] for _ in range(n)]
         recorder = Recorder(plan, target)
-        for rank in _with_progress(plan):
-            self._events.append(self._price(recorder.record(rank)))
+        with Progress(f"simulating {plan.name}", n, "ranks") as progress:  # 1,024 ranks may take minutes
+            for rank in progress.each(range(n)):
+                self._events.append(self._price(recorder.record(rank)))
 
     def run(self) -> Simulation:
         n = self.plan.n
@@ -254,15 +249,3 @@ def _in_device_order(recording: Recording) -> Iterator[tuple[int, Op | _Mark]]:
         yield number, op
         if number in marks:
             yield number, _Mark()
-
-
-def _with_progress(plan: Plan) -> Iterator[int]:
-    """Yield the ranks, and log from time to time how far they are."""
-    begun = told = time.monotonic()
-    for rank in range(plan.n):
-        yield rank
-        now = time.monotonic()
-        if now - told >= _TELL_S:
-            left = (now - begun) / (rank + 1) * (plan.n - rank - 1)
-            logger.info("simulating %s: %d of %d ranks, about %.0f s left", plan.name, rank + 1, plan.n, left)
-            told = now

@@ -22,13 +22,14 @@ from torch.distributed import distributed_c10d
 from ..config import Config
 from ..config.cluster import load_cluster
 from ..config.gpus import max_gpu_ranks, ranks_per_gpu
+from ..config.progress import Progress
 from ..core.errors import JobFailed, refuse
 from ..inference.choose_cache_mode import calibration_file
 from ..inference.engine import LongContextEngine
 from ..mcore import checkpoint_folder, groups
 from ..mcore.inference import build_engine, check_cache, inference_config, tensor_size_of_experts, with_length
 from ..mcore.model import RETRAINABLE
-from ..training.compose import RESOLVED, load_config, override_config
+from ..training.compose import RESOLVED, check_names, load_config, override_config
 from ..training.local_ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
 from ..training.preflight import check_kernel, check_saved_weights, device_type, host_bytes
 from ..training.rendezvous import RankInfo, connect_store, host_store, join_group, listen, rendezvous_store
@@ -76,9 +77,25 @@ Work = Callable[[InferenceJob, Any], None]
 
 
 def split_arguments(words: Sequence[str], own_keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split `key=value` words into the verb's own and settings."""
-    own = {key: value for key, _, value in (word.partition("=") for word in words) if key in own_keys}
-    return own, [word for word in words if word.partition("=")[0] not in own_keys]
+    """Split words into the verb's own, by key, and settings. A plain word, as `runs/first`, is the `checkpoint`.
+
+    Raises:
+        ValueError: an own word that is given twice, or a setting of an unknown name.
+    """
+    own: dict[str, str] = {}
+    settings = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals and "checkpoint" in {*own_keys} - {*own}:
+            key, value = "checkpoint", word
+        elif not equals or key not in own_keys:
+            settings.append(word)
+            continue
+        if key in own:
+            raise refuse(key, value, f"it once; {own[key]} is given as well", "Leave one out.")
+        own[key] = value
+    check_names(settings, own_keys)
+    return own, settings
 
 
 def refuse_unread(settings: Sequence[str]) -> None:
@@ -97,7 +114,7 @@ def checkpoint_of(own: Mapping[str, str]) -> tuple[Path, int | None]:
         ValueError: `checkpoint` is missing, or `iteration` is not a number, or there is no best one.
     """
     if not own.get("checkpoint"):  # an empty one would be the current folder
-        raise refuse("checkpoint", "", "checkpoint=RUN, the folder of a run", "Give runs/NAME of a training run.")
+        raise refuse("checkpoint", "", "RUN or checkpoint=RUN, a run's folder", "Give runs/NAME of a training run.")
     run, iteration = Path(own["checkpoint"]), own.get("iteration")
     if iteration == "best":
         if (best := checkpoint_folder.best(run / "checkpoints")) is None:
@@ -165,7 +182,8 @@ def start(job: InferenceJob, work: Work) -> None:
             expected = f"context x tensor = {job.world_size}"
             raise refuse("world size", place.world_size, expected, "Start that many ranks.")
         place.export(os.environ)
-        join_group(place, rendezvous_store(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
+        with Progress(f"waiting for {place.world_size} ranks", told=place.rank == 0):
+            join_group(place, rendezvous_store(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
         with _stopped_together(place):
             _work(job, work)
         dist.destroy_process_group()
@@ -220,7 +238,8 @@ def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
         others = RankProcesses(_other_rank, (job, work, store.port), range(1, job.world_size), daemon=True)
     threading.Thread(target=_end_with, args=(others, joined, ended), name="end with ranks", daemon=True).start()
     try:
-        join_group(RankInfo.local(0, job.world_size), store, job.timeout_s, torch.cuda.is_available())
+        with Progress(f"starting {job.world_size} ranks"):
+            join_group(RankInfo.local(0, job.world_size), store, job.timeout_s, torch.cuda.is_available())
         joined.set()
         yield
         dist.barrier()
@@ -285,7 +304,8 @@ def _work(job: InferenceJob, work: Work) -> None:
 @contextmanager
 def open_engine(job: InferenceJob, collection: Any) -> Iterator[tuple[LongContextEngine, Any]]:
     """Build the engine and the tokenizer of the job's checkpoint, for the time of the context. All ranks call it."""
-    engine, tokenizer = build_engine(job.config, collection, job.checkpoints, job.iteration)
+    with Progress("loading the checkpoint", told=dist.get_rank() == 0):
+        engine, tokenizer = build_engine(job.config, collection, job.checkpoints, job.iteration)
     try:
         yield engine, tokenizer
     finally:

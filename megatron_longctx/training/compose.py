@@ -280,12 +280,12 @@ def _check_override(override: str) -> None:
         remedy = f"Leave {name or 'it'} out to have its default."
         raise ValueError(f"{shown(override)}: expected key=value; keys cannot be removed. {remedy}")
     if not equals or not name:
-        near = _nearest(name, [*groups, *_KEYS], 1)
+        near = nearest_names(name, [*groups, *_KEYS], 1)
         hint = f"Did you mean {near}=…?" if near else "For example train.steps=100."
         raise ValueError(f"{shown(override)}: expected a setting of the form group=NAME or key.subkey=value. {hint}")
     if name in groups:
         if value not in groups[name]:
-            hint = f"Nearest: {near}." if (near := _nearest(value, groups[name])) else "Choose one of these."
+            hint = f"Nearest: {near}." if (near := nearest_names(value, groups[name])) else "Choose one of these."
             raise refuse(name, value, "one of " + ", ".join(groups[name]), hint)
         try:
             read_yaml(_recipe(name, value))
@@ -313,13 +313,22 @@ def _is_null(name: str, value: str) -> bool:
     return value == "null" and _KEYS[name].nullable
 
 
-def _unknown_key(name: str) -> ValueError:
-    near = _nearest(name, [*_KEYS, *recipes()])
-    hint = f"Nearest: {near}." if near else "`megatron-longctx train --cfg job` prints all keys."
-    return ValueError(f"{shown(name)}: expected a key of the configuration; there is none of this name. {hint}")
+def check_names(settings: Sequence[str], words: Sequence[str]) -> None:
+    """Refuse settings that are neither keys nor groups, where a verb has words of its own, which are suggested too."""
+    for name in (setting.partition("=")[0].lstrip("+~") for setting in settings if "=" in setting):
+        if name not in recipes() and not any(f"{key}.".startswith(f"{name}.") for key in _KEYS):
+            raise _unknown_key(name, words)
 
 
-def _nearest(name: str, known: Sequence[str], count: int = 3) -> str:
+def _unknown_key(name: str, words: Sequence[str] = ()) -> ValueError:
+    near = nearest_names(name, [*words, *_KEYS, *recipes()])
+    hint = f"Nearest: {near}." if near else "`megatron-longctx keys` prints all keys."
+    also = f", or one of {', '.join(words)}" if words else ""
+    expected = f"a key of the configuration{also}; there is none of this name"
+    return ValueError(f"{shown(name)}: expected {expected}. {hint}")
+
+
+def nearest_names(name: str, known: Sequence[str], count: int = 3) -> str:
     """Return the names most like `name`, as a whole or in their last part (`step` finds `train.steps`)."""
     nearest = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
     last = {key: key.rsplit(".", 1)[-1] for key in known}

@@ -15,7 +15,7 @@ from ..core.errors import refuse
 from ..core.trees import Example, Tree, divided, merged
 from ..mcore.corpus import Document
 from ..models.chat import Chat, load_chat
-from .text_files import parsed
+from .text_files import CONVERSATION_KEYS, Piece, Row, content, parsed
 
 # The most tokens at the end of a text that may change when more text follows.
 _MAX_REPLACED = 8
@@ -38,7 +38,7 @@ def chat_of(template: str | None, tokenizer: Any) -> Chat:
     return chat
 
 
-def conversations(path: Path, chat: Chat, encode: Callable[[str], Sequence[int]]) -> Iterator[Document]:
+def conversations(part: Path | Piece, chat: Chat, encode: Callable[[str], Sequence[int]]) -> Iterator[Document]:
     """Return the tokens of every line's conversation, with a mask of the tokens to learn: the assistant's.
 
     A line has `messages`, or a `prompt` and its `completion`: texts, or lists of messages. Only answers in the
@@ -48,7 +48,7 @@ def conversations(path: Path, chat: Chat, encode: Callable[[str], Sequence[int]]
         ValueError: a line in another form or without an answer, or a template that does not lay it out turn by turn.
             The message has the file and the line.
     """
-    return parsed(path, lambda line: _tokens(*_messages(line), chat, encode))
+    return parsed(part, lambda row: _tokens(*_messages(row), chat, encode), CONVERSATION_KEYS)
 
 
 def with_shared_beginnings(documents: Iterable[Document], capacity: int) -> Iterator[tuple[int, Tree]]:
@@ -68,18 +68,18 @@ def with_shared_beginnings(documents: Iterable[Document], capacity: int) -> Iter
         yield from ((0, part) for part in divided(tree, capacity))
 
 
-def _messages(line: bytes) -> tuple[list[Mapping[str, Any]], int]:
-    """Return the messages of a line, and how many of them are the prompt, which is not learned."""
+def _messages(row: Row) -> tuple[list[Mapping[str, Any]], int]:
+    """Return the messages of a line or row, and how many of them are the prompt, which is not learned."""
     prompt: Sequence[Mapping[str, Any]] = []
     try:
-        content = json.loads(line)
-        json.dumps(content, ensure_ascii=False).encode()  # refuses half of a surrogate pair
-        if "messages" in content:
-            completion = content["messages"]
+        found = content(row)
+        json.dumps(found, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+        if "messages" in found:
+            completion = found["messages"]
         else:
             prompt, completion = (
                 [{"role": role, "content": part}] if isinstance(part, str) else part
-                for role, part in (("user", content["prompt"]), ("assistant", content["completion"]))
+                for role, part in (("user", found["prompt"]), ("assistant", found["completion"]))
             )
         messages = [*prompt, *completion]
         if not all(isinstance(message["role"], str) for message in messages):

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ..config.progress import EVERY_S, duration
 from .run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
 _SILENT_S = 5.0  # behind the newest heartbeat of any rank: more than a busy host takes
+_PASSES = re.compile(r"step (\d+), (?:forward and backward|optimizer)")
 _LINE_BYTES = 400  # every heartbeat overwrites the previous one
 
 
@@ -67,6 +73,7 @@ class Heartbeat:
         folder.ranks.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(folder.ranks / f"rank_{rank}.json", os.O_WRONLY | os.O_CREAT, 0o666)
         self._closed = threading.Event()
+        self._told, self._first_step = (0, 0), ""
         begin("starting")
         self._write()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -83,8 +90,19 @@ class Heartbeat:
         while not self._closed.wait(_PERIOD_S):
             self._write()
             current = _current
+            if self._rank == 0:
+                self._tell(current)
             if current.most_s is not None and _now() - current.since > current.most_s:
                 self._end_process(current)
+
+    def _tell(self, current: Operation) -> None:
+        """Log every 10 s what takes longer, except the passes of later steps, whose lines say how long they take."""
+        step, seconds = _PASSES.match(current.operation), _now() - current.since
+        self._first_step = self._first_step or (step[1] if step else "")
+        told = (current.count, int(seconds / EVERY_S))
+        if told[1] and told != self._told and (step is None or step[1] == self._first_step):
+            self._told = told
+            logger.info("%s: %s so far", current.operation, duration(seconds))
 
     def _write(self) -> None:
         line = json.dumps(asdict(replace(_current, rank=self._rank, alive=_now())))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..config import Config
 from ..config.gpus import uses_cuda
+from ..config.progress import Progress
 from ..core.errors import JobFailed
 from ..core.kernels.providers import fa4
 from . import forks, rendezvous, worker
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 # with a dead peer does not handle it.
 _KILL_AFTER_S = 5.0
 _RANK_0_HEAD_START_S = 3.0
+_POLL_S = 0.2
 
 
 def train(overrides: Sequence[str], resolved: Path | None = None) -> None:
@@ -91,7 +93,8 @@ def _hide_gpus(config: Config) -> None:
 def _start_ranks(config: Config) -> None:
     # Here, because Megatron takes seconds to import, and bad settings are refused first. Ranks are forks, and have it.
     with forks.without_cuda():
-        from . import auto, loop, preflight  # noqa: F401
+        with Progress("importing Megatron"):
+            from . import auto, loop, preflight  # noqa: F401
 
         if forks.sees_gpu() and forks.obstacle() is None:  # without NVML, the first initializes CUDA
             fa4.package_problem()  # imports it, which the check and Megatron-Core 0.16's ranks would each do
@@ -112,9 +115,10 @@ def _accept(config: Config, world_size: int | None = None) -> Job:
     """
     from . import auto, preflight
 
-    config, reason = auto.resolve_schedule(config)
-    world_size = world_size or preflight.local_world_size(config)
-    resumed_step, identity = preflight.check_and_identify(config, world_size)
+    with Progress("checking the job"):
+        config, reason = auto.resolve_schedule(config)
+        world_size = world_size or preflight.local_world_size(config)
+        resumed_step, identity = preflight.check_and_identify(config, world_size)
     return Job(config, world_size, preflight.device_type(config), resumed_step, reason, identity)
 
 
@@ -132,6 +136,9 @@ def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
             cleanup.callback(ranks.kill)  # they hold the run's lock
             cleanup.callback(SignalForwarder(ranks.pids, saves=config.train.save).close)
         try:
+            with Progress(f"starting {count} ranks"):  # until rank 0 tells what it does
+                while 0 not in last_operations(folder) and not ranks.wait(_POLL_S):
+                    pass
             ranks.wait()
         except RankFailed as error:
             stopped = stopped_ranks(ranks.pids)
@@ -165,7 +172,9 @@ def _join(config: Config, place: RankInfo) -> None:
     limit = config.parallelism.timeout_s
     enable_flight_recorder(RunFolder.of(config).ranks)
     try:
-        rendezvous.join_group(place, rendezvous.rendezvous_store(place, limit), limit, uses_cuda(config.train.device))
+        with Progress(f"waiting for {place.world_size} ranks", told=place.rank == 0):
+            store = rendezvous.rendezvous_store(place, limit)
+            rendezvous.join_group(place, store, limit, uses_cuda(config.train.device))
     except (RuntimeError, OSError) as error:
         address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise JobFailed(f"rank {place.rank} cannot join the other ranks at {address}: {error}") from None

@@ -20,16 +20,9 @@ from ..core.kernels import KernelRequest, auto_order, available
 from ..core.plans import build_plan
 from ..mcore import checkpoint
 from ..mcore.checkpoint import Saved
-from ..mcore.corpus import (
-    Identity,
-    check_corpus,
-    check_tokenizer,
-    check_values,
-    identity,
-    identity_error,
-    tokenizer_identity,
-)
+from ..mcore.corpus import check_corpus, check_tokenizer, check_values
 from ..mcore.data import check_packs, check_samples
+from ..mcore.data_identity import Identity, identity, identity_error, tokenizer_identity
 from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..config.gpus import max_gpu_ranks
+from ..config.progress import Progress
 from ..core.errors import JobFailed, refuse
 from .local_ranks import RankFailed, run_ranks
 from .rendezvous import RankInfo, join_group
@@ -72,8 +73,9 @@ def run_on_ranks(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> Any:
     """
     place = RankInfo.from_torchrun(os.environ)
     if place is not None:
-        join_group(place, None, _TIMEOUT_S, cuda=ranks.device == "cuda")
-        result = fn(place.rank, *args)
+        with Progress(f"measuring on {ranks.count} ranks", told=place.rank == 0):
+            join_group(place, None, _TIMEOUT_S, cuda=ranks.device == "cuda")
+            result = fn(place.rank, *args)
         dist.barrier()
         dist.destroy_process_group()
         if place.rank:
@@ -83,7 +85,8 @@ def run_on_ranks(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> Any:
     if ranks.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        return run_ranks(fn, ranks.count, *args, timeout=_TIMEOUT_S, backend=backend)[0]
+        with Progress(f"measuring on {ranks.count} ranks"):
+            return run_ranks(fn, ranks.count, *args, timeout=_TIMEOUT_S, backend=backend)[0]
     except RankFailed as error:
         _, refused, message = error.summary.partition(" failed: ValueError: ")
         raise (ValueError(message) if refused else JobFailed(error.summary)) from error

@@ -12,7 +12,7 @@ import numpy
 
 from ..core.errors import shown
 from ..core.trees import Example, Tree, merged
-from .text_files import parsed
+from .text_files import Row, content, parsed
 
 ROLLOUT_KEYS = ({"prompt", "responses"}, {"prompt", "children"})
 _PER_TOKEN = ("old_logprobs", "ref_logprobs")
@@ -52,7 +52,7 @@ class Rollouts:
             for number, trees in enumerate(parsed(path, self._trees), start=1):
                 yield from ((number, tree) for tree in trees)
 
-    def _trees(self, line: bytes) -> list[Tree]:
+    def _trees(self, line: Row) -> list[Tree]:
         counted: set[int] = set()
         examples = []
         for branch in self._responses(line):
@@ -76,13 +76,13 @@ class Rollouts:
             examples.append(Example(numpy.array(tokens), numpy.array(weights, numpy.float32), table))
         return merged(examples)
 
-    def _responses(self, line: bytes) -> list[list[dict[str, Any]]]:
+    def _responses(self, line: Row) -> list[list[dict[str, Any]]]:
         """Return the branches of a line: their nodes from the prompt on, each with tokens and values."""
         try:
-            content = json.loads(line)
-            children = content["responses"] if "responses" in content else content["children"]
-            prompt = self._node({"tokens" if isinstance(content["prompt"], list) else "text": content["prompt"]}, False)
-            branches = list(self._branches(children, [prompt], "children" in content))
+            found = content(line)
+            children = found["responses"] if "responses" in found else found["children"]
+            prompt = self._node({"tokens" if isinstance(found["prompt"], list) else "text": found["prompt"]}, False)
+            branches = list(self._branches(children, [prompt], "children" in found))
         except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError, UnicodeError):
             raise ValueError(f"expected {_FORM}. Fix or remove the line.") from None
         rewards = [branch[-1].pop("reward", None) for branch in branches]

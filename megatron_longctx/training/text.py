@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
+from glob import has_magic
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
-from tqdm import tqdm
-
 from ..config import DataConfig
-from ..core.errors import is_line, refuse, shown
-from ..mcore.corpus import Corpus, write_corpus, write_documents, write_trees
-from ..mcore.tokenizer import build_tokenizer
+from ..config.progress import Progress
+from ..core.errors import is_line, refuse
+from ..mcore.corpus import Corpus, write_corpus, write_trees
+from ..mcore.tokenizer import build_tokenizer, encoder
 from .conversations import chat_of, conversations, with_shared_beginnings
 from .rollouts import ROLLOUT_KEYS, Rollouts
+from .shards import Recipe, write_sharded
 from .text_files import (
     CONVERSATION_KEYS,
     ENDINGS,
     files_of,
     first_keys,
+    has_rows,
     is_jsonl,
     is_text,
     matching,
-    parsed,
     read_text,
     refuse_empty,
 )
@@ -37,7 +37,8 @@ from .text_files import (
 logger = logging.getLogger(__name__)
 
 _BUILT_IN = ("stdlib", "pydoc")
-_SOURCES = f"`stdlib`, `pydoc`, a folder, or a file that ends in {ENDINGS}"
+_SOURCES = f"`stdlib`, `pydoc`, a folder, a pattern, or a file that ends in {ENDINGS}"
+_MAX_WORKERS = 16  # by default: each has a tokenizer in memory
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -47,69 +48,95 @@ class Source:
 
     Attributes:
         name: `stdlib` (the sources of this Python's library), `pydoc` (the language reference that `help()` shows), a
-            folder, or a file. Lines of JSONL files are documents, as are whole files of other text.
-        glob: pattern of a folder's files; None for text and JSONL files that are not hidden, nor in hidden folders.
+            folder, a file, or a pattern of files. Lines of JSONL files and rows of tables are documents, as are whole
+            files of other text.
+        glob: pattern of a folder's files; None for text, JSONL files and tables that are not hidden, nor in hidden
+            folders.
         joined: make one document of the files of each sub-folder, without tests.
+        more: further folders, files and patterns, after the first.
+        text_key: the key of a document's text; None for `text`, or for conversations and rollouts by the first line.
     """
 
     name: str
     glob: str | None = None
     joined: bool = False
+    more: tuple[str, ...] = ()
+    text_key: str | None = None
 
-    def conversations(self) -> list[Path]:
-        """Return the files if all are JSONL, and the first line is a conversation without `text`.
+    def __str__(self) -> str:
+        return " ".join((self.name, *self.more))
+
+    def conversations(self) -> bool:
+        """Whether all files have lines or rows, and the first has a conversation without `text`.
 
         Raises:
-            ValueError: as `documents`.
+            ValueError: as `files`.
         """
-        keys, files = self._lines()
-        return files if "text" not in keys and keys & CONVERSATION_KEYS else []
+        keys = self._keys()
+        return "text" not in keys and bool(keys & CONVERSATION_KEYS)
 
     def rollouts(self) -> list[Path]:
         """Return the files if all are JSONL, and the first line is a prompt with responses or children.
 
         Raises:
-            ValueError: as `documents`.
+            ValueError: as `files`.
         """
-        keys, files = self._lines()
-        return files if any(needed <= keys for needed in ROLLOUT_KEYS) else []
+        found = any(needed <= self._keys() for needed in ROLLOUT_KEYS) and all(map(is_jsonl, self.files))
+        return self.files if found else []
 
-    def _lines(self) -> tuple[set[str], list[Path]]:
-        """Return the keys of the first line and the files if all are JSONL."""
-        files = [] if self.name in _BUILT_IN else self._files()
-        if not files or not all(map(is_jsonl, files)):
-            return set(), []
-        return first_keys(next(file for file in files if file.stat().st_size)), files
+    def _keys(self) -> set[str]:
+        """Return the keys of the first line or row if all files have some, unless one is given."""
+        files = [] if self.text_key or not self.has_files else self.files
+        if not files or not all(map(has_rows, files)):
+            return set()
+        return first_keys(next(file for file in files if file.stat().st_size))
 
-    def documents(self) -> Iterator[list[str]]:
-        """Return the texts of every document, in an order that depends only on names.
-
-        Raises:
-            ValueError: a source that is missing, empty or not text.
-        """
-        if self.name == "stdlib":
+    def documents(self) -> Iterator[list[str]] | None:
+        """Return the texts of every document if one may be of several files, in the order of their names; else None."""
+        if self.name == "stdlib" and not self.has_files:
             root = Path(sysconfig.get_paths()["stdlib"])
             return _by_package(root, matching(root, "**/*.py"))
-        if self.name == "pydoc":
+        if not self.has_files:
             return ([text] for _, text in sorted(import_module("pydoc_data.topics").topics.items()))
-        files = self._files()
-        if not self.joined:
-            return chain.from_iterable(map(_documents, files))
-        return _by_package(Path(self.name), files)
+        return _by_package(Path(self.name), self.files) if self.joined else None
 
-    def _files(self) -> list[Path]:
-        path = Path(self.name)
-        if is_folder := bool(self.name) and path.is_dir():
-            files = files_of(path, self.glob)
-        elif path.is_file() and (is_jsonl(path) or is_text(path)):
-            files = [path]
-            refuse_empty(self.name, files)
-        else:
-            raise refuse("--source", self.name, _SOURCES, "Check the path, or name a folder and its files by --glob.")
-        if self.joined and (not is_folder or any(map(is_jsonl, files))):
-            expected = "a folder of text with --join; lines of JSONL are documents of their own"
-            raise refuse("--source", self.name, expected, "Leave --join out.")
-        return files
+    @property
+    def has_files(self) -> bool:
+        """Whether it is not of Python's library."""
+        return self.name not in _BUILT_IN or bool(self.more)
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files, in the order of the sources and of their names.
+
+        Raises:
+            ValueError: a source that is missing, empty or not text, or a file that is in two.
+        """
+        found: list[Path] = []
+        for name in (self.name, *self.more):
+            found += self._files_of(name)
+        if self.joined and (self.more or not Path(self.name).is_dir() or any(map(has_rows, found))):
+            expected = "one folder of text with --join; lines of JSONL are documents of their own"
+            raise refuse("--source", self, expected, "Leave --join out.")
+        if len({*found}) < len(found):
+            twice = next(file for number, file in enumerate(found) if file in found[:number])
+            raise refuse("--source", self, f"each file once; {twice} is in two of these", "Leave one out.")
+        return found
+
+    def _files_of(self, name: str) -> list[Path]:
+        path = Path(name)
+        if name and path.is_dir():
+            return files_of(path, self.glob)
+        if path.is_file() and (has_rows(path) or is_text(path)):
+            refuse_empty(name, [path])
+            return [path]
+        if has_magic(name) and not path.exists():
+            fixed = next(number for number, part in enumerate(path.parts) if has_magic(part))
+            root, pattern = Path(*path.parts[:fixed]), str(Path(*path.parts[fixed:]))
+            if matching(root, pattern):
+                return files_of(root, pattern)
+            raise refuse("--source", name, "a pattern that files match; none does", "Check the path.")
+        raise refuse("--source", name, _SOURCES, "Check the path, or name a folder and its files by --glob.")
 
 
 def prepare(
@@ -119,6 +146,7 @@ def prepare(
     tokenizer_path: str | None = None,
     chat_template: str | None = None,
     share_prefixes: int | None = None,
+    workers: int | None = None,
 ) -> Corpus:
     """Write `source` as a dataset: `.bin`, `.idx` and `.json`; for conversations also `.mask.bin` and `.mask.idx`.
 
@@ -127,10 +155,12 @@ def prepare(
         library: a tokenizer library of Megatron-Core; its files are at `tokenizer_path`.
         chat_template: file of the template for conversations; None for the tokenizer's own.
         share_prefixes: the most tokens of a tree of conversations that begin alike; None writes each alone.
+        workers: processes that tokenize; None for one per core, up to 16. The result does not depend on it.
 
     Raises:
-        ValueError: a missing or empty source, a JSONL line without text, a pattern that matches nothing or leaves the
+        ValueError: a missing or empty source, a line or row without text, a pattern that matches nothing or leaves the
             folder, an unusable tokenizer, conversations without a template.
+        JobFailed: a process was killed.
     """
     if not out.name or out.name == ".." or not is_line(str(out)):
         raise refuse("--out", out, "a path that ends in a name of one line", "For example data/corpus.")
@@ -139,35 +169,56 @@ def prepare(
         remedy = "Give their path, or use --tokenizer byte-level."
         raise ValueError(f"--tokenizer-path {tokenizer_path}: expected the files of a {library} tokenizer. {remedy}")
     tokenizer = build_tokenizer(library, tokenizer_path)
-    progress = partial(tqdm, desc="tokenizing", unit=" documents", disable=not sys.stderr.isatty())
-    if share_prefixes is not None and (share_prefixes < 1 or not source.conversations()):
-        expected = f"a number of tokens from 1 on, and conversations to share; {source.name} has other documents"
-        raise refuse("--share-prefixes", share_prefixes, expected, "Leave it out; rollouts share their prompts anyway.")
-    if paths := source.rollouts():
-        if chat_template:
-            expected = "none for rollouts, whose texts are tokenized as they are"
-            raise refuse("--chat-template", chat_template, expected, "Leave it out.")
-        rollouts = Rollouts(paths, tokenizer.tokenize, tokenizer.eod)
-        corpus = write_trees(progress(rollouts.trees()), out, tokenizer, rollouts.columns, source.name)
-    elif paths := source.conversations():
-        chat = chat_of(chat_template, tokenizer)
-        documents = chain.from_iterable(conversations(path, chat, tokenizer.tokenize) for path in paths)
-        if share_prefixes is None:
-            corpus = write_documents(progress(documents), out, tokenizer, masked=True)
+    encode, paths, documents = encoder(tokenizer), source.rollouts(), source.documents()
+    is_chat = not paths and documents is None and source.conversations()
+    together = bool(paths or documents or share_prefixes)
+    _check_options(source, chat_template, share_prefixes, workers, is_chat, together)
+    with Progress("tokenizing", unit="documents", told=together) as progress:
+        if paths:
+            rollouts = Rollouts(paths, encode, tokenizer.eod)
+            corpus = write_trees(progress.each(rollouts.trees()), out, tokenizer, rollouts.columns, str(source))
+        elif documents is not None:
+            corpus = write_corpus(progress.each(documents), out, tokenizer)
+        elif share_prefixes is not None:
+            chat = chat_of(chat_template, tokenizer)
+            talks = chain.from_iterable(conversations(path, chat, encode) for path in source.files)
+            trees = with_shared_beginnings(progress.each(talks), share_prefixes)
+            corpus = write_trees(trees, out, tokenizer, source=str(source))
         else:
-            trees = with_shared_beginnings(progress(documents), share_prefixes)
-            corpus = write_trees(trees, out, tokenizer, source=source.name)
-    elif chat_template:
-        expected = f"conversations to lay out; the first line of {source.name} is none"
-        raise refuse("--chat-template", chat_template, expected, "Leave it out, or give a .jsonl file of `messages`.")
-    else:
-        corpus = write_corpus(progress(source.documents()), out, tokenizer)
+            recipe = Recipe(library, tokenizer_path, is_chat, chat_template, source.text_key or "text")
+            workers = workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+            corpus = write_sharded(source.files, recipe, tokenizer, out, workers)
     logger.info(
         "%s: %s documents, %s tokens%s (%s), the %s tokenizer",
         out, f"{corpus.documents:,}", f"{corpus.tokens:,}",
-        "" if corpus.learned is None else f", {corpus.learned:,} of them answers", source.name, library,
+        "" if corpus.learned is None else f", {corpus.learned:,} of them answers", source, library,
     )  # fmt: skip
     return corpus
+
+
+def _check_options(
+    source: Source,
+    chat_template: str | None,
+    share_prefixes: int | None,
+    workers: int | None,
+    is_chat: bool,
+    together: bool,
+) -> None:
+    """Refuse options that the documents of a source do not have, as for `prepare`."""
+    if share_prefixes is not None and (share_prefixes < 1 or not is_chat):
+        expected = f"a number of tokens from 1 on, and conversations to share; {source} has other documents"
+        raise refuse("--share-prefixes", share_prefixes, expected, "Leave it out; rollouts share their prompts anyway.")
+    if chat_template and source.rollouts():
+        expected = "none for rollouts, whose texts are tokenized as they are"
+        raise refuse("--chat-template", chat_template, expected, "Leave it out.")
+    if chat_template and not is_chat:
+        expected = f"conversations to lay out; the first line of {source} is none"
+        raise refuse("--chat-template", chat_template, expected, "Leave it out, or give a .jsonl file of `messages`.")
+    if source.text_key and not (source.has_files and any(map(has_rows, source.files))):
+        raise refuse("--text-key", source.text_key, "lines or rows that have keys", "Leave it out: this is plain text.")
+    if workers is not None and (workers < 1 or (together and workers > 1)):
+        expected = "1 for these documents, which are made together" if together else "1 or more"
+        raise refuse("--workers", workers, expected, "Leave it out.")
 
 
 def prepare_missing(data: DataConfig) -> None:
@@ -188,27 +239,3 @@ def _by_package(root: Path, files: Sequence[Path]) -> Iterator[list[str]]:
         raise refuse("--source", root, f"text outside of tests; all {len(files)} files are tests", "Leave --join out.")
     for paths in packages.values():
         yield [text for path in paths if (text := read_text(path))]
-
-
-def _documents(path: Path) -> Iterator[list[str]]:
-    """Yield the documents of a file: its lines, or its text unless it is empty."""
-    if is_jsonl(path):
-        yield from parsed(path, _line_text)
-    elif text := read_text(path):
-        yield [text]
-
-
-def _line_text(line: bytes) -> list[str]:
-    try:
-        content = json.loads(line)
-        if not isinstance(content, dict) or "text" in content:
-            content["text"].encode()  # refuses half of a surrogate pair
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ValueError('expected {"text": "…"} in UTF-8. Fix or remove the line.') from None
-    if "text" not in content:
-        others = "`messages`, or `prompt` and `completion`, from the first line on"
-        keys = shown(", ".join(content) or "no key")
-        raise ValueError(f"expected `text` (or {others}); it has {keys}. Rename the key.")
-    if not content["text"]:
-        raise ValueError("expected a text that is not empty. Fix or remove the line.")
-    return [content["text"]]

@@ -1,29 +1,67 @@
-"""The files of a text source: which of a folder are read, and their texts and lines, also compressed."""
+"""The files of a text source: which of a folder are read, and their texts, lines and rows, also compressed."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import json
+import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
+from ..config import files
+from ..config.extras import install
 from ..core.errors import refuse
 
 T = TypeVar("T")
+Row = bytes | Mapping[str, Any]
+"""A line of JSON, or the row of a table."""
 
-JSONL, TEXT = ".jsonl", (".md", ".py", ".rst", ".tex", ".txt")
-ENDINGS = f"{JSONL}, {', '.join(TEXT)}, or one of these and .gz or .zst"
+JSONL, TEXT, TABLES = ".jsonl", (".md", ".py", ".rst", ".tex", ".txt"), (".parquet", ".arrow")
+ENDINGS = f"{JSONL}, {', '.join(TEXT)}, these with .gz or .zst, {' or '.join(TABLES)}"
 CONVERSATION_KEYS = {"messages", "prompt", "completion"}
 _ZSTD = "backports.zstd"  # in Python's own library from 3.14 on
 _MAX_BYTES = 2**30  # of a document in memory: a compressed file may be a million times as large as it looks
+_ROWS = 64  # of a table that are in memory at once
+_CARD = "README.md"  # describes a dataset of the Hugging Face hub
+_SPLIT = re.compile(r"(?<![a-z0-9])(train(?:ing)?|test(?:ing)?|eval(?:uation)?|val(?:id(?:ation)?)?|dev)(?![a-z0-9])")
+
+
+class Piece(NamedTuple):
+    """A part of a file.
+
+    size: its bytes, about.
+    begin, end: of lines, the bytes in which they begin; of parquet, the row groups. `end` is None for the whole file.
+    """
+
+    path: Path
+    size: int
+    begin: int = 0
+    end: int | None = None
+
+
+def pieces(path: Path, most: int) -> Iterator[Piece]:
+    """Yield the parts of a file, in order: of lines that are not compressed, at most `most` bytes each."""
+    size = path.stat().st_size
+    if path.suffix == JSONL:
+        yield from (Piece(path, min(most, size - at), at, at + most) for at in range(0, size, most))
+    elif path.suffix == ".parquet":
+        with _table(path) as table:
+            count = table.metadata.num_row_groups
+        yield from (Piece(path, size // count, number, number + 1) for number in range(count))
+    else:
+        yield Piece(path, size)
+
+
+def has_rows(path: Path) -> bool:
+    """Whether a file's lines or rows are documents."""
+    return is_jsonl(path) or path.suffix in TABLES
 
 
 def is_jsonl(path: Path) -> bool:
@@ -51,7 +89,10 @@ def files_of(root: Path, glob: str | None) -> list[Path]:
     found = matching(root, "**/*" if glob is None else glob)
     if glob is None:
         visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
-        found = [path for path in visible if is_text(path) or is_jsonl(path)]
+        found = [path for path in _without_caches(visible) if is_text(path) or has_rows(path)]
+        if rows := [path.relative_to(root) for path in found if has_rows(path)]:
+            found = [path for path in found if path != root / _CARD]
+            _refuse_splits(root, rows)
         if not found and visible:
             suffixes = Counter(path.suffix for path in visible).most_common(5)
             ends = ", ".join(name or "no ending" for name, _ in suffixes)
@@ -67,6 +108,29 @@ def files_of(root: Path, glob: str | None) -> list[Path]:
             raise refuse("--source", root, expected, "Name the folder that it leads to, or copy the file.")
     refuse_empty(str(root), found)
     return found
+
+
+def _without_caches(found: Sequence[Path]) -> list[Path]:
+    """Leave out what `datasets` caches beside the files that `save_to_disk` has listed."""
+    folders = {path.parent for path in found if path.suffix == ".arrow"}
+    listed = {folder: _saved(folder / "state.json") for folder in folders if (folder / "state.json").is_file()}
+    return [path for path in found if path.suffix != ".arrow" or path.name in listed.get(path.parent, [path.name])]
+
+
+def _saved(state: Path) -> Collection[str]:
+    try:
+        return {file["filename"] for file in json.loads(files.read_bytes(state, 2**24))["_data_files"]}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        remedy = "Save the dataset again, or name its files."
+        raise refuse("--source", state, "the list of files that `save_to_disk` writes", remedy) from None
+
+
+def _refuse_splits(root: Path, found: Sequence[Path]) -> None:
+    """Refuse what a dataset has for training together with what it has to measure that."""
+    words = [word for path in found for word in _SPLIT.findall(str(path).lower())[:1]]
+    if len({word[:3] for word in words}) > 1:
+        expected = f"files of one split; their names have {', '.join(sorted(set(words)))}"
+        raise refuse("--source", root, expected, f"Choose by --glob, for example '**/*{words[0]}*'.")
 
 
 def matching(root: Path, glob: str) -> list[Path]:
@@ -105,22 +169,95 @@ def read_text(path: Path) -> str:
     return text
 
 
-def parsed(path: Path, parse: Callable[[bytes], T]) -> Iterator[T]:
-    """Yield the parsed lines of a file. Errors have the file and the line."""
-    with _opened(path) as file:
-        for number, line in enumerate(iter(partial(file.readline, _MAX_BYTES), b""), start=1):
-            try:
-                if len(line) == _MAX_BYTES:
-                    raise ValueError(f"expected less than {_MAX_BYTES:,} bytes. Split the document.")
-                yield parse(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
+def parsed(part: Path | Piece, parse: Callable[[Row], T], keys: Collection[str] = ()) -> Iterator[T]:
+    """Yield the parsed lines or rows of a file, or of a part of it. Errors have the file and the line.
+
+    Args:
+        keys: the columns of a table that are read; if it has none of them, all are.
+    """
+    piece = part if isinstance(part, Piece) else Piece(part, 0)
+    rows: Iterator[Row] = _rows(piece, keys) if piece.path.suffix in TABLES else _lines(piece)
+    for number, row in enumerate(rows, start=1):
+        try:
+            if isinstance(row, bytes) and len(row) >= _MAX_BYTES:
+                raise ValueError(f"expected less than {_MAX_BYTES:,} bytes. Split the document.")
+            result = parse(row)
+        except ValueError as error:
+            raise ValueError(f"{piece.path}:{_rows_before(piece) + number}: {error}") from None
+        yield result
+
+
+def content(row: Row) -> Any:
+    """Return what a line of JSON or a row of a table has."""
+    return json.loads(row) if isinstance(row, bytes) else row
 
 
 def first_keys(path: Path) -> set[str]:
-    """Return the keys of the object in JSON that is the first line of a file, if it is one."""
+    """Return the keys of a file's first line, if that is an object in JSON, or the columns of a table."""
+    if path.suffix in TABLES:
+        with _table(path) as table:
+            return set((table.schema_arrow if path.suffix == ".parquet" else table.schema).names)
     with _opened(path) as file:
         return _keys(file.readline(_MAX_BYTES))
+
+
+def _lines(piece: Piece) -> Iterator[bytes]:
+    """Yield the lines that begin in a piece; too long ones are cut."""
+    with _opened(piece.path) as file:
+        if piece.begin:  # from the end of the line before it, if that is there, so that no line is left out
+            file.seek(piece.begin - 1)
+            while (rest := file.readline(_MAX_BYTES)) and not rest.endswith(b"\n"):
+                pass
+        while piece.end is None or file.tell() < piece.end:
+            if not (line := file.readline(_MAX_BYTES)):
+                break
+            yield line
+
+
+def _rows(piece: Piece, keys: Collection[str]) -> Iterator[Mapping[str, Any]]:
+    with _table(piece.path) as table:
+        if piece.path.suffix == ".parquet":
+            names = table.schema_arrow.names
+            groups = range(table.metadata.num_row_groups) if piece.end is None else range(piece.begin, piece.end)
+            columns = [name for name in names if name in keys] or names
+            batches = table.iter_batches(_ROWS, row_groups=list(groups), columns=columns)
+        else:
+            columns = [name for name in table.schema.names if name in keys] or table.schema.names
+            batches = (batch.select(columns) for batch in table)
+        for batch in batches:
+            batch.validate(full=True)  # a file may have offsets that lead out of it
+            for at in range(0, batch.num_rows, _ROWS):
+                yield from batch.slice(at, _ROWS).to_pylist()
+
+
+def _rows_before(piece: Piece) -> int:
+    """Return how many lines or rows of the file are before a piece."""
+    if piece.path.suffix == ".parquet":
+        with _table(piece.path) as table:
+            return sum(table.metadata.row_group(number).num_rows for number in range(piece.begin))
+    count, left = 0, piece.begin - 1
+    with open(piece.path, "rb") as file:
+        while left > 0 and (block := file.read(min(left, 2**20))):
+            count, left = count + block.count(b"\n"), left - len(block)
+    return count + (piece.begin > 0)
+
+
+@contextmanager
+def _table(path: Path) -> Iterator[Any]:
+    """Open a table: a `ParquetFile`, or the reader of a stream of batches."""
+    try:
+        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        raise ValueError(f"{path}: expected the package pyarrow. Run {install('data')}.") from None
+    try:
+        opener = parquet.ParquetFile if path.suffix == ".parquet" else pyarrow.ipc.open_stream
+        with open(path, "rb") as file, opener(file) as table:
+            yield table
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None):  # of the system, not of pyarrow
+            raise
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{path}: damaged, or not a file in {path.suffix} ({reason}). Fetch it again.") from None
 
 
 def _keys(line: str | bytes) -> set[str]:
@@ -155,5 +292,5 @@ def _zstd(path: Path) -> Any:
         return import_module(_ZSTD)
     except ImportError:
         raise ValueError(
-            f"{path}: expected the package {_ZSTD}. Run pip install 'megatron-longctx[data]', or decompress the file."
+            f"{path}: expected the package {_ZSTD}. Run {install('data')}, or decompress the file."
         ) from None

@@ -215,8 +215,8 @@ def test_a_failed_source_keeps_the_earlier_corpus(tmp_path: Path, data: Run) -> 
     assert documents(tmp_path / "corpus") == [[b"kept"]]
 
 
-ENDINGS = ".jsonl, .md, .py, .rst, .tex, .txt, or one of these and .gz or .zst"
-NAMED = f"`stdlib`, `pydoc`, a folder, or a file that ends in {ENDINGS}. Check the path, or"
+ENDINGS = ".jsonl, .md, .py, .rst, .tex, .txt, these with .gz or .zst, .parquet or .arrow"
+NAMED = f"`stdlib`, `pydoc`, a folder, a pattern, or a file that ends in {ENDINGS}. Check the path, or"
 
 
 CHATS = {"a.jsonl": '{"prompt": "why?", "completion": "so"}\n'}
@@ -240,7 +240,7 @@ CHATS = {"a.jsonl": '{"prompt": "why?", "completion": "so"}\n'}
         ({"x/tests/a.md": "a"}, "x", ["--join"], "--source=AT/x: expected text outside of tests; all 1 files"),
         ({"a.jsonl": '{"text": "a"}\n{"id": 1, "content": "b"}\n'}, "a.jsonl", [],
          "AT/a.jsonl:2: expected `text` (or `messages`, or `prompt` and `completion`, from the first line on); it "
-         "has id, content. Rename the key."),
+         "has id, content. Rename the key, or name it by --text-key."),
         ({"a.jsonl": "{}\n"}, "a.jsonl", [], "AT/a.jsonl:1: expected `text` (or `messages`, or `prompt` and"),
         ({"a.jsonl": '{"prompt": "a"}\n'}, "a.jsonl", ["--chat-template", "AT/a.jsonl"], "AT/a.jsonl:1: expected {"),
         ({"a.jsonl": '{"text": "one"}\n{"text": ""}\n'}, "a.jsonl", [],
@@ -254,7 +254,7 @@ CHATS = {"a.jsonl": '{"prompt": "why?", "completion": "so"}\n'}
         ({"x/a.json": '{"text": "a"}\n{"text": "b"}\n'}, "x", ["--glob", "*.json"],
          "AT/x/a.json: expected text, but its first line is a document in JSON. Let its name end in .jsonl"),
         ({"x/a.md": "a", "x/b.jsonl": '{"text": "a"}\n'}, "x", ["--join"],
-         "--source=AT/x: expected a folder of text with --join; lines of JSONL are documents of their own"),
+         "--source=AT/x: expected one folder of text with --join; lines of JSONL are documents of their own"),
         ({"a.jsonl.gz": "text"}, "a.jsonl.gz", [], "AT/a.jsonl.gz: damaged, or not a file in .gz ("),
         ({"a.md": "a"}, "a.md", ["--tokenizer", "huggingface"],
          "--tokenizer-path None: expected the files of a huggingface tokenizer"),

@@ -20,7 +20,7 @@ from tests.shared.training import tiny_corpus
 SMALL = ("parallelism=cp2", "data.seq_length=16")
 
 FORWARD = """\
-zigzag forward: 2 ranks, 16 tokens (zigzag), causal mask, 2 steps, 0.0% of rank-time idle
+zigzag forward: 2 ranks, 16 tokens (zigzag), causal mask, 2 steps
   balance  the busiest rank computes 0.0% more than the average
   bytes    a rank sends 2 KiB and receives 2 KiB at most, in one layer
   time     not simulated: name a cluster, as in parallelism.cluster=h200_x8
@@ -145,6 +145,8 @@ def test_a_plan_is_simulated_on_a_named_cluster_and_its_time_line_drawn(
     picture = tmp_path / "time.png"
     out = plan(capsys, *words, "--timeline", str(picture))
     summary, _, times = out.partition("simulated on h200_x8")
+    idle = re.match(r"zigzag forward: 4 ranks, .*, 4 steps, ([\d.]+%) of rank-time idle\n", summary)
+    assert idle and f" ms, {idle[1]} of rank-time not computing" in times
     assert re.search(
         r"\n  time     [\d.]+ ms on h200_x8, simulated, .*\n  memory of a training step: .*\n  .* a step fits\n\n",
         summary,

@@ -19,7 +19,7 @@ from tests.shared.jobs import CLI, PATIENCE_S, clean_environment, started
 
 VERBS = (
     *("train", "plan", "generate", "eval", "logprobs", "serve", "import", "export"),
-    *("data", "calibrate", "check", "compare", "doctor", "demo"),
+    *("data", "calibrate", "check", "compare", "keys", "doctor", "demo"),
 )
 
 
@@ -95,13 +95,6 @@ def test_help_lists_every_verb_with_a_description(capsys: pytest.CaptureFixture[
     for verb in VERBS:
         assert re.search(rf"^    {verb}\s+\S+ \S+ \S+", out, re.MULTILINE), verb
     assert "experiment=demo parallelism=cp4 train.steps=50" in out
-
-
-def test_bench_names_its_replacements(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ((), ("calibrate", "parallelism=cp2"), ("attention", "--out", "x.json")):
-        code, out, err = run(capsys, "bench", *words)
-        assert code == 2 and out == "" and len(err.splitlines()) == 1
-        assert "`megatron-longctx calibrate`" in err and "`python -m analysis.benchmarks" in err
 
 
 def test_the_examples_in_the_help_can_be_composed() -> None:
@@ -217,7 +210,7 @@ def test_interrupting_a_verb_is_quiet(tmp_path: Path) -> None:
     with (tmp_path / "text/a.py").open("w") as file:
         file.writelines(f"value_{i} = {i}\n" for i in range(2_000_000))
     with started(tmp_path, [*CLI, "data", "--source", "text", "--out", "out/corpus"], quick=True) as job:
-        while not (tmp_path / "out/corpus.partial.bin").is_file():  # made when it begins to read
+        while not (tmp_path / "out/corpus.shards").is_dir():  # made when it begins to read
             assert job.process.poll() is None, job.output()
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130, job.output()
@@ -270,6 +263,56 @@ def test_shell_completion_of_settings() -> None:
     assert {"experiment=demo", "experiment=compare_modes"} <= set(complete_settings("experiment=d"))
     assert "parallelism.schedule=auto" in set(complete_settings("parallelism.schedule="))
     assert set(complete_settings("train.save=t")) == {"train.save=true", "train.save=false"}
+
+
+def test_keys_are_printed_with_default_bounds_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "keys", "save_interval")
+    assert code == 0
+    assert out.startswith(
+        "train.save_interval=null   (an integer, at least 1 and at most 1,000,000,000, or null)\n    steps;"
+    )
+    code, out, _ = run(capsys, "keys", "run.name", "run.root", "dispersed")
+    assert [line.split("=")[0] for line in out.splitlines() if line[0] != " "] == ["run.name", "run.root"]
+    code, out, _ = run(capsys, "keys", "checkpoint")
+    assert "train.keep_checkpoints=null" in out and "train.async_save=true   (true or false)" in out, "in the meaning"
+    assert len(run(capsys, "keys")[1].splitlines()) > 150
+    code, out, err = run(capsys, "keys", "train.stepz")
+    assert (code, out) == (2, "") and "Nearest: train.steps" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval", "runs/a", "sample=4"], "key of the configuration, or one of checkpoint, iteration, tasks,"),
+        (["eval", "runs/a", "sample=4"], "there is none of this name. Nearest: samples,"),
+        (["generate", "runs/a", "promt=x"], "Nearest: prompt, prompt_file"),
+        (["export", "runs/a", "oot=x"], "oot: expected a key of the configuration, or one of checkpoint, out,"),
+        (["import", "model", "ot=runs/x"], "ot: expected a key of the configuration, or one of out; there is none"),
+        (["eval", "runs/a", "checkpoint=runs/b"], "checkpoint=runs/b: expected it once; runs/a is given as well"),
+        (["eval", "runs/a", "runs/b"], "runs/b: expected a setting of the form"),
+        (["eval"], "checkpoint=: expected RUN or checkpoint=RUN, a run's folder"),
+    ],
+)
+def test_the_words_of_a_verb_are_suggested_and_a_run_may_be_a_plain_word(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_longctx.training.compose import RESOLVED, compose_config, save_config
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/a").mkdir(parents=True)
+    save_config(compose_config([]), tmp_path / "runs/a" / RESOLVED)
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "") and message in err
+
+
+@pytest.mark.parametrize("verb", ["eval", "generate", "serve", "export", "logprobs"])
+def test_a_plain_word_is_the_run(
+    verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prompt = ["prompt=x"] if verb == "generate" else []
+    code, _, err = run(capsys, verb, "runs/gone", *prompt)
+    assert code == 2 and "runs/gone/resolved.yaml: expected a run's configuration there" in err
 
 
 def test_the_exit_code_of_plan_is_whether_the_step_fits_with_the_selected_mode(

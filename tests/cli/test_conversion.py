@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -427,13 +428,20 @@ def test_damaged_weights_are_not_exported(
     assert f"{path} was saved without digests: damage to it may go unnoticed" in caplog.text
 
 
-def test_the_commands_log_what_they_did(published: Published, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_commands_log_what_they_do(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="megatron_longctx")
+    monkeypatch.setattr("megatron_longctx.config.progress.EVERY_S", 1e-4)
     folder, _ = published["llama"]
-    assert cli.main(["import", str(folder), f"out={tmp_path / 'run'}"]) == 0
-    assert cli.main(["export", f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}", "iteration=0"]) == 0
+    run, back = tmp_path / "run", tmp_path / "back"
+    assert cli.main(["import", str(folder), f"out={run}"]) == 0
+    assert cli.main(["export", str(run), f"out={back}", "iteration=0"]) == 0
     messages = [record.getMessage() for record in caplog.records]
-    assert f"imported {folder} (llama, fp32) into {tmp_path / 'run'}" in messages[0]
-    assert f"exported step 0 of {tmp_path / 'run'} (llama, float32) into {tmp_path / 'back'}" in messages[-1]
-    assert cli.main(["export", f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'b'}", "iteration=5"]) == 2
-    assert cli.main(["export", f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'b'}", "train.steps=5"]) == 2
+    for work in ("importing", "exporting"):
+        assert any(re.match(rf"{work}: \d+ of \d+ weights, .* so far", line) for line in messages), work
+    imported, exported = (line for line in messages if " so far" not in line)
+    assert f"imported {folder} (llama, fp32) into {run}" in imported
+    assert f"exported step 0 of {run} (llama, float32) into {back}" in exported
+    assert cli.main(["export", f"checkpoint={run}", f"out={tmp_path / 'b'}", "iteration=5"]) == 2
+    assert cli.main(["export", f"checkpoint={run}", f"out={tmp_path / 'b'}", "train.steps=5"]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 import tomllib
@@ -82,6 +83,33 @@ def test_a_torch_that_no_gpu_has_run_is_named(monkeypatch: pytest.MonkeyPatch) -
         assert ("; tested on CPUs, and with 2.11 on GPUs" in detail) is named
 
 
+def test_services_memory_and_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "netrc").write_text("machine own.example login user password " + "a" * 40 + "\n")
+    (tmp_path / "netrc").chmod(0o600)
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho slurm 24.05.1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    for name, value in {"NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": "https://own.example:8080"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = findings_by_name()
+    assert found["W&B login"].usable and found["W&B login"].detail.startswith("own.example")
+    assert found["Slurm"] == Finding("Slurm", True, "slurm 24.05.1")
+    for name in ("memory", "disk", "TMPDIR", "shared memory"):
+        assert re.match(r"[\d.]+ GiB (free|unused) of [\d.]+ GiB", found[name].detail), name
+    assert Path(found["documentation"].detail, "training.md").is_file()
+    monkeypatch.setenv("NETRC", str(tmp_path / "gone"))
+    monkeypatch.setenv("PATH", str(tmp_path / "gone"))
+    found = findings_by_name()
+    assert found["W&B login"].usable is False and "log in by `wandb login`" in found["W&B login"].detail
+    assert found["Slurm"] == Finding("Slurm", False, "sbatch not on PATH")
+
+
+def test_every_extra_has_a_line() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {f"[{extra}]" for extra in extras} == {each.name for each in report()["extras"]}
+
+
 def test_every_kernel_provider_is_listed_with_a_reason_if_it_is_not_usable() -> None:
     kernels = {each.name: each for each in report()["kernels"]}
     assert set(PROVIDERS) < set(kernels)
@@ -140,7 +168,7 @@ def test_the_command_prints_every_finding_and_succeeds(capsys: pytest.CaptureFix
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert captured.err == ""
-    for area in ("system", "devices", "transports", "kernels", "extras", "packages", "training"):
+    for area in ("system", "devices", "transports", "kernels", "extras", "packages", "training", "services"):
         assert area in lines
     assert any(line.startswith("  gloo ") and " yes " in line for line in lines)
     assert sum(line.startswith("  ") for line in lines) == sum(map(len, report().values()))

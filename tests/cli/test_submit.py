@@ -76,6 +76,11 @@ def test_a_server_requires_an_existing_run(place: Path, capsys: pytest.CaptureFi
         (["train", "experiment=gone"], "experiment=gone: expected one of"),
         (["sweep", "experiment=demo"], "sweep: expected a setting with several values"),
         (["serve"], "checkpoint=: expected checkpoint=RUN"),
+        (
+            ["train", "-p", "gpu", "experiment=demo"],
+            "word=-p gpu: expected options of sbatch as one word each. Write -pgpu.",
+        ),
+        (["train", "--qos", "high"], "word=--qos high: expected options of sbatch as one word each. Write --qos=high."),
     ],
 )
 def test_jobs_that_cannot_run_are_refused_before_submission(

@@ -85,7 +85,7 @@ def test_unknown_keys_name_the_nearest(word: str, nearest: str) -> None:
 def test_unknown_keys_without_a_similar_one(word: str) -> None:
     message = refusal(word)
     assert message.startswith(f"{word.split('=')[0].lstrip('+')}: expected a key of the configuration")
-    assert message.endswith("`megatron-longctx train --cfg job` prints all keys.")
+    assert message.endswith("`megatron-longctx keys` prints all keys.")
 
 
 @pytest.mark.parametrize(

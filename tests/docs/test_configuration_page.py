@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from analysis.configuration_page import PAGE, comments, meanings, page
+from analysis.configuration_page import PAGE, page
 from megatron_longctx.config import Config, TrainConfig, keys_of
+from megatron_longctx.config.meanings import comments, meanings
 
 
 def test_the_page_is_what_the_configuration_says() -> None:

@@ -76,6 +76,7 @@ def test_the_wheel_has_code_recipes_and_launch_scripts(members: set[str]) -> Non
     expected = set(tracked("megatron_longctx", ".py"))
     expected |= {f"megatron_longctx/{name}" for name in tracked("recipes", ".yaml")}
     expected |= {f"megatron_longctx/{name}" for name in tracked("launch", ".sh", ".sbatch", ".md")}
+    expected |= {f"megatron_longctx/{name}" for name in tracked("docs", ".md")}
     expected.add("megatron_longctx/training/compare/dashboard.html")
     assert len(expected) > 60
     assert expected <= members, f"missing: {sorted(expected - members)}"
@@ -83,7 +84,7 @@ def test_the_wheel_has_code_recipes_and_launch_scripts(members: set[str]) -> Non
 
 def test_the_wheel_has_nothing_else(members: set[str]) -> None:
     assert not [name for name in members if "__pycache__" in name or name.endswith((".pyc", ".so", ".bin"))]
-    assert not [name for name in members if name.startswith(("megatron_longctx/tests", "megatron_longctx/docs"))]
+    assert not [name for name in members if name.startswith(("megatron_longctx/tests", "megatron_longctx/analysis"))]
 
 
 def test_the_metadata(wheel: Path, members: set[str]) -> None:
@@ -124,7 +125,7 @@ except ImportError as error:
 """).splitlines()
     remedy = "is not installed. Run pip install 'megatron-longctx[train]'."
     assert output[0] == str(installed / "megatron_longctx/__init__.py")
-    packages = ("hydra", "hydra", "tqdm", "omegaconf", "megatron")
+    packages = ("hydra", "hydra", "megatron", "omegaconf", "megatron")
     assert output[1:11] == [w for name in packages for w in (f"megatron-longctx: the package {name} {remedy}", "2")]
     for extra in EXTRAS:
         (line,) = (line for line in output if line.split()[:1] == [f"[{extra}]"])

@@ -19,7 +19,7 @@ from tests.core.plans.masks import pairs_of, tokens_of
 from tests.shared.plans import helper_plan
 
 HELPER_2_4_BACKWARD = """\
-helper backward: 2 ranks, 4 tokens (contiguous), causal mask, 3 steps, 0.0% of rank-time idle
+helper backward: 2 ranks, 4 tokens (contiguous), causal mask, 3 steps
 
 who holds what
   rank 0: 0:2  (2 tokens)

@@ -8,6 +8,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from megatron_longctx.config import Config
 from megatron_longctx.training import heartbeat
 from megatron_longctx.training.heartbeat import Heartbeat, Operation, last_operations, suspects
@@ -49,6 +51,28 @@ def test_a_start_removes_heartbeats_of_earlier_starts(tmp_path: Path) -> None:
     assert last_operations(folder) == {}
     Heartbeat(folder, 1).close()
     assert list(last_operations(folder)) == [1]
+
+
+def test_rank_0_tells_what_takes_long_except_passes_of_later_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeat, "_PERIOD_S", 0.001)
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.002)
+    caplog.set_level("INFO")
+    beats = [Heartbeat(RunFolder(tmp_path), rank) for rank in (0, 1)]
+    passes = "forward and backward"
+    later = [f"step 5, {passes}", "step 5, optimizer"]
+    for operation in ("loading a checkpoint", f"step 4, {passes}", *later, "step 5, saving"):
+        heartbeat.begin(operation)
+        for _ in range(1000):
+            if f"{operation}: " in caplog.text or operation in later:
+                break
+            time.sleep(0.002)
+        time.sleep(0.02)
+    for beat in beats:
+        beat.close()
+    told = [line.split(": ")[0] for line in caplog.messages]
+    assert {*told} - {"starting"} == {"loading a checkpoint", f"step 4, {passes}", "step 5, saving"}
 
 
 def test_suspects_are_silent_or_behind() -> None:

@@ -61,6 +61,13 @@ def test_simulation_times_plans_and_simulations_of_both_passes(tmp_path: Path) -
     assert text.startswith("causal, 16 ranks, 128 tokens") and "\n| usp | " in text
 
 
+def test_the_rate_of_data_is_beside_that_of_the_tokenizers_library(tmp_path: Path) -> None:
+    data, text = run(tmp_path, "data --megabytes 1 --repeats 1")
+    assert list(data["measurements"]) == ["byte-level", "huggingface", "library alone"]
+    assert min(data["measurements"].values()) > 0 and 0.9 < data["megabytes"] < 1.1
+    assert text.startswith("1 MB of text in a .jsonl file") and "\n| huggingface | " in text
+
+
 def test_tables_show_shares_and_ratios() -> None:
     measured = [parts.Parts(4096, [0.001, 0.002, 0.009], [0.008] * 3)]
     assert parts.medians(measured).splitlines()[-1] == "| 4,096 | 2.00 | 6.00 | 25% |"

@@ -50,6 +50,7 @@ PREFILL = ("prefill", "train.device=cpu")
         (("planning", "--iterations", "0"), "--iterations=0: expected 1 or more"),
         (("simulation", "--ranks", "12"), "--ranks=12: expected a multiple of 8"),
         (("simulation", "--tokens", "0"), "--tokens=0: expected 1 or more"),
+        (("data", "--megabytes", "0"), "--megabytes=0: expected 1 or more"),
         (("simulation", "--schedules", "ring,spiral"), "--schedules=spiral: expected some of"),
         ((*PARTS, "--lengths", "a"), "--lengths=a: expected whole numbers of 2 or more"),
         ((*PARTS, "--iterations", "0"), "--iterations=0: expected 1 or more"),
