@@ -9,7 +9,7 @@ EXTRAS = {
     "megatron": ("megatron", "psutil", "packaging", "einops"),
     "train": ("hydra", "omegaconf", "yaml", "wandb", "matplotlib", "jinja2", "tqdm", "argcomplete"),
     "gpu": ("transformer_engine", "flash_attn"),
-    "serve": ("starlette", "uvicorn"),
+    "serve": ("starlette", "uvicorn", "prometheus_client", "xgrammar"),
     "models": ("safetensors", "gguf", "transformers", "tokenizers", "sentencepiece", "tiktoken"),
     "transformers": ("transformers",),
     "data": ("backports.zstd",) if sys.version_info < (3, 14) else (),

@@ -80,7 +80,12 @@ def test_draws_repeat_by_seed_stream_and_step_and_differ_otherwise() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"min_p": 1.5}, r"min_p=1\.5"),
+        ({"frequency_penalty": -3.0}, r"frequency_penalty=-3\.0: expected from -2 to 2"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty=nan"),
+        ({"max_new_tokens": 2, "min_tokens": 3}, "min_tokens=3: expected at most max_tokens=2"),
+        ({"grammar": "{}", "stop": ()}, "grammar=: expected a stop token"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: expected an integer"),
         ({"max_new_tokens": None}, "max_new_tokens=None: expected an integer"),
         ({"top_k": 2.0}, "top_k=2.0: expected an integer"),

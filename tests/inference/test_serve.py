@@ -66,7 +66,7 @@ class Client:
     def wait_for_health(self, code: int, **body: Any) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            found, answer = self.raw("GET", "/health", None, {})
+            found, answer = self.raw("GET", "/ready", None, {})
             if found == code and body.items() <= json.loads(answer).items():
                 return
             assert time.monotonic() < deadline, answer
@@ -74,12 +74,14 @@ class Client:
 
 
 @contextmanager
-def serving(config: Config, folder: Path, *settings: str, quick: bool = True, **environment: str) -> Iterator[Client]:
+def serving(
+    config: Config, folder: Path, *settings: str, name: str = "trained", quick: bool = True, **environment: str
+) -> Iterator[Client]:
     """Run a server of the run, which has to end without an error."""
     words = [f"checkpoint={Path(config.run.root, config.run.name)}", "serve.port=0", "inference.page_tokens=8"]
     environment = clean_environment(CUDA_VISIBLE_DEVICES="", **environment)
     with started(folder, [*CLI, "serve", *words, *settings], environment, quick=quick) as job:
-        job.wait_for("serving trained at http://127.0.0.1:")
+        job.wait_for(f"serving {name} at http://127.0.0.1:")
         found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", job.out.read_text())
         assert found is not None
         assert job.listening() == {"127.0.0.1"}, "its ranks listen at other addresses than the server"
@@ -440,7 +442,7 @@ def family(job: Job) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn", "prometheus_client"])
 def test_packages_that_are_not_installed_are_named(
     missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
