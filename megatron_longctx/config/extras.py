@@ -18,7 +18,7 @@ EXTRAS = {
     "docs": ("sphinx", "myst_parser", "furo"),
     "dev": (
         *("pytest", "pytest_timeout", "xdist", "playwright", "hypothesis", "ruff", "mypy", "pre_commit", "triton"),
-        "accelerate",
+        *("accelerate", "openai", "lm_eval"),
     ),
 }
 """The modules that each extra of pyproject.toml brings, besides those of the extras that it includes."""

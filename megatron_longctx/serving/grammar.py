@@ -12,7 +12,6 @@ from torch import Tensor
 from ..config.extras import install
 from ..core.errors import refuse
 
-KINDS = ("json", "regex", "choice", "json_object")
 _MAX_CHARS = 2**16  # of a grammar: compiling one cannot be interrupted
 _CACHE_BYTES = 2**28
 _LIBRARIES = ("byte-level", "huggingface")
@@ -43,7 +42,7 @@ class Grammars:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
 
     def compile(self, grammar: str) -> Any:
-        """Compile a grammar: a JSON object with one of `KINDS`.
+        """Compile a grammar: a JSON object with `json`, a schema, `regex` or `choice`.
 
         Raises:
             ValueError: it is too long, or xgrammar refuses it.
@@ -52,12 +51,11 @@ class Grammars:
             raise refuse("grammar", f"{len(grammar)} characters", f"at most {_MAX_CHARS}", "Shorten it.")
         ((kind, value),) = json.loads(grammar).items()
         try:
-            if kind == "json":
-                return self._compiler.compile_json_schema(value if isinstance(value, str) else json.dumps(value))
+            if kind == "json":  # on one line: models may go on with spaces where any number is allowed
+                schema = value if isinstance(value, str) else json.dumps(value)
+                return self._compiler.compile_json_schema(schema, any_whitespace=False)
             if kind == "regex":
                 return self._compiler.compile_regex(value)
-            if kind == "json_object":
-                return self._compiler.compile_builtin_json_grammar()
             choices = " | ".join(json.dumps(choice) for choice in value)
             return self._compiler.compile_grammar(f"root ::= {choices}")
         except Exception as error:  # the library raises several classes

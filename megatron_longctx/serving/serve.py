@@ -131,7 +131,8 @@ def _serve(job: InferenceJob, groups: Any) -> None:
 
 @contextmanager
 def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[Metrics]:
-    """Run the server in a thread, and yield its metrics. This thread keeps the signals and the model. If the server ends, the inbox stops."""
+    """Run the server in a thread, and yield its metrics; if it ends, the inbox stops. This thread keeps the signals and
+    the model."""
     from .http_api.app import Api
     from .http_api.server import build_server
 

@@ -280,6 +280,15 @@ def test_max_tokens_has_two_names(served: Served, parameters: dict[str, Any], mo
     assert answer_on(connection)[0] == 200
 
 
+def test_a_text_that_is_held_back_begins_with_a_role(served: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "ab"}], "stream": True, "stop": ["xyz"]}
+    connection = served.post(body, "/v1/chat/completions")
+    served.say(served.request().number, "xy!", "length")
+    chunks = answer_on(connection)[1].decode().split("\n\n")[:-2]
+    deltas = [json.loads(chunk.removeprefix("data: "))["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [{"role": "assistant", "content": "xy!"}, {}]
+
+
 def test_an_empty_answer_has_a_role(served: Served) -> None:
     body = {"messages": [{"role": "user", "content": "ab"}], "stream": True}
     connection = served.post(body, "/v1/chat/completions")

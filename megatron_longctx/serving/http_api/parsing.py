@@ -31,6 +31,7 @@ from .tools import Format, format_of
 _MAX_STOPS = 16
 _MAX_PARTS = 100_000  # strings, lists and objects of a body
 _OTHER_BYTES = 2**16  # of a body, besides its prompt
+_MAX_SCORES = 2**23  # log-probabilities of prompts in one answer
 _NEXT_PART = re.compile(r'["\[{]')
 
 # Keys by where they occur. Null is as good as leaving a key out.
@@ -178,6 +179,10 @@ def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
         0 if logprobs is None and best_of > n else logprobs,
         max((x for x in (prompt_logprobs, logprobs if echo else None) if x is not None), default=None),
     )
+    if sampling.prompt_logprobs is not None:
+        scores = sum(map(len, prompts)) * (1 + sampling.prompt_logprobs)
+        if scores > _MAX_SCORES:
+            raise ApiError(400, f"the body asks for {scores} log-probabilities: expected at most {_MAX_SCORES}")
     try:  # here, where it costs other requests nothing
         for prompt in prompts:
             model.limits.check(prompt, sampling)

@@ -163,39 +163,30 @@ class Answer:
 
     def chunks(self, choice: Choice) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a stream for the latest event of a choice. Calls of tools come whole, at its end."""
-        chat, ends = self.request.chat, choice.finish_reason is not None
-        text, delta, reason = choice.new, {}, choice.finish_reason
+        text, more, reason = choice.new, {}, choice.finish_reason
         if self.request.tools is not None:
-            text = ""
-            if ends:
-                delta = self.request.tools.parsed(choice.text).message
-                text = delta.pop("content") or ""
-                calls = delta.get("tool_calls", [])
-                delta |= {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else {}
-                reason = "tool_calls" if calls else reason
+            more = {} if reason is None else self.request.tools.parsed(choice.text).message
+            text = more.pop("content", None) or ""
+            if "tool_calls" in more:
+                more["tool_calls"] = [{"index": i, **call} for i, call in enumerate(more["tool_calls"])]
+                reason = "tool_calls"
         echoed = choice.prompt_scores if self.request.texts and not choice.begun else None
         logprobs = self._logprobs(choice, choice.latest, echoed, len(choice.scores) - len(choice.latest))
-        if not choice.begun:
-            text = choice.echo + text
-        if text or delta or choice.latest:
-            content = {"delta": self._role(choice) | {"content": text} | delta} if chat else {"text": text}
-            yield self._body([self._part(choice, content, None, logprobs)])
-        if ends:
-            content = {"delta": self._role(choice)} if chat else {"text": ""}
-            yield self._body([self._part(choice, content, reason, None)])
-        choice.begun = True
+        text = text if choice.begun else choice.echo + text
+        if text or more or choice.latest:
+            yield self._chunk(choice, {"content": text} | more, None, logprobs)
+        if reason is not None:
+            yield self._chunk(choice, {}, reason, None)
 
     def last_chunks(self) -> list[dict[str, Any]]:
         return [self._body([]) | {"usage": self.usage}] if self.request.usage else []
 
-    def _role(self, choice: Choice) -> dict[str, str]:
-        """Return the role for the first chunk only."""
+    def _chunk(self, choice: Choice, delta: dict[str, Any], reason: str | None, logprobs: Any) -> dict[str, Any]:
+        """Return a chunk; the first of a chat's choice has the role."""
         role = {} if choice.begun else {"role": "assistant"}
         choice.begun = True
-        return role
-
-    def _part(self, choice: Choice, content: dict[str, Any], reason: str | None, logprobs: Any) -> dict[str, Any]:
-        return {"index": choice.index, **content, "finish_reason": reason, "logprobs": logprobs}
+        content = {"delta": role | delta} if self.request.chat else {"text": delta.get("content", "")}
+        return self._body([{"index": choice.index, **content, "finish_reason": reason, "logprobs": logprobs}])
 
     def _body(self, choices: list[dict[str, Any]], whole: bool = False) -> dict[str, Any]:
         chat = self.request.chat
