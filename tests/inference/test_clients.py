@@ -317,8 +317,8 @@ def test_scores_of_lm_eval_equal_those_of_its_own_model(served: Any) -> None:
     for name in ("choice", "rolling", "writing"):
         for key, value in theirs["results"][name].items():
             found = ours["results"][name][key]
-            if isinstance(value, float) and not math.isnan(value):
-                assert f"{found:.4f}" == f"{value:.4f}", (name, key)
+            if isinstance(value, float) and not math.isnan(value):  # rounding of fp32, below what the table prints
+                assert math.isclose(found, value, rel_tol=1e-5), (name, key)
     texts = [[sample["resps"] for sample in each["samples"]["writing"]] for each in (theirs, ours)]
     assert texts[0] == texts[1] and len({str(text) for text in texts[0]}) > 3
 
