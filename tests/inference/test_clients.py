@@ -10,13 +10,15 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_longctx.cli.conversion import import_model
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.mcore import groups
+from megatron_longctx.inference.scheduler import Request, Scheduler
+from megatron_longctx.mcore import groups, inference
 from megatron_longctx.mcore.inference import build_engine, inference_config
 from megatron_longctx.serving.grammar import Grammars
 from megatron_longctx.testing.distributed import run_distributed
@@ -162,7 +164,7 @@ def expected_scores(served: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 def test_log_probabilities_equal_those_of_transformers(served: Any) -> None:
     long = torch.randint(2, 290, (700,), generator=torch.Generator().manual_seed(1)).tolist()
-    for prompt in (PROMPT, long):  # the second takes several blocks of the head
+    for prompt in (PROMPT, long):
         found = completed(served, prompt=prompt, max_tokens=5, echo=True, logprobs=3, extra={"prompt_logprobs": 2})
         names = [served.tokenizer.decode([token]) for token in range(290)]
         whole = prompt + reference(served, prompt, 5)
@@ -323,21 +325,38 @@ def test_scores_of_lm_eval_equal_those_of_its_own_model(served: Any) -> None:
     assert texts[0] == texts[1] and len({str(text) for text in texts[0]}) > 3
 
 
-def sampled(rank: int, run: str, sizes: dict[str, int], samplings: list[Sampling]) -> list[list[int]]:
-    """The tokens after PROMPT, as this rank of a joined group."""
+LONG = torch.randint(2, 290, (300,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+def sampled(
+    rank: int, run: str, sizes: dict[str, int], samplings: list[Sampling]
+) -> tuple[list[list[int]], list[float], int]:
+    """The tokens after PROMPT, the log-probabilities of LONG, and the most logits of a block, as this rank of a group."""
     config = load_config(Path(run, RESOLVED))
     settings = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
     config = inference_config(changed(config, settings | {"inference.cache_tokens": 600}))
     engine, tokenizer = build_engine(config, groups.from_config(config.parallelism), Path(run, "checkpoints"))
     engine.grammars = Grammars(tokenizer)
     found = [engine.generate([PROMPT], sampling)[0] for sampling in samplings]
+    events, rows, head = [], [0], inference.CachedGPT._head
+
+    def counted(model: inference.CachedGPT, hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return head(model, hidden)
+
+    with mock.patch.object(inference, "_HEAD_ROWS", 16), mock.patch.object(inference.CachedGPT, "_head", counted):
+        scheduler = Scheduler(engine, prefill_chunk=100)
+        scheduler.submit(Request(0, tuple(LONG), Sampling(max_new_tokens=0, prompt_logprobs=0)))
+        while scheduler.busy:
+            events += scheduler.advance()
+        scheduler.close()
     engine.release()
     groups.destroy()
-    return found
+    return found, [score.logprob for score in events[-1].prompt_scores or ()], max(rows)
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("sizes", [{"context": 3}, {"tensor": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"context": 3}, {"tensor": 2, "context": 2}], ids=str)
 def test_any_number_of_ranks_draws_the_same_tokens(served: Any, sizes: dict[str, int]) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -353,4 +372,6 @@ def test_any_number_of_ranks_draws_the_same_tokens(served: Any, sizes: dict[str,
         reference(served, PROMPT, 10, text),
     ]
     ranks = run_distributed(sampled, math.prod(sizes.values()), str(served.folder / "run"), sizes, samplings)
-    assert all(found == expected for found in ranks)
+    own = expected_scores(served, LONG).gather(1, torch.tensor(LONG[1:])[:, None])[:, 0]
+    for found, logprobs, rows in ranks:
+        assert found == expected and torch.allclose(torch.tensor(logprobs), own, atol=2e-5) and rows == 16

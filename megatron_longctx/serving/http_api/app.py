@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 import time
+import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,24 +17,27 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ... import __version__
 from ...inference.scheduler import Event
 from .access import Access
 from .inbox import Inbox
-from .metrics import Metrics, Observed
+from .metrics import Metrics
 from .options import ApiError
 from .parsing import Model, ParsedRequest, parse_request
 from .responses import Answer
 
+logger = logging.getLogger(__name__)
+
+_ID = re.compile(r"[\w.:+-]{1,128}", re.ASCII)
 _KEEP_ALIVE_S = 10.0  # between comments in a stream without tokens
 _RETRY_AFTER_S = 1
 _LONG = 2**16  # bytes of a body; longer ones are parsed one at a time
@@ -84,7 +90,7 @@ class Api:
                 Mount("/v1", routes=v1, middleware=[Middleware(_RequireKey, access=self.access)]),
             ],
             middleware=[
-                Middleware(Observed, metrics=self.metrics),
+                Middleware(_Observed, metrics=self.metrics),
                 Middleware(_RequireHost, access=self.access),
                 *([Middleware(CORSMiddleware, allow_origins=self.origins, **_CORS)] if self.origins else []),
             ],
@@ -227,6 +233,35 @@ class Api:
             tokens = f"more than any prompt of {self.model.limits.prompt} tokens takes"
             raise ApiError(400, f"the body has {size} bytes, {tokens}: shorten the prompt")
         return bytes(data)
+
+
+class _Observed:
+    """Gives every request its `X-Request-Id`, the client's own if it sends one, and logs and counts its end."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given, began = Headers(scope=scope).get("x-request-id", ""), time.monotonic()
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        status = 499  # of clients that left before an answer
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = name
+            await send(message)
+
+        try:
+            await self._app(scope, receive, answer)
+        finally:
+            if scope["method"] == "POST":
+                found = scope["state"].get("answer")
+                if status >= 400 and status != 499:
+                    self._metrics.refused(status)
+                line = f"request {name}, {status}, {time.monotonic() - began:.3f} s"
+                logger.info("%s", line if found is None else f"{line}, {self._metrics.ended(found)}")
 
 
 class _RequireKey:
