@@ -331,7 +331,7 @@ LONG = torch.randint(2, 290, (300,), generator=torch.Generator().manual_seed(4))
 def sampled(
     rank: int, run: str, sizes: dict[str, int], samplings: list[Sampling]
 ) -> tuple[list[list[int]], list[float], int]:
-    """The tokens after PROMPT, the log-probabilities of LONG, and the most logits of a block, as this rank of a group."""
+    """As this rank of a group: the tokens after PROMPT, the log-probabilities of LONG, and the most rows of logits."""
     config = load_config(Path(run, RESOLVED))
     settings = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
     config = inference_config(changed(config, settings | {"inference.cache_tokens": 600}))

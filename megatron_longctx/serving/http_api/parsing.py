@@ -345,7 +345,8 @@ def _about_calls(model: Model, message: Mapping[str, Any], where: str) -> dict[s
         if not all(isinstance(value, str) for value in more.values()):
             raise ApiError(400, f"{where}tool_call_id: expected a text", param=where + "tool_call_id")
     elif message.get("role") == "assistant" and message.get("tool_calls"):
-        more = {"tool_calls": [_past_call(call, where + "tool_calls") for call in message["tool_calls"]]}
+        calls = message["tool_calls"] if isinstance(message["tool_calls"], list) else [None]
+        more = {"tool_calls": [_past_call(call, where + "tool_calls") for call in calls]}
     else:
         return {}
     if more:

@@ -206,11 +206,10 @@ class Answer:
         most = self.request.logprobs
         if most is None:
             return None
-        prompt, known = choice.prompt, [score.token for score in choice.scores[:before]]
-        pieces = partial(_pieces, self.model.decode, most=most)
+        prompt, pieces = choice.prompt, partial(_pieces, self.model.decode, most=most)
+        entries = list(pieces(scores, [choice.scores[before - 1].token] if before else prompt[-1:]))
         if self.request.chat:
-            return {"content": list(map(_chat_logprob, pieces(scores, [*prompt, *known][-1:])))}
-        entries = list(pieces(scores, [*prompt, *known][-1:]))
+            return {"content": list(map(_chat_logprob, entries))}
         if echoed is not None:
             first = self.model.decode(prompt[:1])
             entries = [(first, None, {}, len(first)), *pieces(echoed, prompt[:1]), *entries]
