@@ -196,6 +196,8 @@ def test_keys_that_would_change_the_answer_are_refused(given: dict[str, Any], ch
         ({**TALK, "best_of": 2}, True, "best_of"),
         ({**TALK, "tools": [{"type": "function", "function": {"name": "f"}}]}, True, "tools"),
         ({**TALK, "tool_choice": "required"}, True, "tool_choice"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]}, True, "messages[0].tool_calls"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, True, "messages[0].tool_call_id"),
         ({**BODY, "prompt_logprobs": 2, "stream": True}, False, "prompt_logprobs"),
         ({**BODY, "add_special_tokens": False}, False, "add_special_tokens"),
         ({**TALK, "add_special_tokens": True}, True, "add_special_tokens"),
