@@ -199,6 +199,7 @@ def test_keys_that_would_change_the_answer_are_refused(given: dict[str, Any], ch
         ({"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]}, True, "messages[0].tool_calls"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, True, "messages[0].tool_call_id"),
         ({**BODY, "prompt_logprobs": 2, "stream": True}, False, "prompt_logprobs"),
+        ({**BODY, "echo": True, "logprobs": 2, "n": 2, "stream": True}, False, "n"),
         ({**BODY, "add_special_tokens": False}, False, "add_special_tokens"),
         ({**TALK, "add_special_tokens": True}, True, "add_special_tokens"),
         ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, True, "messages[0].name"),

@@ -167,9 +167,10 @@ def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
     n = count(body, "n", 1, _MAX_PARTS, 1)
     best_of = max(n, count(body, "best_of", 1, _MAX_PARTS, n))
     logprobs, prompt_logprobs = _logprobs(body, chat), count(body, "prompt_logprobs", 0, MAX_LOGPROBS)
-    if stream and (best_of > n or prompt_logprobs is not None):
-        key = "best_of" if best_of > n else "prompt_logprobs"
-        raise ApiError(400, f"{key} is not supported in a stream", param=key)
+    whole = {"best_of": best_of > n, "prompt_logprobs": prompt_logprobs is not None}
+    for key, is_asked in (whole | {"n": echo and n > 1 and logprobs is not None}).items():
+        if stream and is_asked:
+            raise ApiError(400, f"{key} is not supported in a stream like this", param=key)
     ends = () if model.stop_token is None else (model.stop_token,)
     longest = max(map(len, prompts))
     sampling = read_sampling(
@@ -179,17 +180,7 @@ def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
         0 if logprobs is None and best_of > n else logprobs,
         max((x for x in (prompt_logprobs, logprobs if echo else None) if x is not None), default=None),
     )
-    if sampling.prompt_logprobs is not None:
-        scores = sum(map(len, prompts)) * (1 + sampling.prompt_logprobs)
-        if scores > _MAX_SCORES:
-            raise ApiError(400, f"the body asks for {scores} log-probabilities: expected at most {_MAX_SCORES}")
-    try:  # here, where it costs other requests nothing
-        for prompt in prompts:
-            model.limits.check(prompt, sampling)
-        if sampling.grammar is not None:
-            model.check_grammar(sampling.grammar)
-    except ValueError as error:
-        raise ApiError(400, str(error)) from None
+    _check(model, prompts, sampling)
     return ParsedRequest(
         prompts=tuple(map(tuple, prompts)),
         sampling=sampling,
@@ -204,6 +195,21 @@ def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
         prompt_logprobs=prompt_logprobs,
         tools=tools,
     )
+
+
+def _check(model: Model, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    """Refuse what the ranks would refuse, here, where it costs other requests nothing."""
+    if sampling.prompt_logprobs is not None:
+        scores = sum(map(len, prompts)) * (1 + sampling.prompt_logprobs)
+        if scores > _MAX_SCORES:
+            raise ApiError(400, f"the body asks for {scores} log-probabilities: expected at most {_MAX_SCORES}")
+    try:
+        for prompt in prompts:
+            model.limits.check(prompt, sampling)
+        if sampling.grammar is not None:
+            model.check_grammar(sampling.grammar)
+    except ValueError as error:
+        raise ApiError(400, str(error)) from None
 
 
 def _logprobs(body: Mapping[str, Any], chat: bool) -> int | None:
