@@ -40,6 +40,8 @@ FORBIDDEN = (
     # The server's packages are optional.
     *((wing, name, ()) for name in ("starlette", "uvicorn") for wing in WINGS if wing != "serving"),
     ("serving", "starlette", ("app.py", "serve.py")),
+    ("serving", "prometheus_client", ("metrics.py", "serve.py")),
+    ("serving", "xgrammar", ("grammar.py",)),
     ("serving", "uvicorn", ("server.py", "serve.py")),
     *((wing, "megatron", ()) for wing in (INIT, *WINGS) if wing not in ("mcore", "integrations")),
     *(("integrations/trees.py", name, ()) for name in ("megatron", f"{PACKAGE}.mcore", "transformers")),

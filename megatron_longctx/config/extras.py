@@ -9,7 +9,7 @@ EXTRAS = {
     "megatron": ("megatron", "psutil", "packaging", "einops"),
     "train": ("hydra", "omegaconf", "yaml", "wandb", "matplotlib", "jinja2", "argcomplete"),
     "gpu": ("transformer_engine", "flash_attn", "fla"),
-    "serve": ("starlette", "uvicorn"),
+    "serve": ("starlette", "uvicorn", "prometheus_client", "xgrammar"),
     "models": ("safetensors", "gguf", "transformers", "tokenizers", "sentencepiece", "tiktoken"),
     "transformers": ("transformers",),
     "data": ("pyarrow", *(("backports.zstd",) if sys.version_info < (3, 14) else ())),
@@ -18,7 +18,7 @@ EXTRAS = {
     "docs": ("sphinx", "myst_parser", "furo"),
     "dev": (
         *("pytest", "pytest_timeout", "xdist", "playwright", "hypothesis", "ruff", "mypy", "pre_commit", "triton"),
-        "accelerate",
+        *("accelerate", "openai", "lm_eval"),
     ),
 }
 """The modules that each extra of pyproject.toml brings, besides those of the extras that it includes."""

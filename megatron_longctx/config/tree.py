@@ -29,6 +29,7 @@ TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatro
 _MAX_COUNT = 10**9  # of steps, samples and tokens: no key is meant for more
 _SHARE = r"([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})"
 _WEIGHT = rf" *{_SHARE} *"
+_ORIGIN = r"https?://[^\s,/]+"
 _TAG = r"[^,\s][^,]{0,63}"
 _BLEND = re.compile(rf"{_SHARE} +\S+( +{_SHARE} +\S+)+")
 
@@ -196,13 +197,16 @@ class ServeConfig:
     # Names by which clients may call the server (their `Host`), separated by commas; `*`: any. null: on a
     # loopback address only names and addresses of this host, otherwise any.
     allowed_hosts: str | None = text(None, max_bytes=2000)
+    # Origins of web pages that may call the server (CORS), such as https://chat.example, separated by commas.
+    allowed_origins: str | None = text(None, "origins with commas between", rf"{_ORIGIN}(, *{_ORIGIN})*", 2000)
+    served_model_name: str | None = text(None, max_bytes=200)  # the model's name for clients; null: the run's folder
     max_active: int = number(16, 1, 4096)  # sequences computed together
     max_waiting: int = number(64, 1, 10**6)  # open requests, including active ones; more get 429
     max_connections: int = number(128, 1, 10**6)  # maximum number of open connections; more are refused
     max_body_bytes: int = number(16 * 2**20, 1, 2**32)  # maximum size of a request; longer ones get 413
     # Time limit for a client to send a request's head, to send its body, to stay silent, and to read.
     timeout_s: float = number(30.0, 1, SECONDS_PER_YEAR)
-    # If ranks complete no layer for this long, `/health` and new requests get 503; at most half of
+    # If ranks complete no layer for this long, `/ready` and new requests get 503; at most half of
     # parallelism.timeout_s. Running requests wait.
     stalled_s: float = number(10.0, 0, SECONDS_PER_YEAR, above=True)
     # Finished or cancelled sequences whose cache is kept for prompts with the same prefix.

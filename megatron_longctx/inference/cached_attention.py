@@ -36,6 +36,7 @@ from .paged import (
 )
 from .peer_merge import PeerMerge
 from .quantize_kv import SCALE_BYTES
+from .scores import PromptScorer
 
 logger = logging.getLogger(__name__)
 
@@ -335,12 +336,13 @@ class CachedModel(Protocol):
     max_positions: int | None
     attention: CachedAttention
 
-    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, scorer: PromptScorer | None = None) -> Tensor:
         """Run this rank's new tokens and return the logits after some of them.
 
         Args:
             tokens, positions: int64 `[s]`.
             rows: int64, the rows whose next tokens are wanted.
+            scorer: gets the logits of its own rows in blocks, so that those of a whole prompt never exist together.
 
         Returns:
             fp32 `[len(rows), vocab_size]`.

@@ -6,11 +6,12 @@ All ranks make the same calls with the same arguments, as in training, and get t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +24,9 @@ from .cache_manager import CacheFull, CacheManager, Fork, ScheduledChunk
 from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
 from .decode import Decoder
-from .pages import Shard
 from .sampling import Sampling
-from .session import Generation, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
+from .scores import PromptScorer
+from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
 
 _T = TypeVar("_T")
 
@@ -36,16 +37,12 @@ _WARM_UP_LENGTHS = (67, 130)
 """Two lengths, because code for any length is compiled at the second one that it sees."""
 
 
-class _Evicted(NamedTuple):
-    """An evicted session and its state before."""
-
-    session: Session
-    shards: list[Shard]
-    next_token: NextToken | None
-
-
 class LongContextEngine:
     """Prefill, multi-turn sessions and decode over a model.
+
+    Attributes:
+        grammars: makes the matchers of `Sampling.grammar`; None if there are none.
+        mode_counts: the passes in each mode of attention, and replicated ones.
 
     Args:
         model: its attention holds the cache's tensors.
@@ -65,6 +62,8 @@ class LongContextEngine:
         self.settings = settings or InferenceConfig()
         check_inference(self.settings)
         self.rank_tokens = _MAX_RANK_TOKENS
+        self.grammars: Grammars | None = None
+        self.mode_counts: Counter[str] = Counter()
         self._attention = model.attention
         self._chooser = chooser
         self._open: dict[int, Session] = {}
@@ -205,9 +204,10 @@ class LongContextEngine:
             ValueError: the session is closed or empty, or as long as a sequence may be.
         """
         self._check_begun(session)
-        check_length("tokens of the session and a new one", len(session.tokens) + 1, self.model.max_positions)
+        more = min(1, sampling.max_new_tokens)
+        check_length("tokens of the session and a new one", len(session.tokens) + more, self.model.max_positions)
         session.finish_reason = None
-        return Generation(session, sampling, stream)
+        return Generation(session, sampling, stream, grammars=self.grammars)
 
     def step(self, generations: Sequence[Generation]) -> dict[Generation, int]:
         """Generate one token for every generation in one batch, after any tokens of their sessions that are not cached.
@@ -219,8 +219,8 @@ class LongContextEngine:
             CacheFull: the tokens to compute do not fit; nothing has changed.
         """
         self._compute_pending([generation.session for generation in generations])
-        tokens = draw(generations, self._attention.group, self._attention.device)
-        return {g: token for g, token in zip(generations, tokens, strict=True) if g.add(token, self._max_tokens)}
+        drawn = draw(generations, self._attention.group, self._attention.device)
+        return {g: token for g, (token, score) in drawn.items() if g.add(token, score, self._max_tokens)}
 
     def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, int]]:
         """Generate for several sessions in one batch; each ends independently.
@@ -236,6 +236,8 @@ class LongContextEngine:
         if len(set(sessions)) < len(sessions):
             raise refuse("sessions", [s.number for s in sessions], "each one once", "Leave the repeated ones out.")
         # The last token is returned and not computed.
+        if sampling.max_new_tokens == 0:
+            return
         self._reserve({s: int(min(sampling.max_new_tokens, self._max_tokens - len(s.tokens))) - 1 for s in sessions})
         while active:
             emitted = self.step(active)
@@ -292,13 +294,13 @@ class LongContextEngine:
         self.cache_manager.undo(self._place({s: count for s, count in counts.items() if count}, more))
 
     def _place(
-        self, counts: Mapping[Session, int], busy: Collection[Session], evicted: list[_Evicted] | None = None
+        self, counts: Mapping[Session, int], busy: Collection[Session], evicted: list[Evicted] | None = None
     ) -> tuple[ScheduledChunk, ...]:
         numbers = {session.number: count for session, count in counts.items()}
         return self._evict_to_fit(busy, partial(self.cache_manager.append, numbers), evicted)
 
     def _evict_to_fit(
-        self, busy: Collection[Session], place: Callable[[], _T], evicted: list[_Evicted] | None = None
+        self, busy: Collection[Session], place: Callable[[], _T], evicted: list[Evicted] | None = None
     ) -> _T:
         """Call `place`, and evict sessions that are not `busy` until it succeeds, if evicting is allowed.
 
@@ -317,10 +319,10 @@ class LongContextEngine:
                         self._restore(lost)
                     raise
                 oldest = min(idle, key=lambda session: session.last_used)
-                lost.append(_Evicted(oldest, self.cache_manager.evict(oldest.number), oldest.next_token))
+                lost.append(Evicted(oldest, self.cache_manager.evict(oldest.number), oldest.next_token))
                 oldest.next_token = None
 
-    def _restore(self, evicted: Sequence[_Evicted]) -> None:
+    def _restore(self, evicted: Sequence[Evicted]) -> None:
         """Undo evictions. Nothing was computed since then, so their keys and values are still in the pages."""
         for session, shards, next_token in reversed(evicted):
             self.cache_manager.restore(session.number, shards)
@@ -334,7 +336,7 @@ class LongContextEngine:
         reused = {session: session.cached_tokens for session in new}
         exact = {session: session.exact_tokens for session in new}
         placed: list[tuple[list[Session], tuple[ScheduledChunk, ...]]] = []
-        evicted: list[_Evicted] = []
+        evicted: list[Evicted] = []
         try:
             for counts in passes(self.settings, new, pending, self.rank_tokens * self.cache_manager.n):
                 placed.append((list(counts), self._place(counts, new, evicted)))
@@ -344,6 +346,7 @@ class LongContextEngine:
                 texts = [pending[s][c.cached - reused[s] :][: c.new] for s, c in zip(sessions, chunks, strict=True)]
                 ends = [c.cached + c.new == reused[s] + len(pending[s]) for s, c in zip(sessions, chunks, strict=True)]
                 prompts = self.settings.exact_reuse and any(new[s] or len(pending[s]) > 1 for s in sessions)
+                prompts = prompts or any(s.scores is not None for s in sessions)  # a step returns the last logits alone
                 next_tokens |= self._forward(sessions, chunks, texts, ends, may_replicate=not prompts)
                 whole = self.exact_chunk
                 if whole and [(c.cached, c.new) for c in chunks] == [(exact[sessions[0]], whole)]:
@@ -377,16 +380,21 @@ class LongContextEngine:
         """
         if may_replicate and self._decoder.takes(chunks, self._chooser.mode != "auto"):
             decoded = self._decoder(chunks, texts)
+            self.mode_counts["replicated"] += 1
             return {s: next_token for s, next_token, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
         exact, widest = self.settings.exact_reuse, self._attention.shape.widest_window
         batch = Batch(self.cache_manager.n, self.cache_manager.slots_per_rank, chunks, widest)
         mode = self._chooser.choose(batch, self._attention.target(exact, widest)).mode
         self._attention.begin(batch, mode, joined=exact)
+        self.mode_counts[mode] += 1
         tokens, positions = local_rows(chunks, texts, rank)
         last = [batch.last_row(i) if end else (-1, -1) for i, end in enumerate(ends)]
         mine = [(session, row) for session, (home, row) in zip(sessions, last, strict=True) if home == rank]
         rows = torch.tensor([row for _, row in mine], dtype=torch.int64, device=device)
-        logits = self.model.logits(tokens.to(device), positions.to(device), rows)
+        scorer = PromptScorer.of([s.scores for s in sessions], chunks, batch.row_starts[rank], positions, device)
+        logits = self.model.logits(tokens.to(device), positions.to(device), rows, scorer)
+        if scorer is not None:
+            scorer.finish(self._attention.group)
         of_session = {session: logits[i] for i, (session, _) in enumerate(mine)}
         return {s: NextToken(of_session.get(s)) for s, end in zip(sessions, ends, strict=True) if end}

@@ -1,9 +1,10 @@
-"""Sampling: a token from logits, greedy or drawn by temperature, top-k and top-p; the same on any number of ranks."""
+"""Sampling: a token from logits, greedy or drawn, and its log-probability; the same on any number of ranks."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -12,10 +13,21 @@ from torch import Tensor
 
 from ..core.errors import refuse
 
+_INTEGERS = {"max_new_tokens": 0, "top_k": 1, "min_tokens": 0, "logprobs": 0, "prompt_logprobs": 0}
+"""Fields that count something, with the least that each may be."""
+_BOUNDS = {
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens of a sequence are drawn, and when it ends.
+
+    Logits are changed in this order: `repetition_penalty`, the other penalties, `logit_bias`, `min_tokens`, `grammar`.
 
     Attributes:
         max_new_tokens: the most tokens to generate.
@@ -25,6 +37,15 @@ class Sampling:
         seed: the seed of the draws. A draw depends only on the seed, the sequence's `stream` and the token's number in
             the sequence: neither on other sequences in the batch nor on the ranks.
         stop: tokens that end the sequence; they are not returned.
+        min_p: draw among tokens with at least this part of the likeliest one's probability, before top-k and top-p.
+        min_tokens: no stop token is drawn before there are this many.
+        presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once, and for each
+            occurrence.
+        repetition_penalty: divides positive logits of tokens of prompt and answer, and multiplies negative ones.
+        logit_bias: pairs of a token and a number that is added to its logit.
+        grammar: what the text must be, for the engine's `grammars`; None for any text.
+        logprobs, prompt_logprobs: of every generated token, and of every token of the prompt, the log-probability,
+            its rank, and this many of the likeliest tokens. They are the model's own, before any of the above.
 
     Raises:
         ValueError: a value is out of range, or a number of tokens is not an integer.
@@ -36,41 +57,76 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[int, ...] = ()
+    min_p: float = 0.0
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         # Only one rank draws. If it failed then, the others would wait for it.
-        for name in ("max_new_tokens", "top_k"):
+        for name, least in _INTEGERS.items():
             value = getattr(self, name)
-            if not (isinstance(value, Integral) or (value is None and name == "top_k")):
+            if value is None and name not in ("max_new_tokens", "min_tokens"):
+                continue
+            if not isinstance(value, Integral):
                 raise refuse(name, repr(value), "an integer", "Round it.")
-        if self.max_new_tokens < 1:
-            raise refuse("max_new_tokens", self.max_new_tokens, "1 or more", "Raise it.")
+            if value < least:
+                raise refuse(name, value, f"{least} or more", "Raise it, or leave it out.")
+        for name, (low, high) in _BOUNDS.items():
+            if not low <= getattr(self, name) <= high:
+                raise refuse(name, getattr(self, name), f"from {low} to {high}", "Leave it out to change nothing.")
         if not 0 <= self.temperature < math.inf:
             raise refuse("temperature", self.temperature, "0 (greedy) or a positive number", "1 samples as trained.")
-        if self.top_k is not None and self.top_k < 1:
-            raise refuse("top_k", self.top_k, "1 or more, or null", "Leave it null to draw among all tokens.")
         if not 0 < self.top_p <= 1:
             raise refuse("top_p", self.top_p, "above 0 and at most 1", "1 draws among all tokens.")
+        if self.min_tokens > self.max_new_tokens:
+            raise refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_new_tokens}", "Lower it.")
+        if self.grammar is not None and (self.min_tokens or not self.stop):
+            raise refuse("grammar", "", "a stop token that may come as soon as it is complete", "Leave min_tokens out.")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before a token is taken."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.logit_bias or self.min_tokens or self.grammar is not None)
 
 
-def sample(logits: Tensor, sampling: Sampling, stream: int, step: int) -> int:
+def sample(
+    logits: Tensor,
+    sampling: Sampling,
+    stream: int,
+    step: int,
+    prompt: Collection[int] = (),
+    answer: Sequence[int] = (),
+    allowed: Tensor | None = None,
+) -> int:
     """Return the next token.
 
     Args:
         logits: `[vocabulary]`.
         stream: the number of the sequence among those that share the seed.
         step: the number of the token in its sequence.
+        prompt, answer: the tokens before it, for penalties.
+        allowed: bool `[vocabulary]`, the tokens that the grammar allows.
 
     Raises:
         ValueError: the logits are not finite.
     """
     if not torch.isfinite(logits).all():
         raise ValueError("logits are not finite: expected numbers. Check the checkpoint, or use train.precision=fp32.")
+    if sampling.adjusts:
+        logits = _adjusted(logits, sampling, prompt, answer, allowed)
     if sampling.temperature == 0:
         return int(logits.argmax())
     # On the CPU in fp64: a draw is then the same on every device.
     logits = logits.detach().cpu().double()
     weights = torch.exp((logits - logits.max()) / sampling.temperature)  # of numbers up to 0, at any temperature
+    weights = torch.where(weights < sampling.min_p, 0.0, weights)  # the largest is 1
     if sampling.top_k is not None or sampling.top_p < 1:
         weights = _likeliest(weights, logits, sampling)
     # In the order of token ids, logits that other parallel sizes round otherwise move the bounds of a draw no more than
@@ -79,6 +135,29 @@ def sample(logits: Tensor, sampling: Sampling, stream: int, step: int) -> int:
     total = float(sums[-1])
     draw = random.Random(f"{sampling.seed}/{stream}/{step}").random() * total
     return int(torch.searchsorted(sums, min(draw, math.nextafter(total, 0)), right=True))
+
+
+def _adjusted(
+    logits: Tensor, sampling: Sampling, prompt: Collection[int], answer: Sequence[int], allowed: Tensor | None
+) -> Tensor:
+    """Return the logits after penalties, biases and what must not be drawn. fp32, as in the library transformers."""
+    logits = logits.float().clone()
+
+    def ids(tokens: Collection[int]) -> Tensor:
+        return torch.tensor(list(tokens), dtype=torch.int64, device=logits.device)
+
+    if sampling.repetition_penalty != 1:
+        seen = ids({*prompt, *answer})
+        before, factor = logits[seen], sampling.repetition_penalty
+        logits[seen] = torch.where(before < 0, before * factor, before / factor)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        generated, counts = ids(answer).unique(return_counts=True)  # type: ignore[no-untyped-call]
+        logits[generated] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    for token, bias in sampling.logit_bias:
+        logits[token] += bias
+    if len(answer) < sampling.min_tokens:
+        logits[ids(sampling.stop)] = -math.inf
+    return logits if allowed is None else logits.masked_fill(~allowed.to(logits.device), -math.inf)
 
 
 def _likeliest(weights: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:

@@ -14,6 +14,7 @@ from ..core.errors import refuse
 from .cache_manager import CacheFull
 from .engine import LongContextEngine
 from .sampling import Sampling
+from .scores import PromptScores, Score
 from .session import Generation, Session, check_ids, check_length, common_prefix, longest_prefix, whole_chunks
 
 _T = TypeVar("_T")
@@ -26,12 +27,14 @@ class Request:
     Attributes:
         number: chosen by the caller, different for every request.
         salt: identifies the client; a request does not reuse what requests with another salt have cached.
+        stream: see `Sampling.seed`; the number of an answer among those to one prompt.
     """
 
     number: int
     prompt: tuple[int, ...]
     sampling: Sampling
     salt: int = 0
+    stream: int = 0
 
     @property
     def tokens(self) -> int:
@@ -49,6 +52,9 @@ class Event:
         cached_tokens: the number of tokens of its prompt that were cached.
         error: the reason for the finish reason error, or for cancelled if the server cancelled it.
         refused: whether the error is the request's own fault.
+        score: of `token`, or of the stop token that ended it; None without `Sampling.logprobs`.
+        prompt_scores: with the first event after the prompt if `Sampling.prompt_logprobs` is set: of all tokens but
+            the first.
     """
 
     number: int
@@ -57,6 +63,8 @@ class Event:
     cached_tokens: int = 0
     error: str = ""
     refused: bool = False
+    score: Score | None = None
+    prompt_scores: Sequence[Score] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,13 +96,14 @@ class RequestLimits:
         """The most tokens of a prompt."""
         return self.together - 1
 
-    def check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raise ValueError for a request that cannot be served."""
-        check_length("prompt and max_tokens", len(prompt) + max_new_tokens, self.positions)
-        if len(prompt) + max_new_tokens > self.tokens:
-            expected = f"at most {self.tokens} tokens together"
-            raise refuse("prompt and max_tokens", len(prompt) + max_new_tokens, expected, "Ask for fewer.")
+        total = len(prompt) + sampling.max_new_tokens
+        check_length("prompt and max_tokens", total, self.positions)
+        if total > self.tokens:
+            raise refuse("prompt and max_tokens", total, f"at most {self.tokens} tokens together", "Ask for fewer.")
         check_ids(prompt, self.vocab_size)
+        check_ids([0, *sampling.stop, *(token for token, _ in sampling.logit_bias)], self.vocab_size)
 
 
 @dataclass(eq=False)
@@ -160,9 +169,22 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_requests(self) -> dict[str, int]:
+        return {"waiting": len(self._waiting), "running": len(self._active)}
+
+    @property
+    def num_pages(self) -> dict[str, int]:
+        """The pages on all ranks that active sequences hold, that only finished ones hold, and that are free."""
+        manager = self.engine.cache_manager
+        sessions = [active.session.number for active in self._active.values()]
+        used = sum(manager.held_pages(sessions, rank) for rank in range(manager.n))
+        all_used = manager.used_pages()
+        return {"used": used, "kept": all_used - used, "free": manager.pages_per_rank * manager.n - all_used}
+
     def submit(self, request: Request) -> None:
         try:
-            self.request_limits.check(request.prompt, request.sampling.max_new_tokens)
+            self.request_limits.check(request.prompt, request.sampling)
         except ValueError as error:
             self._refused.append(Event(request.number, finish_reason="error", error=str(error), refused=True))
         else:
@@ -221,11 +243,11 @@ class Scheduler:
 
     def _start(self, request: Request) -> bool:
         """Give the request a session with the longest cached prefix of its prompt; False if it has to wait."""
-        prompt = list(request.prompt)
+        prompt, top = list(request.prompt), request.sampling.prompt_logprobs
         active = [active.session for active in self._active.values()]
-        visible = [session for session in (*self._kept, *active) if session.salt == request.salt]
+        visible = [session for session in (*self._kept, *active) if session.salt == request.salt and top is None]
         source, cached = longest_prefix(prompt, visible, self._exact_chunk)
-        if self._is_computing_prefix(request, cached):
+        if top is None and self._is_computing_prefix(request, cached):
             return False
         session = self._open_session(prompt, source, cached)
         pages = self._max_pages(session, request.tokens)
@@ -239,17 +261,20 @@ class Scheduler:
         if session in self._kept:
             self._kept.remove(session)
         session.salt = request.salt
+        session.scores = None if top is None else PromptScores(prompt, top)
         left = prompt[len(session.tokens) :]
         self._active[request.number] = _Active(request, session, left, pages, session.cached_tokens)
         return True
 
     def _is_computing_prefix(self, request: Request, cached: int) -> bool:
-        """Whether a prefix of the prompt that is longer than `cached` by at least a page per rank is being computed."""
+        """Whether a prefix of the prompt that is longer than `cached` by at least a page per rank is being computed,
+        or the same prompt for another of its answers."""
         worth = cached + self.engine.cache_manager.page_tokens * self.engine.cache_manager.n
         for active in self._active.values():
             if active.left and active.request.salt == request.salt:
                 shared = min(common_prefix(request.prompt, active.request.prompt), len(request.prompt) - 1)
-                if whole_chunks(shared, self._exact_chunk) >= worth:
+                whole = whole_chunks(shared, self._exact_chunk)
+                if whole >= worth or (request.stream and whole > cached and request.prompt == active.request.prompt):
                     return True
         return False
 
@@ -307,19 +332,23 @@ class Scheduler:
             self._stuck = False
         for active in self._active.values():
             if not active.left and active.generation is None:
-                # All streams are 0, so that a request's tokens do not depend on the requests beside it.
-                active.generation = self.engine.start(active.session, active.request.sampling)
+                # Not by its place in the batch: a request's tokens do not depend on the requests beside it.
+                active.generation = self.engine.start(active.session, active.request.sampling, active.request.stream)
 
     def _decode(self) -> list[Event]:
         running = {a.generation: a for a in self._active.values() if a.generation is not None}
         if not running:
             return []
-        emitted = self._drop_kept_to_fit(lambda: self.engine.step(list(running)))
+        drawing = [generation for generation in running if generation.finish_reason is None]
+        emitted = self._drop_kept_to_fit(lambda: self.engine.step(drawing)) if drawing else {}
         events = []
         for generation, active in running.items():
             number, reason = active.request.number, generation.finish_reason
             error = "the model's logits are not finite" if reason == "error" else ""
-            events.append(Event(number, emitted.get(generation), reason, active.cached, error))
+            scores, active.session.scores = active.session.scores, None
+            found = None if scores is None else scores.found
+            token = emitted.get(generation)
+            events.append(Event(number, token, reason, active.cached, error, False, generation.score, found))
             if reason is not None:
                 del self._active[number]
                 self._stuck = False

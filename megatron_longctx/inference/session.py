@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,9 @@ from ..config import InferenceConfig
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
 from .cache_manager import CacheManager
+from .pages import Shard
 from .sampling import Sampling, sample
+from .scores import PromptScores, Score, score_table
 
 NOT_FINITE = -1
 """The id in place of a token whose logits are not finite."""
@@ -34,6 +37,17 @@ class NextToken(NamedTuple):
 
     logits: Tensor | None = None
     greedy: int | None = None
+
+
+class Matcher(Protocol):
+    """The progress of an answer through its grammar."""
+
+    def allowed(self, answer: Sequence[int]) -> Tensor:
+        """Return the tokens that may follow `answer`, which has grown since the last call: bool `[vocabulary]`."""
+
+
+Grammars = Callable[[str, Sequence[int]], Matcher]
+"""Returns a matcher of `Sampling.grammar`, whose text is ended by these stop tokens."""
 
 
 class Engine(Protocol):
@@ -62,6 +76,7 @@ class Session:
         self.last_used = 0
         self.next_token: NextToken | None = None  # None: no rank has its logits
         self.exact_chunks = 0  # see `exact_tokens`
+        self.scores: PromptScores | None = None  # set before the first tokens to collect them
         self._engine = engine
 
     @property
@@ -99,6 +114,14 @@ class Session:
         self._engine.close(self)
 
 
+class Evicted(NamedTuple):
+    """An evicted session and its state before."""
+
+    session: Session
+    shards: list[Shard]
+    next_token: NextToken | None
+
+
 @dataclass(eq=False)
 class Generation:
     """A continuation of a session in progress. `LongContextEngine.start` creates it.
@@ -107,6 +130,8 @@ class Generation:
         stream: see `Sampling.seed`.
         tokens: the tokens generated so far.
         finish_reason: None while it runs; then stop, length or error (logits that are not finite).
+        grammars: of the engine; None if it has none.
+        score: of the latest token, which may be a stop token; None without `Sampling.logprobs`.
     """
 
     session: Session
@@ -114,13 +139,42 @@ class Generation:
     stream: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    grammars: Grammars | None = None
+    score: Score | None = None
 
-    def add(self, token: int, max_tokens: float) -> bool:
+    def __post_init__(self) -> None:
+        if self.sampling.grammar is not None and self.grammars is None:
+            raise refuse("grammar", "", "an engine with `grammars`", "Set them, or leave the grammar out.")
+        if self.sampling.max_new_tokens == 0:
+            self.finish_reason = "length"
+
+    @cached_property
+    def _prompt(self) -> frozenset[int]:
+        return frozenset(self.session.tokens[: len(self.session.tokens) - len(self.tokens)])
+
+    @cached_property
+    def _matcher(self) -> Matcher:
+        """The state of the grammar; only ranks that draw have it."""
+        assert self.grammars is not None and self.sampling.grammar is not None
+        return self.grammars(self.sampling.grammar, self.sampling.stop)
+
+    def draw(self, logits: Tensor) -> int:
+        """Return the next token, or NOT_FINITE, which is reported on all ranks, not raised on this one alone."""
+        penalizes = self.sampling.repetition_penalty != 1
+        allowed = None if self.sampling.grammar is None else self._matcher.allowed(self.tokens)
+        try:
+            step, prompt = len(self.session.tokens), self._prompt if penalizes else ()
+            return sample(logits, self.sampling, self.stream, step, prompt, self.tokens, allowed)
+        except ValueError:
+            return NOT_FINITE
+
+    def add(self, token: int, score: Score | None, max_tokens: float) -> bool:
         """Add a drawn token to the session, and return whether it is part of the output.
 
         Args:
             max_tokens: the length at which the session ends.
         """
+        self.score = score
         if token == NOT_FINITE:
             self.finish_reason = "error"
             return False
@@ -171,21 +225,29 @@ def passes(
             yield taken
 
 
-def draw(generations: Sequence[Generation], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+def draw(
+    generations: Sequence[Generation], group: dist.ProcessGroup | None, device: torch.device
+) -> dict[Generation, tuple[int, Score | None]]:
     """Draw the next token of every generation where its logits are, and return them on all ranks. Collective."""
     following = [generation.session.next_token or NextToken() for generation in generations]
+    settings = [generation.sampling for generation in generations]
     greedy = [each.greedy for each in following if each.greedy is not None]
-    if len(greedy) == len(generations) and all(generation.sampling.temperature == 0 for generation in generations):
-        return greedy
-    ids = torch.zeros(len(generations), dtype=torch.int64, device=device)
-    for i, (generation, each) in enumerate(zip(generations, following, strict=True)):
+    plain = all(each.temperature == 0 and not each.adjusts and each.logprobs is None for each in settings)
+    if plain and len(greedy) == len(generations):
+        return {generation: (token, None) for generation, token in zip(generations, greedy, strict=True)}
+    most = max((each.logprobs for each in settings if each.logprobs is not None), default=-1)
+    rows = torch.zeros(len(generations), 1 + max(0, 2 + 2 * most), dtype=torch.float64, device=device)
+    for row, generation, each in zip(rows, generations, following, strict=True):
         if each.logits is not None:
-            try:
-                ids[i] = sample(each.logits, generation.sampling, generation.stream, len(generation.session.tokens))
-            except ValueError:  # reported on all ranks, not raised on this one alone
-                ids[i] = NOT_FINITE
-    tokens: list[int] = all_reduce_sum(group, ids).tolist()
-    return tokens
+            token = generation.draw(each.logits)
+            row[0] = token
+            if most >= 0 and token != NOT_FINITE:
+                row[1:] = score_table(each.logits[None], torch.tensor([token], device=device), most)[0]
+    found = all_reduce_sum(group, rows).tolist()
+    return {
+        generation: (int(row[0]), None if each.logprobs is None else Score.of(int(row[0]), row[1:], each.logprobs))
+        for generation, row, each in zip(generations, found, settings, strict=True)
+    }
 
 
 def plain_ids(tokens: Sequence[int]) -> list[int]:

@@ -25,6 +25,7 @@ from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention, CacheShape
 from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
+from ..inference.scores import PromptScorer
 from ..lowbit.crossover import Crossover
 from ..lowbit.reduction import ReductionPolicy
 from . import checkpoint
@@ -38,6 +39,9 @@ from .step import local_device
 from .tokenizer import build_tokenizer
 
 logger = logging.getLogger(__name__)
+
+_HEAD_ROWS = 512
+"""The most tokens of a prompt whose logits exist together: 250 MB in fp32 with 128K entries of a vocabulary."""
 
 
 class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
@@ -119,21 +123,28 @@ class CachedGPT:
     def _reduced(self) -> list[ReducedRowParallelLinear]:
         return [module for module in self._gpt.modules() if isinstance(module, ReducedRowParallelLinear)]
 
-    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, scorer: PromptScorer | None = None) -> Tensor:
         """See `inference.cached_attention.CachedModel.logits`."""
-        found = self._logits(tokens, positions, rows)
+        found = self._logits(tokens, positions, rows, scorer)
         return found.to(torch.float32, copy=True)  # outlives the pass: a tensor like any other
 
     @torch.inference_mode()
-    def _logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def _logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, scorer: PromptScorer | None) -> Tensor:
         if not tokens.numel():
             self._attend_without_tokens()
             return torch.empty(0, self.vocab_size, device=tokens.device)
         hidden = self._hidden(tokens, positions)
+        if scorer is not None:
+            for start in range(0, len(scorer.rows), _HEAD_ROWS):
+                scorer.add(start, self._head(hidden[scorer.rows[start : start + _HEAD_ROWS]]))
+        return self._head(hidden[rows])
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[s, vocab_size]` of hidden states `[s, 1, h]`."""
         weight = None
         if self._gpt.share_embeddings_and_output_weights:
             weight = self._gpt.shared_embedding_or_output_weight()
-        logits: Tensor = self._gpt.output_layer(hidden[rows], weight=weight, runtime_gather_output=True)[0]
+        logits: Tensor = self._gpt.output_layer(hidden, weight=weight, runtime_gather_output=True)[0]
         return logits[:, 0, : self.vocab_size]
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:

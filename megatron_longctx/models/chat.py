@@ -40,18 +40,22 @@ class Chat:
     stop_tokens: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
 
-    def text(self, messages: Sequence[ChatMessage], reply: bool = True) -> str:
-        """Return the text of a conversation. reply: let it end where the model's reply begins.
+    def text(self, messages: Sequence[ChatMessage], reply: bool = True, tools: Sequence[Any] = ()) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            reply: let it end where the model's reply begins.
+            tools: offered to the model, for templates that have a format for them.
 
         Raises:
             ValueError: the template refuses the messages, or fails on them.
         """
         if self.template is None:
             return "".join(message["content"] + "\n" for message in messages)
-        conversation = [dict(message) for message in messages]
+        given = {"messages": [dict(message) for message in messages], "add_generation_prompt": reply}
         try:
             return self.template.render(
-                {"messages": conversation, "add_generation_prompt": reply, **(self.variables or {})}
+                {**given, **({"tools": list(tools)} if tools else {}), **(self.variables or {})}
             )
         except ValueError as error:
             raise ValueError(f"messages: {error}") from None

@@ -43,6 +43,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, cpu_s: float) -> None:
+        self.source = source
         self._first = {"source": source, "cpu_s": cpu_s}
         self._lock = threading.Lock()
         self._running: list[subprocess.Popen[str]] = []  # one, or none after it exceeded its bounds

@@ -5,14 +5,15 @@ Rank 0 receives requests over HTTP. Before every round it sends the new ones to 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ from ..models.chat import load_chat
 from ..training.broadcast import broadcast_json
 from ..training.rendezvous import RankInfo
 from ..training.signals import handled_signals
+from .grammar import Grammars
 from .http_api.access import build_access
 from .http_api.inbox import Inbox
 from .http_api.parsing import Model
@@ -38,6 +40,9 @@ from .inference_job import (
     split_arguments,
     start,
 )
+
+if TYPE_CHECKING:
+    from .http_api.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +74,12 @@ def serve(words: Sequence[str]) -> None:
 
 def _require_packages() -> None:
     try:
+        import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        remedy = "Install them: pip install 'megatron-longctx[serve]', or pip install starlette uvicorn."
-        raise refuse("serve", f"({error})", "the packages starlette and uvicorn", remedy) from None
+        remedy = "Install them: pip install 'megatron-longctx[serve]'."
+        raise refuse("serve", f"({error})", "the packages starlette, uvicorn and prometheus-client", remedy) from None
 
 
 def _listen(settings: ServeConfig) -> socket.socket:
@@ -91,6 +97,8 @@ def _serve(job: InferenceJob, groups: Any) -> None:
     with open_engine(job, groups) as (engine, tokenizer):
         engine.warm_up(settings.max_active)
         chunk = job.config.inference.prefill_chunk or Scheduler.prefill_chunk
+        grammars = functools.cache(lambda: Grammars(tokenizer))  # a large vocabulary takes a second
+        engine.grammars = lambda grammar, stop: grammars()(grammar, stop)
         scheduler = Scheduler(engine, settings.max_active, chunk, settings.keep_sessions)
         if dist.get_rank() != 0:
             for number in handled_signals():  # signals may go to all ranks; rank 0 decides when to end
@@ -99,7 +107,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
             return
         inbox = Inbox(settings.max_waiting, min(settings.stalled_s, job.timeout_s / 2))
         model = Model(
-            name=str(job.options),
+            name=settings.served_model_name or str(job.options),
             encode=tokenizer.tokenize,
             decode=lambda ids: detokenize(tokenizer, ids),
             stop_token=tokenizer.eod,
@@ -108,6 +116,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
             limits=scheduler.request_limits,
             max_token_chars=max_token_chars(tokenizer),
             begin=tuple(bos_tokens(tokenizer)),
+            check_grammar=lambda grammar: grammars().compile(grammar),
         )
 
         def beat() -> None:
@@ -115,18 +124,21 @@ def _serve(job: InferenceJob, groups: Any) -> None:
                 raise Stopped
             inbox.beat()
 
-        with _serving(model, inbox, settings):
+        with _serving(model, inbox, settings) as metrics:
             engine.model.attention.on_layer = beat
-            _run_rounds(scheduler, inbox)
+            _run_rounds(scheduler, inbox, lambda: metrics.of_round(scheduler))
 
 
 @contextmanager
-def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[None]:
-    """Run the server in a thread. This thread keeps the signals and the model. If the server ends, the inbox stops."""
+def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[Metrics]:
+    """Run the server in a thread, and yield its metrics; if it ends, the inbox stops. This thread keeps the signals and
+    the model."""
     from .http_api.app import Api
     from .http_api.server import build_server
 
-    api = Api(model, inbox, settings.max_body_bytes, settings.timeout_s, build_access(settings, os.environ))
+    origins = tuple(filter(None, map(str.strip, (settings.allowed_origins or "").split(","))))
+    access = build_access(settings, os.environ)
+    api = Api(model, inbox, settings.max_body_bytes, settings.timeout_s, access, origins)
     server, listener = build_server(api, settings.max_connections), _listen(settings)
     previous = {n: signal.signal(n, inbox.ask_to_stop) for n in handled_signals()}
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -136,7 +148,7 @@ def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[None
             served.add_done_callback(inbox.ask_to_stop)
             logger.info("serving %s at http://%s:%d/v1", model.name, host, listener.getsockname()[1])
             try:
-                yield
+                yield api.metrics
             finally:
                 inbox.stop()
                 server.should_exit = True
@@ -146,8 +158,8 @@ def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[None
             signal.signal(number, handler)
 
 
-def _run_rounds(scheduler: Scheduler, inbox: Inbox | None) -> None:
-    """Run rounds of the scheduler until rank 0, which has the inbox, is stopped."""
+def _run_rounds(scheduler: Scheduler, inbox: Inbox | None, observe: Callable[[], None] = lambda: None) -> None:
+    """Run rounds of the scheduler until rank 0, which has the inbox, is stopped. observe: called after each."""
     while True:
         news: list[Any] | None = None
         if inbox is not None:
@@ -163,10 +175,11 @@ def _run_rounds(scheduler: Scheduler, inbox: Inbox | None) -> None:
         for item in news:
             if isinstance(item, dict):
                 sampling = Sampling(**item["sampling"] | {"stop": tuple(item["sampling"]["stop"])})
-                scheduler.submit(Request(item["number"], tuple(item["prompt"]), sampling, item["salt"]))
+                scheduler.submit(Request(**item | {"prompt": tuple(item["prompt"]), "sampling": sampling}))
             else:
                 scheduler.cancel(item)
         events = scheduler.advance() if scheduler.busy else []
         if inbox is not None:
             inbox.last_beat = None
             inbox.deliver(events)
+            observe()

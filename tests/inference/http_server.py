@@ -136,10 +136,11 @@ def serving(
     chat: Chat | None = None,
     inbox: Inbox | None = None,
     encode: Callable[[str], list[int]] = encode,
+    origins: tuple[str, ...] = (),
 ) -> Iterator[Served]:
     inbox = inbox or Inbox(max_waiting)
     model = Model("m", encode, decode, 0, chat or Chat(), 16, LIMITS, 1)
-    api = Api(model, inbox, 1000, timeout_s, access or Access())
+    api = Api(model, inbox, 1000, timeout_s, access or Access(), origins)
     listener = socket.create_server(("127.0.0.1", 0))
     running = build_server(api, max_connections)
     running.config.timeout_keep_alive = math.ceil(PATIENCE_S)  # do not close slow connections on a busy machine

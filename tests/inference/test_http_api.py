@@ -13,7 +13,7 @@ import pytest
 from megatron_longctx.inference.scheduler import Event
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.models.chat import Chat, load_chat
-from megatron_longctx.serving.http_api import parsing
+from megatron_longctx.serving.http_api import options, tools
 from megatron_longctx.serving.http_api.parsing import ApiError, Model, parse_request
 from tests.inference.http_server import BODY, LIMITS, Served, answer_on, decode, encode, serving
 from tests.shared.jobs import PATIENCE_S
@@ -120,14 +120,24 @@ def test_a_body_may_be_chunked(served: Served) -> None:
         (b'{"prompt": "a", "stream": "true"}', 400, "stream='true': expected true or false"),
         (b'{"prompt": "a", "stream_options": 5}', 400, "stream_options=5: expected an object"),
         (b'{"prompt": "a", "stream_options": {"include_usage": "no"}}', 400, "include_usage='no': expected true"),
-        (b'{"prompt": "a", "response_format": {"type": "json_object"}}', 400, "response_format is not supported"),
+        (b'{"prompt": "a", "response_format": {"type": "xml"}}', 400, "expected the type text, json_object or"),
         (b'{"prompt": "a", "response_format": {"type": "text"}, "min_p": 0.0}', 200, ""),
-        (b'{"prompt": "a", "repetition_penalty": 1.2}', 400, "repetition_penalty is not supported"),
+        (b'{"prompt": "a", "repetition_penalty": "1"}', 400, "repetition_penalty='1': expected a number"),
+        (b'{"prompt": "a", "logit_bias": {"-1": 1}}', 400, "expected an object of at most 1024 token ids"),
+        (b'{"prompt": "a", "logit_bias": {"1000": 1}}', 400, "token=1000: expected an id from 0 to 999"),
+        (b'{"prompt": "a", "stop_token_ids": [1000]}', 400, "token=1000: expected an id from 0 to 999"),
+        (b'{"prompt": "a", "guided_choice": ["a"], "guided_regex": "a"}', 400, "expected one of them"),
+        (b'{"prompt": "a", "guided_choice": []}', 400, "guided_choice=[]: expected a list of texts"),
+        (b'{"prompt": "a", "guided_regex": "a", "ignore_eos": true}', 400, "not supported with a grammar"),
+        (b'{"prompt": "a", "n": 0}', 400, "n=0: expected an integer from 1"),
+        (b'{"prompt": "a", "n": 9}', 400, "asks for 9 answers: expected at most 8"),
+        (b'{"prompt": "a", "n": 1, "best_of": 2, "stream": true}', 400, "best_of is not supported in a stream"),
+        (b'{"prompt": "a", "logprobs": 21}', 400, "logprobs=21: expected an integer from 0 to 20"),
         (b'{"prompt": ["a"]}', 200, ""),
         (b'{"prompt": [[97, 98]]}', 200, ""),
-        (b'{"prompt": ["a", "b"]}', 400, "prompt=['a', 'b']: expected one text"),
-        (b'{"prompt": [[]]}', 400, "prompt=[[]]: expected one text"),
-        (b'{"prompt": "a", "max_completion_tokens": 0}', 400, "max_completion_tokens=0: expected 1 or more"),
+        (b'{"prompt": [["a"], "b"]}', 400, "prompt=[['a'], 'b']: expected a text"),
+        (b'{"prompt": [[]]}', 400, "prompt=[[]]: expected a text"),
+        (b'{"prompt": "a", "max_completion_tokens": -1}', 400, "max_completion_tokens=-1: expected an integer from 0"),
         (b'{"prompt": "break"}', 500, "the server failed on this request"),
     ],
     ids=lambda value: str(value)[:30],
@@ -150,14 +160,14 @@ MODEL = Model("m", encode, decode, 0, Chat(), 16, LIMITS)
 @pytest.mark.parametrize(
     "given",
     [
-        *({key: {"type": "object"}} for key in ("guided_json", "structured_outputs", "chat_template_kwargs", "audio")),
-        *({key: ["a"]} for key in ("guided_choice", "allowed_token_ids", "bad_words", "tools", "stop_token_ids")),
-        *({key: 5} for key in ("truncate_prompt_tokens", "prompt_logprobs", "n", "min_p", "logprobs", "priority")),
-        *({key: True} for key in ("return_token_ids", "include_stop_str_in_output", "echo", "n", "presence_penalty")),
-        *({key: True} for key in ("continue_final_message", "logprobs")),
-        *({key: False} for key in ("skip_special_tokens", "add_generation_prompt", "min_tokens")),
-        *({key: "auto"} for key in ("tool_choice", "regex", "reasoning_effort", "tempreature", "cache_salt")),
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        *({key: {"type": "object"}} for key in ("chat_template_kwargs", "audio", "structural_tag")),
+        *({key: ["a"]} for key in ("allowed_token_ids", "bad_words", "guided_grammar", "functions")),
+        *({key: 5} for key in ("truncate_prompt_tokens", "priority", "length_penalty")),
+        *({key: True} for key in ("return_token_ids", "include_stop_str_in_output", "use_beam_search")),
+        *({key: False} for key in ("skip_special_tokens", "spaces_between_special_tokens")),
+        *({key: "auto"} for key in ("regex", "reasoning_effort", "tempreature", "cache_salt")),
+        *({key: "a"} for key in ("suffix", "function_call")),
+        {"structured_outputs": {"grammar": "a"}},
         {"stream_options": {"include_obfuscation": True}},
         {"stream_options": {"include_usages": True}},
         {"top_k\u2028": 5},
@@ -178,7 +188,18 @@ def test_keys_that_would_change_the_answer_are_refused(given: dict[str, Any], ch
     [
         ({**BODY, "messages": TALK["messages"]}, False, "messages"),
         ({**TALK, "prompt": "a"}, True, "prompt"),
-        ({**BODY, "logprobs": 0}, False, "logprobs"),
+        ({**BODY, "logprobs": True}, False, "logprobs"),
+        ({**BODY, "top_logprobs": 2}, False, "top_logprobs"),
+        ({**TALK, "top_logprobs": 2}, True, "top_logprobs"),
+        ({**TALK, "logprobs": 2}, True, "logprobs"),
+        ({**TALK, "echo": True}, True, "echo"),
+        ({**TALK, "best_of": 2}, True, "best_of"),
+        ({**TALK, "tools": [{"type": "function", "function": {"name": "f"}}]}, True, "tools"),
+        ({**TALK, "tool_choice": "required"}, True, "tool_choice"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]}, True, "messages[0].tool_calls"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, True, "messages[0].tool_call_id"),
+        ({**BODY, "prompt_logprobs": 2, "stream": True}, False, "prompt_logprobs"),
+        ({**BODY, "echo": True, "logprobs": 2, "n": 2, "stream": True}, False, "n"),
         ({**BODY, "add_special_tokens": False}, False, "add_special_tokens"),
         ({**TALK, "add_special_tokens": True}, True, "add_special_tokens"),
         ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, True, "messages[0].name"),
@@ -199,7 +220,7 @@ def test_errors_name_the_key(body: dict[str, Any], chat: bool, param: str) -> No
     ("body", "chat"),
     [
         ({**BODY, "user": "x", "metadata": {"a": 1}, "store": True, "guided_json": None, "logprobs": None}, False),
-        ({**BODY, "n": 1, "best_of": 1.0, "echo": False, "suffix": "", "add_special_tokens": True}, False),
+        ({**BODY, "n": 1, "best_of": 1, "top_k": -1, "echo": False, "suffix": "", "add_special_tokens": True}, False),
         ({**TALK, "logprobs": False, "top_logprobs": 0, "modalities": ["text"], "tool_choice": "none"}, True),
         ({**TALK, "add_generation_prompt": True, "continue_final_message": False, "stream_options": None}, True),
         ({**TALK, "stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}, True),
@@ -212,7 +233,7 @@ def test_errors_name_the_key(body: dict[str, Any], chat: bool, param: str) -> No
     ids=str,
 )
 def test_keys_that_change_nothing_are_accepted(body: dict[str, Any], chat: bool) -> None:
-    assert parse_request(MODEL, json.dumps(body).encode(), chat).prompt
+    assert parse_request(MODEL, json.dumps(body).encode(), chat).prompts
 
 
 @pytest.mark.parametrize(
@@ -238,7 +259,7 @@ def test_bodies_with_too_many_values_are_refused_before_they_are_parsed(
 def test_an_error_copies_no_large_value(value: Any) -> None:
     tracemalloc.start()
     try:
-        shown = parsing._shown(value)
+        shown = options.shown(value)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -260,6 +281,15 @@ def test_max_tokens_has_two_names(served: Served, parameters: dict[str, Any], mo
     assert request.sampling.max_new_tokens == most
     served.say(request.number, "c", "stop")
     assert answer_on(connection)[0] == 200
+
+
+def test_a_text_that_is_held_back_begins_with_a_role(served: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "ab"}], "stream": True, "stop": ["xyz"]}
+    connection = served.post(body, "/v1/chat/completions")
+    served.say(served.request().number, "xy!", "length")
+    chunks = answer_on(connection)[1].decode().split("\n\n")[:-2]
+    deltas = [json.loads(chunk.removeprefix("data: "))["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [{"role": "assistant", "content": "xy!"}, {}]
 
 
 def test_an_empty_answer_has_a_role(served: Served) -> None:
@@ -312,3 +342,46 @@ def test_a_connection_serves_several_requests(served: Served) -> None:
     connection.request("GET", "/v1/models")
     assert connection.getresponse().status == 200 and connection.sock is sock
     connection.close()
+
+
+CALL = {"name": "f", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "content", "calls", "reasoning"),
+    [
+        ("<tool_call> arguments", 'so <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "so", 1, None),
+        ("<tool_call> arguments", f"<tool_call>{json.dumps(CALL)}</tool_call>" * 2, None, 2, None),
+        ("<tool_call> arguments", "<tool_call>{</tool_call>", "<tool_call>{</tool_call>", 0, None),
+        ("ipython parameters", '{"name": "f", "parameters": {"a": 1}}', None, 1, None),
+        ("ipython parameters", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; ' * 2, None, 0, None),
+        (
+            "ipython parameters",
+            '{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {"a": 1}}',
+            None,
+            2,
+            None,
+        ),
+        ("ipython parameters", "7", "7", 0, None),
+        (
+            "<|channel|> to=functions.",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+            '<|constrain|>json<|message|>{"a": 1}<|call|>',
+            None,
+            1,
+            "hm",
+        ),
+        ("<|channel|> to=functions.", "<|channel|>final<|message|>yes", "yes", 0, ""),
+    ],
+)
+def test_calls_are_found_in_the_format_of_the_template(
+    template: str, text: str, content: str | None, calls: int, reasoning: str | None
+) -> None:
+    found = tools.format_of("tools " + template)
+    assert found is not None and tools.format_of(template) is None and tools.format_of("tools <call>") is None
+    message = found.parsed(text).message
+    if template.startswith("ipython") and text.count("python_tag") == 2:
+        content = text
+    assert message["content"] == content and message.get("reasoning_content") == reasoning
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    assert [(f["name"], json.loads(f["arguments"])) for f in functions] == [("f", {"a": 1})] * calls

@@ -57,7 +57,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -
 
 def test_health_needs_no_key_and_everything_else_does() -> None:
     with serving(access=Access(("schlüssel",))) as served:
-        assert served.get("/health")[:2] == (200, {"status": "ok", "requests": 0})
+        assert served.get("/ready")[:2] == (200, {"status": "ok", "requests": 0})
         for path in ("/v1/models", "/v1/other"):
             for shown in ({}, {"Authorization": "Bearer schlussel"}, {"Authorization": "\xff"}):
                 status, answer, _ = served.get(path, **shown)
@@ -71,7 +71,7 @@ def test_health_needs_no_key_and_everything_else_does() -> None:
 def test_a_full_queue_and_a_stopping_server_say_when_to_try_again() -> None:
     with serving(max_waiting=2) as served:
         waiting = [(served.post(BODY), served.request().number) for _ in range(2)]
-        assert served.get("/health")[1]["requests"] == 2
+        assert served.get("/ready")[1]["requests"] == 2
         status, answer, response = served.ask(BODY)
         assert status == 429 and response.headers["retry-after"] == "1"
         assert answer["error"]["type"] == "rate_limit_error"
@@ -81,9 +81,34 @@ def test_a_full_queue_and_a_stopping_server_say_when_to_try_again() -> None:
         served.inbox.stop()
         status, answer, _ = answer_on(waiting[1][0])
         assert status == 503 and answer["error"]["message"] == "the server is stopping"
-        for connection in (served.post(BODY), served.connect("GET /health")):
+        for connection in (served.post(BODY), served.connect("GET /ready")):
             status, _, response = answer_on(connection)
             assert status == 503 and response.headers["retry-after"] == "1"
+
+
+def test_a_stream_without_tokens_is_kept_alive(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_KEEP_ALIVE_S", 0.05)
+    connection = served.post({**BODY, "stream": True})
+    number = served.request().number
+    with connection.makefile("rb") as answer:  # its head and a comment come before any token
+        until(lambda: answer.readline() == b": keep-alive\n")
+        served.say(number, "c", "length")
+        until(lambda: answer.readline() == b"data: [DONE]\n")
+
+
+def test_only_pages_of_listed_origins_may_call_the_server() -> None:
+    with serving(origins=("https://chat.example",)) as served:
+        for origin, allowed in (("https://chat.example", "https://chat.example"), ("https://other.example", None)):
+            ask = {"Origin": origin, "Access_Control_Request_Method": "POST"}
+            asked = answer_on(served.connect("OPTIONS /v1/completions", **ask))[2]
+            assert asked.headers["access-control-allow-origin"] == allowed and asked.status == (200 if allowed else 400)
+            assert served.get("/health", Origin=origin)[2].headers["access-control-allow-origin"] == allowed
+
+
+def test_a_request_has_an_id(served: Served) -> None:
+    for given, kept in (("a-1", True), ("a b", False), ("x" * 200, False)):
+        found = served.get("/v1/nothing", X_Request_Id=given)[2].headers["x-request-id"]
+        assert (found == given) == kept and found
 
 
 def test_a_server_that_fails_ends_the_job_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,11 +180,11 @@ def test_stalled_ranks_are_reported() -> None:
         waiting, streaming = served.post(BODY), served.post({**BODY, "stream": True})
         numbers = {served.request().number, served.request().number}
         inbox.last_beat = time.monotonic() - 900
-        assert served.get("/health")[0] == 200
+        assert served.get("/ready")[0] == 200
         inbox.last_beat = time.monotonic() - 1001
-        status, answer, response = served.get("/health")
+        status, answer, response = served.get("/ready")
         assert status == 503 and answer == {"status": "stalled", "requests": 2} and response.headers["retry-after"]
-        assert served.get("/health/ready")[0] == 503 and served.get("/health/live")[0] == 200
+        assert served.get("/health")[:2] == (200, {"status": "ok"})
         status, answer, _ = served.ask(BODY)
         assert status == 503 and "one of them hangs" in answer["error"]["message"]
         time.sleep(1.5)  # more than any interval of checks: requests under way are not cancelled
@@ -167,7 +192,7 @@ def test_stalled_ranks_are_reported() -> None:
             served.say(number, "c", "length")
         assert answer_on(waiting)[0] == 200 and b"[DONE]" in answer_on(streaming)[1]
         inbox.beat()  # by a layer
-        assert served.get("/health")[0] == 200
+        assert served.get("/ready")[0] == 200
 
 
 def test_requests_that_another_site_can_make_a_browser_send_are_refused() -> None:

@@ -46,6 +46,31 @@ def test_top_k_and_top_p_keep_the_likeliest_and_their_ratios() -> None:
     assert abs(both[1] - DRAWS / 2) < 5 * DRAWS**0.5
 
 
+def test_min_p_keeps_a_part_of_the_likeliest() -> None:
+    """3 has exp(-1) = 0.37 of the probability of 1 and 4, 0 has 0.22."""
+    assert set(drawn(Sampling(temperature=1.0, min_p=0.3))) == {1, 4, 3}
+    assert (
+        set(drawn(Sampling(temperature=1.0, min_p=0.5))) == set(drawn(Sampling(temperature=1.0, min_p=1.0))) == {1, 4}
+    )
+
+
+def test_penalties_biases_and_least_lengths_change_logits() -> None:
+    answers = {
+        Sampling(presence_penalty=1.5): (4, [1]),  # 2 - 1.5
+        Sampling(frequency_penalty=0.3): (4, [1, 1, 4]),  # 2 - 0.6 and 2 - 0.3
+        Sampling(repetition_penalty=3.0): (3, [1, 4]),  # 2 / 3
+        Sampling(logit_bias=((0, 1.6),)): (0, []),
+        Sampling(min_tokens=2, stop=(1,)): (4, [3]),
+    }
+    for sampling, (expected, answer) in answers.items():
+        assert sample(LOGITS, sampling, 0, 0, (), answer) == expected, sampling
+    assert sample(LOGITS, Sampling(min_tokens=2, stop=(1,)), 0, 0, (), [3, 3]) == 1
+    allowed = torch.tensor([True, False, True, False, False])
+    assert sample(LOGITS, Sampling(grammar="{}", stop=(1,)), 0, 0, allowed=allowed) == 0
+    drawn = {sample(LOGITS, Sampling(temperature=9, grammar="{}", stop=(1,)), 0, i, (), (), allowed) for i in range(99)}
+    assert drawn == {0, 2}
+
+
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 30, "top_p": 0.95}], ids=lambda filters: "+".join(filters)
 )
@@ -80,7 +105,12 @@ def test_draws_repeat_by_seed_stream_and_step_and_differ_otherwise() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"min_p": 1.5}, r"min_p=1\.5"),
+        ({"frequency_penalty": -3.0}, r"frequency_penalty=-3\.0: expected from -2 to 2"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty=nan"),
+        ({"max_new_tokens": 2, "min_tokens": 3}, "min_tokens=3: expected at most max_tokens=2"),
+        ({"grammar": "{}", "stop": ()}, "grammar=: expected a stop token"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: expected an integer"),
         ({"max_new_tokens": None}, "max_new_tokens=None: expected an integer"),
         ({"top_k": 2.0}, "top_k=2.0: expected an integer"),

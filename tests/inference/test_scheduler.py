@@ -245,6 +245,17 @@ def no_request_waits_for_a_short_prefix(engine: LongContextEngine) -> None:
         assert {event.number for event in scheduler.advance()} == {0, 1, 2}
 
 
+def answers_to_one_prompt_compute_it_once(engine: LongContextEngine) -> None:
+    """Also a short one, but for its last token, whose logits each needs; other prompts do not wait."""
+    sampling = Sampling(max_new_tokens=5, temperature=1.0, seed=3)
+    with scheduling(engine, keep_sessions=0) as scheduler:
+        requests = [Request(i, (1, 2, 3, 4, 5), sampling, stream=i) for i in range(3)]
+        events = finish(scheduler, *requests)
+    assert [events[i][0].cached_tokens for i in range(3)] == [0, 4, 4]
+    assert tokens_of(events[0]) == alone(engine, requests[0])
+    assert len({tuple(tokens_of(events[i])) for i in range(3)}) == 3
+
+
 def exact_reuse_takes_whole_chunks(engine: LongContextEngine) -> None:
     """The first logits are bit-identical for a request alone, and beside others and a kept cache."""
     chunk = engine.settings.prefill_chunk
@@ -284,6 +295,7 @@ def with_every_engine(rank: int, plain: Config, evicting: Config, learned: Confi
         other_clients_caches_are_not_found(engine)
         shared_pages_are_promised_once(engine)
         no_request_waits_for_a_short_prefix(engine)
+        answers_to_one_prompt_compute_it_once(engine)
     with engine_of(evicting) as engine:
         promised_pages_are_not_evicted(engine)
     with engine_of(learned) as engine:

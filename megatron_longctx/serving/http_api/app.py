@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,35 +17,56 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ... import __version__
 from ...inference.scheduler import Event
 from .access import Access
 from .inbox import Inbox
-from .parsing import ApiError, Model, ParsedRequest, parse_request
+from .metrics import Metrics
+from .options import ApiError
+from .parsing import Model, ParsedRequest, parse_request
 from .responses import Answer
 
+logger = logging.getLogger(__name__)
+
+_ID = re.compile(r"[\w.:+-]{1,128}", re.ASCII)
+_KEEP_ALIVE_S = 10.0  # between comments in a stream without tokens
 _RETRY_AFTER_S = 1
 _LONG = 2**16  # bytes of a body; longer ones are parsed one at a time
+
+_CORS: dict[str, Any] = {
+    "allow_methods": ("GET", "POST"),
+    "allow_headers": ("Authorization", "Content-Type", "X-Request-Id"),
+    "expose_headers": ("X-Request-Id",),
+}
 
 _T = TypeVar("_T")
 
 
 @dataclass
 class Api:
-    """The interface's routes and what they need. timeout_s: the time limit for sending a body."""
+    """The interface's routes and what they need.
+
+    Attributes:
+        timeout_s: the time limit for sending a body.
+        origins: of web pages that may call the server.
+    """
 
     model: Model
     inbox: Inbox
     max_body_bytes: int
     timeout_s: float
     access: Access = field(default_factory=Access)
+    origins: Sequence[str] = ()
+    metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self) -> None:
         self._parsing_long = asyncio.Lock()
@@ -50,7 +74,7 @@ class Api:
         self._about["max_model_len"] = self.model.limits.together
 
     def application(self) -> Starlette:
-        """Build the interface: `/v1`, which requires a key if there are any, and `/health`."""
+        """Build the interface: `/v1`, which requires a key if there are any, and what operators ask."""
         v1 = [
             Route("/models", self._models),
             Route("/models/{name:path}", self._one_model),
@@ -59,12 +83,17 @@ class Api:
         ]
         return Starlette(
             routes=[
-                Route("/health", self._ready),
-                Route("/health/ready", self._ready),
-                Route("/health/live", self._live),
+                Route("/health", self._live),
+                Route("/ready", self._ready),
+                Route("/version", self._version),
+                Route("/metrics", self._metrics),
                 Mount("/v1", routes=v1, middleware=[Middleware(_RequireKey, access=self.access)]),
             ],
-            middleware=[Middleware(_RequireHost, access=self.access)],
+            middleware=[
+                Middleware(_Observed, metrics=self.metrics),
+                Middleware(_RequireHost, access=self.access),
+                *([Middleware(CORSMiddleware, allow_origins=self.origins, **_CORS)] if self.origins else []),
+            ],
             exception_handlers={
                 ApiError: _api_error,
                 HTTPException: _not_found,
@@ -81,6 +110,12 @@ class Api:
         """Tell whether new requests are accepted."""
         status = "stopping" if self.inbox.stopping else "stalled" if self.inbox.stalled else "ok"
         return _json({"status": status, "requests": self.inbox.num_requests}, 200 if status == "ok" else 503)
+
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._about]})
@@ -101,28 +136,33 @@ class Api:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         self._require_ranks()
-        number = self.inbox.submit(parsed.prompt, parsed.sampling, request.state.client, listen)
-        if number is None:
+        answers, most = parsed.answers, self.inbox.max_waiting
+        if len(answers) > most:
+            raise ApiError(400, f"the body asks for {len(answers)} answers: expected at most {most}")
+        numbers = self.inbox.submit(answers, request.state.client, listen)
+        if numbers is None:
             if self.inbox.stopping:
                 raise ApiError(503, "the server is stopping", "server_error")
             raise ApiError(429, "too many requests wait already: try again later", "rate_limit_error")
-        answer = Answer(self.model, parsed, number)
+        answer = request.state.answer = Answer(self.model, parsed, numbers, self.inbox.cancel)
         streams = False
         try:
             if not parsed.stream:
-                return _json(answer.whole(await _while_connected(request, self._text(answer, events))))
+                await _while_connected(request, self._finish(answer, events))
+                return _json(await run_in_threadpool(answer.whole))
             # Wait for the first event before the status is sent, because the ranks may refuse the request.
-            first = answer.add(await _while_connected(request, events.get()))
+            first = await _while_connected(request, _next(events))
+            chunks = self._chunks(answer, first)  # raises what the ranks refuse
             streams = True
             return StreamingResponse(
-                self._stream(answer, first, events),
+                self._stream(answer, chunks, events),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache"},
-                background=BackgroundTask(self._cancel, answer),  # it also runs if the client disconnects
+                background=BackgroundTask(answer.close),  # it also runs if the client disconnects
             )
         finally:
             if not streams:
-                await self._cancel(answer)
+                answer.close()
 
     async def _parse(self, body: bytes, chat: bool) -> ParsedRequest:
         """Parse a body, long ones one by one and at most half of the time: parsing holds Python's lock, which the
@@ -136,34 +176,37 @@ class Api:
             finally:
                 await asyncio.sleep(time.monotonic() - began)
 
-    async def _cancel(self, answer: Answer) -> None:
-        if answer.running:
-            self.inbox.cancel(answer.number)
-
     def _require_ranks(self) -> None:
         if self.inbox.stalled and not self.inbox.stopping:
             raise ApiError(503, "the ranks do not answer: one of them hangs, or computes for long", "server_error")
 
-    async def _text(self, answer: Answer, events: asyncio.Queue[Event]) -> str:
-        text = ""
-        while answer.finish_reason is None:
-            text += answer.add(await events.get())
-        return text
+    async def _finish(self, answer: Answer, events: asyncio.Queue[Event]) -> None:
+        while not answer.finished:
+            answer.add(await events.get())
 
-    async def _stream(self, answer: Answer, text: str, events: asyncio.Queue[Event]) -> AsyncIterator[bytes]:
-        """Yield the server-sent events of an answer. text: that of the first event."""
+    def _chunks(self, answer: Answer, event: Event | None) -> list[bytes]:
+        """Return what a stream sends for an event, or for a while without one."""
+        if event is None:
+            return [b": keep-alive\n\n"]
+        choice = answer.add(event)
+        return [] if choice is None else [_sent_event(chunk) for chunk in answer.chunks(choice)]
+
+    async def _stream(
+        self, answer: Answer, chunks: Sequence[bytes], events: asyncio.Queue[Event]
+    ) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of an answer. chunks: the first."""
         try:
             while True:
-                if text:
-                    yield _sent_event(answer.chunk(text))
-                if answer.finish_reason is not None:
+                for chunk in chunks:
+                    yield chunk
+                if answer.finished:
                     break
-                text = answer.add(await events.get())
+                chunks = self._chunks(answer, await _next(events))
         except ApiError as error:  # the status has been sent already
             yield _sent_event(error.body)
             return
-        for chunk in answer.last_chunks():
-            yield _sent_event(chunk)
+        for last in answer.last_chunks():
+            yield _sent_event(last)
         yield b"data: [DONE]\n\n"
 
     async def _read_body(self, request: Request) -> bytes:
@@ -190,6 +233,35 @@ class Api:
             tokens = f"more than any prompt of {self.model.limits.prompt} tokens takes"
             raise ApiError(400, f"the body has {size} bytes, {tokens}: shorten the prompt")
         return bytes(data)
+
+
+class _Observed:
+    """Gives every request its `X-Request-Id`, the client's own if it sends one, and logs and counts its end."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given, began = Headers(scope=scope).get("x-request-id", ""), time.monotonic()
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        status = 499  # of clients that left before an answer
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = name
+            await send(message)
+
+        try:
+            await self._app(scope, receive, answer)
+        finally:
+            if scope["method"] == "POST":
+                found = scope["state"].get("answer")
+                if status >= 400 and status != 499:
+                    self._metrics.refused(status)
+                line = f"request {name}, {status}, {time.monotonic() - began:.3f} s"
+                logger.info("%s", line if found is None else f"{line}, {self._metrics.ended(found)}")
 
 
 class _RequireKey:
@@ -247,6 +319,13 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _
     finally:
         working.cancel()
         leaving.cancel()
+
+
+async def _next(events: asyncio.Queue[Event]) -> Event | None:
+    """Return the next event; None if there is none for a while."""
+    with suppress(TimeoutError):
+        return await asyncio.wait_for(events.get(), _KEEP_ALIVE_S)
+    return None
 
 
 def _sent_event(body: Mapping[str, Any]) -> bytes:

@@ -55,22 +55,24 @@ class Inbox:
         return len(self._listeners)
 
     def submit(
-        self, prompt: Sequence[int], sampling: Sampling, salt: int, listen: Callable[[Event], None]
-    ) -> int | None:
-        """Add a request and return its number, or None if there are too many already.
+        self, answers: Sequence[tuple[Sequence[int], Sampling, int]], salt: int, listen: Callable[[Event], None]
+    ) -> list[int] | None:
+        """Add requests and return their numbers, or None if there are too many already.
 
         Args:
+            answers: prompt, sampling and stream of each.
             salt: identifies the client.
-            listen: receives the request's events.
+            listen: receives their events.
         """
         with self._lock:
-            if len(self._listeners) >= self.max_waiting or self.stopping:
+            if len(self._listeners) + len(answers) > self.max_waiting or self.stopping:
                 return None
-            number = self._number
-            self._number += 1
-            self._listeners[number] = listen
-        self._arrived.put(Request(number, tuple(prompt), sampling, salt))
-        return number
+            numbers = list(range(self._number, self._number + len(answers)))
+            self._number += len(answers)
+            self._listeners.update(dict.fromkeys(numbers, listen))
+        for number, (prompt, sampling, stream) in zip(numbers, answers, strict=True):
+            self._arrived.put(Request(number, tuple(prompt), sampling, salt, stream))
+        return numbers
 
     def cancel(self, number: int) -> None:
         self._arrived.put(number)

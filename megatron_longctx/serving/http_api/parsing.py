@@ -5,73 +5,65 @@ from __future__ import annotations
 import json
 import math
 import re
-import reprlib
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
-from ...core.errors import is_line
 from ...inference.sampling import Sampling
 from ...inference.scheduler import RequestLimits
 from ...models.chat import Chat
+from .options import (
+    MAX_LOGPROBS,
+    SAMPLING_KEYS,
+    ApiError,
+    count,
+    flag,
+    is_ids,
+    printable,
+    read_sampling,
+    refuse_ignored,
+    shown,
+    wrong,
+)
+from .tools import Format, format_of
 
 _MAX_STOPS = 16
 _MAX_PARTS = 100_000  # strings, lists and objects of a body
 _OTHER_BYTES = 2**16  # of a body, besides its prompt
-_MAX_SHOWN = 100  # characters of a wrong value that an error repeats
+_MAX_SCORES = 2**23  # log-probabilities of prompts in one answer
 _NEXT_PART = re.compile(r'["\[{]')
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = _MAX_SHOWN
 
 # Keys by where they occur. Null is as good as leaving a key out.
-_READ = ("model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream")
-_KNOWN = {True: {*_READ, "stream_options", "messages"}, False: {*_READ, "stream_options", "prompt"}}
+_READ = {*SAMPLING_KEYS, "model", "stop", "stream", "stream_options", "n", "logprobs"}
+_KNOWN = {
+    True: {*_READ, "messages", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls"},
+    False: {*_READ, "prompt", "echo", "best_of"},
+}
 # No value of these changes a token.
 _HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("prediction", "parallel_tool_calls"),
+    "prediction",
 }
 # These change no token with these values, which are what this server does anyway. All other keys are refused, also
 # those of other servers: the client would not notice that they are ignored.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), (1,)),
-    **dict.fromkeys(
-        ("echo", "ignore_eos", "use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)
-    ),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "priority"), (0,)),
-    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    **dict.fromkeys(("echo", "use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
+    **dict.fromkeys(("tools", "functions", "bad_words"), ([],)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
+    **{"priority": (0,), "chat_template_kwargs": ({},), "suffix": ("",), "parallel_tool_calls": (True, False)},
 }
 _NEUTRAL_IN: Mapping[bool, Mapping[str, tuple[Any, ...]]] = {  # by whether it is a chat
     True: {
-        **{"logprobs": (False,), "top_logprobs": (0,), "modalities": (["text"],), "add_special_tokens": (False,)},
+        **{"modalities": (["text"],), "add_special_tokens": (False,)},
         **{"add_generation_prompt": (True,), "continue_final_message": (False,)},
     },
     False: {"add_special_tokens": (True,)},
 }
 _NEUTRAL_STREAM_OPTIONS = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
 _NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("tool_calls", "annotations"), ([],))
-
-
-class ApiError(Exception):
-    """An answer with a status other than 200. param: the key of the body that is wrong."""
-
-    def __init__(
-        self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.param = status, kind, param
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI's clients expect it."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}}
 
 
 @dataclass(frozen=True)
@@ -84,6 +76,7 @@ class Model:
         limits: of a single request.
         max_token_chars: the most characters that a token can stand for; None if unknown.
         begin: tokens in front of a text. Chats have theirs from the template; lists of tokens contain their own.
+        check_grammar: raises ValueError for a grammar that cannot be used.
     """
 
     name: str
@@ -95,6 +88,7 @@ class Model:
     limits: RequestLimits
     max_token_chars: int | None = None
     begin: tuple[int, ...] = ()
+    check_grammar: Callable[[str], Any] = str
 
     @property
     def max_bytes(self) -> float:
@@ -123,16 +117,33 @@ class ParsedRequest:
     """A checked request.
 
     Attributes:
-        stops: texts that end the answer.
+        texts: of prompts, in front of their answers; empty without `echo`.
+        stops: texts that end an answer.
         usage: whether a stream ends with the usage.
+        n, best_of: the answers to return and to generate, for each prompt.
+        logprobs, prompt_logprobs: of the body, the likeliest tokens to show for each token; None for none.
+        tools: the format of calls in answers; None if the model has not been offered any tools.
     """
 
-    prompt: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
     sampling: Sampling
     stops: tuple[str, ...]
     stream: bool
     usage: bool
     chat: bool
+    texts: tuple[str, ...] = ()
+    n: int = 1
+    best_of: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    tools: Format | None = None
+
+    @property
+    def answers(self) -> list[tuple[tuple[int, ...], Sampling, int]]:
+        """The prompt, the sampling and the stream of every answer; each prompt is scored once."""
+        unscored = replace(self.sampling, prompt_logprobs=None)
+        samplings = [self.sampling, *[unscored] * (self.best_of - 1)]
+        return [(prompt, sampling, i) for prompt in self.prompts for i, sampling in enumerate(samplings)]
 
 
 def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
@@ -143,27 +154,74 @@ def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
     """
     body = _object(data, model.limits.tokens)
     if body.get("model") not in (None, model.name):
-        name = _shown(body["model"])
-        raise ApiError(404, f"model={name} is not served here; the model is {model.name!r}", "not_found_error", "model")
-    _refuse_ignored(body, _KNOWN[chat] | _HARMLESS, {**_NEUTRAL, **_NEUTRAL_IN[chat]})
+        message = f"model={shown(body['model'])} is not served here; the model is {model.name!r}"
+        raise ApiError(404, message, "not_found_error", "model")
+    refuse_ignored(body, _KNOWN[chat] | _HARMLESS, {**_NEUTRAL, **_NEUTRAL_IN[chat]})
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
-        raise ApiError(400, f"stream_options={_shown(options)}: expected an object", param="stream_options")
-    _refuse_ignored(options, {"include_usage"}, _NEUTRAL_STREAM_OPTIONS, "stream_options.")
-    prompt = tuple(_chat_prompt(model, body) if chat else _prompt(model, body))
-    sampling = _sampling(model, body, chat, model.limits.together - len(prompt))
-    try:  # here, where it costs other requests nothing
-        model.limits.check(prompt, sampling.max_new_tokens)
+        raise wrong("stream_options", options, "an object")
+    refuse_ignored(options, {"include_usage"}, _NEUTRAL_STREAM_OPTIONS, "stream_options.")
+    offered, tools = _tools(model, body) if chat else ([], None)
+    prompts = [_chat_prompt(model, body, offered)] if chat else _prompts(model, body)
+    stream, echo = flag(body, "stream"), flag(body, "echo")
+    n = count(body, "n", 1, _MAX_PARTS, 1)
+    best_of = max(n, count(body, "best_of", 1, _MAX_PARTS, n))
+    logprobs, prompt_logprobs = _logprobs(body, chat), count(body, "prompt_logprobs", 0, MAX_LOGPROBS)
+    whole = {"best_of": best_of > n, "prompt_logprobs": prompt_logprobs is not None}
+    for key, is_asked in (whole | {"n": echo and n > 1 and logprobs is not None}).items():
+        if stream and is_asked:
+            raise ApiError(400, f"{key} is not supported in a stream like this", param=key)
+    ends = () if model.stop_token is None else (model.stop_token,)
+    longest = max(map(len, prompts))
+    sampling = read_sampling(
+        body,
+        max(1, min(model.default_tokens, model.limits.together - longest)),
+        ends + (model.chat.stop_tokens if chat else ()),
+        0 if logprobs is None and best_of > n else logprobs,
+        max((x for x in (prompt_logprobs, logprobs if echo else None) if x is not None), default=None),
+    )
+    _check(model, prompts, sampling)
+    return ParsedRequest(
+        prompts=tuple(map(tuple, prompts)),
+        sampling=sampling,
+        stops=_stops(body) + (model.chat.stop_texts if chat else ()) + (tools.stops if tools else ()),
+        stream=stream,
+        usage=flag(options, "include_usage"),
+        chat=chat,
+        texts=_echoed(model, body, prompts) if echo else (),
+        n=n,
+        best_of=best_of,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        tools=tools,
+    )
+
+
+def _check(model: Model, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    """Refuse what the ranks would refuse, here, where it costs other requests nothing."""
+    if sampling.prompt_logprobs is not None:
+        scores = sum(map(len, prompts)) * (1 + sampling.prompt_logprobs)
+        if scores > _MAX_SCORES:
+            raise ApiError(400, f"the body asks for {scores} log-probabilities: expected at most {_MAX_SCORES}")
+    try:
+        for prompt in prompts:
+            model.limits.check(prompt, sampling)
+        if sampling.grammar is not None:
+            model.check_grammar(sampling.grammar)
     except ValueError as error:
         raise ApiError(400, str(error)) from None
-    return ParsedRequest(
-        prompt=prompt,
-        sampling=sampling,
-        stops=_stops(body) + (model.chat.stop_texts if chat else ()),
-        stream=_flag(body, "stream"),
-        usage=_flag(options, "include_usage"),
-        chat=chat,
-    )
+
+
+def _logprobs(body: Mapping[str, Any], chat: bool) -> int | None:
+    """Return how many likeliest tokens to show for each token of the answer; None to show no log-probabilities."""
+    if not chat:
+        return count(body, "logprobs", 0, MAX_LOGPROBS)  # type: ignore[no-any-return]
+    most = count(body, "top_logprobs", 0, MAX_LOGPROBS, 0)
+    if flag(body, "logprobs"):
+        return most  # type: ignore[no-any-return]
+    if most:
+        raise wrong("top_logprobs", most, "logprobs=true beside it")
+    return None
 
 
 def _object(data: bytes, max_tokens: int) -> dict[str, Any]:
@@ -202,107 +260,118 @@ def _check_parts(text: str, max_tokens: int) -> None:
         raise ApiError(400, f"the body has too many values: expected at most {max_tokens} tokens")
 
 
-def _refuse_ignored(
-    given: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, tuple[Any, ...]], where: str = ""
-) -> None:
-    """Refuse keys that are not read and might change the answer. where: the path of the object, for the message."""
-    for key, value in given.items():
-        if value is None or key in known or any(_is_same(value, each) for each in neutral.get(key, ())):
-            continue
-        name = where + key[:_MAX_SHOWN]
-        raise ApiError(400, f"{_printable(name)} is not supported; leave it out", param=name)
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether JSON values are equal; unlike in Python, true is not 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
-
-
-def _sampling(model: Model, body: Mapping[str, Any], chat: bool, room: int) -> Sampling:
-    """Return how to draw the answer. room: the most tokens that it may have."""
-    key = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    most = _number(body, key, int)
-    if most is not None and most < 1:
-        raise ApiError(400, f"{key}={_shown(most)}: expected 1 or more", param=key)
-    ends = () if model.stop_token is None else (model.stop_token,)
-    try:
-        return Sampling(
-            max_new_tokens=max(1, min(model.default_tokens, room)) if most is None else int(most),
-            temperature=float(_number(body, "temperature", float, 1.0)),
-            top_k=_number(body, "top_k", int),
-            top_p=float(_number(body, "top_p", float, 1.0)),
-            seed=int(_number(body, "seed", int, time.time_ns())),
-            stop=ends + (model.chat.stop_tokens if chat else ()),
-        )
-    except (ValueError, OverflowError) as error:
-        raise ApiError(400, str(error)) from None
-
-
-def _number(body: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    value = body.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
-        raise ApiError(
-            400, f"{key}={_shown(value)}: expected {'a number' if kind is float else 'an integer'}", param=key
-        )
-    return value
-
-
-def _flag(body: Mapping[str, Any], key: str) -> bool:
-    value = body.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ApiError(400, f"{key}={_shown(value)}: expected true or false", param=key)
-    return bool(value)
-
-
 def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
     if not (isinstance(stops, list) and len(stops) <= _MAX_STOPS and all(isinstance(s, str) and s for s in stops)):
-        raise ApiError(400, f"stop={_shown(stops)}: expected a text or up to {_MAX_STOPS} texts", param="stop")
+        raise ApiError(400, f"stop={shown(stops)}: expected a text or up to {_MAX_STOPS} texts", param="stop")
     return tuple(stops)
 
 
-def _prompt(model: Model, body: Mapping[str, Any]) -> Sequence[int]:
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]  # a list of one prompt
-    if isinstance(prompt, str):
-        encoded = _encode(model, str, prompt)
-        prompt = [*(model.begin if encoded else ()), *encoded]
+def _prompts(model: Model, body: Mapping[str, Any]) -> list[Sequence[int]]:
+    """Return the tokens of `prompt`: a text, a list of token ids, or a list of either."""
+    given = body.get("prompt")
+    several = isinstance(given, list) and bool(given) and all(isinstance(each, str | list) for each in given)
     most = f"{model.limits.prompt} ({model.limits.key})"
-    if isinstance(prompt, list) and len(prompt) > model.limits.tokens:  # before looking at each of them
-        raise ApiError(400, f"prompt has {len(prompt)} tokens: expected at most {most}", param="prompt")
-    if isinstance(prompt, list) and prompt and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-        return prompt
-    expected = "one text that is not empty, or a list of token ids"
-    raise ApiError(400, f"prompt={_shown(body.get('prompt'))}: expected {expected}")
+    prompts: list[Sequence[int]] = []
+    for prompt in given if several and isinstance(given, list) else [given]:
+        if isinstance(prompt, list) and len(prompt) > model.limits.tokens:  # before looking at each of them
+            raise ApiError(400, f"prompt has {len(prompt)} tokens: expected at most {most}", param="prompt")
+        if isinstance(prompt, str):
+            encoded = _encode(model, str, prompt)
+            prompt = [*(model.begin if encoded else ()), *encoded]
+        if not (prompt and is_ids(prompt)):
+            raise wrong("prompt", given, "a text that is not empty, a list of token ids, or a list of either")
+        prompts.append(prompt)
+    return prompts
 
 
-def _chat_prompt(model: Model, body: Mapping[str, Any]) -> Sequence[int]:
-    messages = _messages(body)
+def _echoed(model: Model, body: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    given = body["prompt"]
+    texts = given if isinstance(given, list) and isinstance(given[0], str | list) else [given]
+    return tuple(t if isinstance(t, str) else model.decode(ids) for t, ids in zip(texts, prompts, strict=True))
+
+
+def _tools(model: Model, body: Mapping[str, Any]) -> tuple[list[Any], Format | None]:
+    """Return the tools that the model is offered, and the format of its calls."""
+    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    if choice not in (None, "none", "auto") or (choice == "auto" and not tools):
+        raise ApiError(400, f"tool_choice={shown(choice)} is not supported; leave it out", param="tool_choice")
+    if not tools or choice == "none":
+        return [], None
+    functions = isinstance(tools, list) and all(isinstance(t, dict) and t.get("type") == "function" for t in tools)
+    if not functions or not all(isinstance(t.get("function"), dict) for t in tools):
+        raise wrong("tools", tools, "a list of functions")
+    if flag(body, "parallel_tool_calls") is False and body.get("parallel_tool_calls") is not None:
+        raise ApiError(400, "parallel_tool_calls=false is not supported; leave it out", param="parallel_tool_calls")
+    return tools, _format(model, "tools")
+
+
+def _format(model: Model, key: str) -> Format:
+    template = model.chat.template
+    found = None if template is None else format_of(template.source)
+    if found is None:
+        known = "tools in the format of Llama, Qwen or gpt-oss"
+        raise ApiError(400, f"{printable(key)} is not supported: the chat template has no {known}", param=key)
+    return found
+
+
+def _chat_prompt(model: Model, body: Mapping[str, Any], tools: list[Any]) -> Sequence[int]:
+    messages = _messages(model, body)
     model.check_chars(sum(len(message["content"]) for message in messages))
-    return _encode(model, model.chat.text, messages)
+    return _encode(model, lambda source: model.chat.text(source, tools=tools), messages)
 
 
-def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the role and the text of every message."""
+def _messages(model: Model, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the role and the text of every message, and what it says about calls of tools."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages: expected a list of messages with role and content", param="messages")
     checked = []
     for i, message in enumerate(messages):
+        more = _about_calls(model, message, f"messages[{i}].") if isinstance(message, dict) else {}
         if isinstance(message, dict):
-            _refuse_ignored(message, ("role", "content"), _NEUTRAL_IN_MESSAGE, f"messages[{i}].")
+            refuse_ignored(message, ("role", "content", *more), _NEUTRAL_IN_MESSAGE, f"messages[{i}].")
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if isinstance(content, list):
             content = _joined(content, f"messages[{i}].content")
+        if content is None and "tool_calls" in more:
+            content = ""
         if not isinstance(role, str) or not isinstance(content, str):
             expected = "expected the role and the content of every message to be text"
             raise ApiError(400, f"messages: {expected}", param=f"messages[{i}]")
-        checked.append({"role": role, "content": content})
+        checked.append({"role": role, "content": content, **more})
     return checked
+
+
+def _about_calls(model: Model, message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return `tool_calls` of an answer with arguments as objects, or `tool_call_id` and `name` of a tool's message."""
+    if message.get("role") == "tool":
+        more = {key: message[key] for key in ("tool_call_id", "name") if message.get(key) is not None}
+        if not all(isinstance(value, str) for value in more.values()):
+            raise ApiError(400, f"{where}tool_call_id: expected a text", param=where + "tool_call_id")
+    elif message.get("role") == "assistant" and message.get("tool_calls"):
+        calls = message["tool_calls"] if isinstance(message["tool_calls"], list) else [None]
+        more = {"tool_calls": [_past_call(call, where + "tool_calls") for call in calls]}
+    else:
+        return {}
+    if more:
+        _format(model, where + next(iter(more)))
+    return more
+
+
+def _past_call(call: Any, where: str) -> dict[str, Any]:
+    """Return a call of an earlier answer, whose arguments templates read as an object."""
+    try:
+        arguments = call["function"]["arguments"]
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        function = {"name": str(call["function"]["name"]), "arguments": parsed}
+        if not isinstance(parsed, dict):
+            raise ValueError
+    except (TypeError, KeyError, ValueError):
+        expected = "expected calls with function.name and function.arguments, a JSON object as text"
+        raise ApiError(400, f"{where}: {expected}", param=where) from None
+    return {"id": str(call.get("id", "")), "type": "function", "function": function}
 
 
 def _joined(parts: Sequence[Any], where: str) -> str | None:
@@ -311,7 +380,7 @@ def _joined(parts: Sequence[Any], where: str) -> str | None:
     for i, part in enumerate(parts):
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             return None
-        _refuse_ignored(part, ("text",), {"type": ("text",)}, f"{where}[{i}].")
+        refuse_ignored(part, ("text",), {"type": ("text",)}, f"{where}[{i}].")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -326,12 +395,3 @@ def _encode(model: Model, to_text: Callable[[Any], str], source: Any) -> Sequenc
         raise ApiError(400, "the text is not valid Unicode") from None
     except ValueError as error:
         raise ApiError(400, str(error)) from None
-
-
-def _shown(value: Any) -> str:
-    """Return the beginning of a value, which may be as large as a body."""
-    return _SHOWN.repr(value)[:_MAX_SHOWN]
-
-
-def _printable(text: str) -> str:
-    return text if is_line(text) else ascii(text)[1:-1]

@@ -3,12 +3,48 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ...inference.scheduler import Event
+from ...inference.scores import Score
 from ..text_stream import TextStream
-from .parsing import ApiError, Model, ParsedRequest
+from .options import ApiError
+from .parsing import Model, ParsedRequest
+
+
+@dataclass
+class Choice:
+    """One answer to a prompt.
+
+    Attributes:
+        index: among the answers that are returned.
+        running: whether the ranks still work on it.
+        finish_reason: None while it runs.
+        new: the text that the latest event has completed.
+        latest: of its tokens, the score of the latest, which may be a stop token.
+    """
+
+    index: int
+    stream: TextStream
+    prompt: Sequence[int]
+    echo: str
+    running: bool = True
+    finish_reason: str | None = None
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    text: str = ""
+    new: str = ""
+    begun: bool = False
+    scores: list[Score] = field(default_factory=list)
+    latest: list[Score] = field(default_factory=list)
+    prompt_scores: Sequence[Score] | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(score.logprob for score in self.scores) / max(1, len(self.scores))
 
 
 @dataclass
@@ -16,85 +52,212 @@ class Answer:
     """The answer to a request in progress.
 
     Attributes:
-        running: whether the ranks still work on it.
-        finish_reason: None while it runs.
+        numbers: of the ranks' requests, prompt after prompt, `best_of` for each.
+        cancel: ends one of these.
+        times: by `time.monotonic`, of its arrival, its first and its latest token.
     """
 
     model: Model
     request: ParsedRequest
-    number: int
-    running: bool = True
-    finish_reason: str | None = None
-    num_tokens: int = 0
-    cached_tokens: int = 0
+    numbers: Sequence[int]
+    cancel: Callable[[int], None]
     created: int = field(default_factory=lambda: int(time.time()))
+    times: list[float] = field(default_factory=lambda: [time.monotonic()])
 
     def __post_init__(self) -> None:
-        self._text = TextStream(self.model.decode, self.request.stops)
-        self._begun = False
+        request = self.request
+        self._of_number: dict[int, Choice] = {}
+        for i, number in enumerate(self.numbers):
+            at, stream = i // request.best_of, TextStream(self.model.decode, request.stops)
+            echo = request.texts[at] if request.texts else ""
+            self._of_number[number] = Choice(i, stream, request.prompts[at], echo)
+        self.choices = list(self._of_number.values())
 
-    def add(self, event: Event) -> str:
-        """Add an event and return the text that it completes.
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def add(self, event: Event) -> Choice | None:
+        """Add an event and return the choice that it belongs to; None if that has ended already.
 
         Raises:
             ApiError: the request was refused, has failed, or was ended by the server.
         """
-        self.running = event.finish_reason is None
+        choice = self._of_number[event.number]
+        choice.running = choice.running and event.finish_reason is None
+        if choice.finish_reason is not None:
+            return None
         if event.finish_reason == "cancelled":
             raise ApiError(503, event.error, "server_error")
         if event.finish_reason == "error":
             raise ApiError(400, event.error) if event.refused else ApiError(500, event.error, "server_error")
-        self.cached_tokens = event.cached_tokens
-        text = ""
+        self.times[1:] = [*self.times[1:2], time.monotonic()]
+        choice.cached_tokens, choice.new = event.cached_tokens, ""
+        choice.prompt_scores = event.prompt_scores or choice.prompt_scores
+        choice.latest = [] if event.score is None else [event.score]
+        choice.scores += choice.latest
         if event.token is not None:
-            self.num_tokens += 1
-            text = self._text.feed(event.token)
+            choice.num_tokens += 1
+            choice.new = choice.stream.feed(event.token)
         if event.finish_reason is not None:
-            text += self._text.finish()
-        self.finish_reason = "stop" if self._text.stopped else event.finish_reason
-        return text
+            choice.new += choice.stream.finish()
+        choice.text += choice.new
+        choice.finish_reason = "stop" if choice.stream.stopped else event.finish_reason
+        if choice.finish_reason is not None and choice.running:
+            self._cancel(choice, event.number)
+        return choice
+
+    def close(self) -> None:
+        """End what the ranks still work on."""
+        for number, choice in self._of_number.items():
+            self._cancel(choice, number)
+
+    def _cancel(self, choice: Choice, number: int) -> None:
+        if choice.running:
+            choice.running = False
+            self.cancel(number)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The tokens of prompts, cached ones of these, and generated ones."""
+        first = self.choices[:: self.request.best_of]
+        cached, generated = sum(c.cached_tokens for c in first), sum(c.num_tokens for c in self.choices)
+        return sum(map(len, self.request.prompts)), cached, generated
 
     @property
     def usage(self) -> dict[str, Any]:
-        prompt = len(self.request.prompt)
+        prompt, cached, generated = self.counts
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": self.num_tokens,
-            "total_tokens": prompt + self.num_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
-        choice = {"message": {"role": "assistant", "content": text}} if self.request.chat else {"text": text}
-        return self._body(choice, self.finish_reason, whole=True) | {"usage": self.usage}
+        most, n = self.request.best_of, self.request.n
+        returned: list[dict[str, Any]] = []
+        for start in range(0, len(self.choices), most):
+            choices = self.choices[start : start + most]
+            if most > n:
+                choices = sorted(choices, key=lambda choice: -choice.mean_logprob)[:n]
+            returned += [self._whole(choice, i, self.choices[start]) for i, choice in enumerate(choices, len(returned))]
+        body = self._body(returned, whole=True) | {"usage": self.usage}
+        if self.request.chat and self.request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._prompt_logprobs(self.choices[0])
+        return body
 
-    def chunk(self, text: str) -> dict[str, Any]:
-        """Return a chunk of a stream."""
-        if not self.request.chat:
-            return self._body({"text": text}, None)
-        return self._body({"delta": self._role() | {"content": text}}, None)
+    def _whole(self, choice: Choice, index: int, first: Choice) -> dict[str, Any]:
+        """Return a choice. first: the one of its prompt that has the prompt's scores."""
+        reason, tools = choice.finish_reason, self.request.tools
+        content: dict[str, Any] = {"text": choice.echo + choice.text}
+        if self.request.chat:
+            message = {"content": choice.text} if tools is None else tools.parsed(choice.text).message
+            reason = "tool_calls" if "tool_calls" in message else reason
+            content = {"message": {"role": "assistant", **message}}
+        elif self.request.prompt_logprobs is not None:
+            content["prompt_logprobs"] = self._prompt_logprobs(first)
+        logprobs = self._logprobs(choice, choice.scores, first.prompt_scores if self.request.texts else None)
+        return {"index": index, **content, "finish_reason": reason, "logprobs": logprobs}
+
+    def chunks(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a stream for the latest event of a choice. Calls of tools come whole, at its end."""
+        text, more, reason = choice.new, {}, choice.finish_reason
+        if self.request.tools is not None:
+            more = {} if reason is None else self.request.tools.parsed(choice.text).message
+            text = more.pop("content", None) or ""
+            if "tool_calls" in more:
+                more["tool_calls"] = [{"index": i, **call} for i, call in enumerate(more["tool_calls"])]
+                reason = "tool_calls"
+        echoed = choice.prompt_scores if self.request.texts and not choice.begun else None
+        logprobs = self._logprobs(choice, choice.latest, echoed, len(choice.scores) - len(choice.latest))
+        text = text if choice.begun else choice.echo + text
+        if text or more or choice.latest:
+            yield self._chunk(choice, {"content": text} | more, None, logprobs)
+        if reason is not None:
+            yield self._chunk(choice, {}, reason, None)
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """Return the chunks that end a stream."""
-        chunks = [self._body({"delta": self._role()} if self.request.chat else {"text": ""}, self.finish_reason)]
-        if self.request.usage:
-            chunks.append(chunks[0] | {"choices": [], "usage": self.usage})
-        return chunks
+        return [self._body([]) | {"usage": self.usage}] if self.request.usage else []
 
-    def _role(self) -> dict[str, str]:
-        """Return the role for the first chunk only."""
-        role = {} if self._begun else {"role": "assistant"}
-        self._begun = True
-        return role
+    def _chunk(self, choice: Choice, delta: dict[str, Any], reason: str | None, logprobs: Any) -> dict[str, Any]:
+        """Return a chunk; the first of a chat's choice has the role."""
+        role = {} if choice.begun else {"role": "assistant"}
+        choice.begun = True
+        content = {"delta": role | delta} if self.request.chat else {"text": delta.get("content", "")}
+        return self._body([{"index": choice.index, **content, "finish_reason": reason, "logprobs": logprobs}])
 
-    def _body(self, choice: dict[str, Any], reason: str | None, whole: bool = False) -> dict[str, Any]:
+    def _body(self, choices: list[dict[str, Any]], whole: bool = False) -> dict[str, Any]:
         chat = self.request.chat
         name = "chat.completion" if chat else "text_completion"
         return {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{self.number}",
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{self.numbers[0]}",
             "object": name + (".chunk" if chat and not whole else ""),
             "created": self.created,
             "model": self.model.name,
-            "choices": [{"index": 0, **choice, "finish_reason": reason, "logprobs": None}],
+            "choices": choices,
         }
+
+    def _logprobs(
+        self, choice: Choice, scores: Sequence[Score], echoed: Sequence[Score] | None, before: int = 0
+    ) -> dict[str, Any] | None:
+        """Return `logprobs` of a choice. before: the number of its scores before these."""
+        most = self.request.logprobs
+        if most is None:
+            return None
+        prompt, pieces = choice.prompt, partial(_pieces, self.model.decode, most=most)
+        entries = list(pieces(scores, [choice.scores[before - 1].token] if before else prompt[-1:]))
+        if self.request.chat:
+            return {"content": list(map(_chat_logprob, entries))}
+        if echoed is not None:
+            first = self.model.decode(prompt[:1])
+            entries = [(first, None, {}, len(first)), *pieces(echoed, prompt[:1]), *entries]
+        offset, offsets = 0 if echoed is not None else len(choice.echo + choice.text) - len(choice.new), []
+        for *_, size in entries:
+            offsets.append(offset)
+            offset += size
+        return {
+            "tokens": [entry[0] for entry in entries],
+            "token_logprobs": [entry[1] for entry in entries],
+            "top_logprobs": [None if entry[1] is None else entry[2] for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _prompt_logprobs(self, choice: Choice) -> list[Any]:
+        """Return the likeliest tokens of a prompt by their ids, as vLLM does; the first token has none."""
+        found: list[Any] = [None]
+        for score in choice.prompt_scores or ():
+            top = list(enumerate(score.top[: self.request.prompt_logprobs], 1))
+            entries = {token: (logprob, rank) for rank, (token, logprob) in top} | {score.token: score[1:3]}
+            found.append(
+                {
+                    str(token): {"logprob": logprob, "rank": rank, "decoded_token": self.model.decode([token])}
+                    for token, (logprob, rank) in entries.items()
+                }
+            )
+        return found
+
+
+_Entry = tuple[str, float | None, dict[str, float], int]
+"""A token's text and log-probability, those of the likeliest tokens, and the characters that it adds to the text."""
+
+
+def _pieces(
+    decode: Callable[[Sequence[int]], str], scores: Iterable[Score], before: Sequence[int], most: int
+) -> Iterator[_Entry]:
+    """Yield the entries of tokens. A token without a whole character has the text `token_id:ID`, so that it is found
+    in the likeliest tokens. before: the token in front of them, on which their spaces may depend."""
+    for score in scores:
+        known = len(decode(before))
+        texts = {token: decode([*before, token])[known:] for token in (score.token, *(t for t, _ in score.top[:most]))}
+        names = {t: f"token_id:{t}" if not text or "\ufffd" in text else text for t, text in texts.items()}
+        top = {names[token]: logprob for token, logprob in score.top[:most]} | {names[score.token]: score.logprob}
+        yield names[score.token], score.logprob, top, len(texts[score.token])
+        before = [score.token]
+
+
+def _chat_logprob(entry: _Entry) -> dict[str, Any]:
+    name, logprob, top, _ = entry
+    likeliest = [{"token": t, "logprob": x, "bytes": list(t.encode())} for t, x in top.items()]
+    return {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": likeliest}

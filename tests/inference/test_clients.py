@@ -1,0 +1,379 @@
+"""The server's clients and their features: `openai`, `lm_eval`, and answers that equal those of `transformers`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_longctx.cli.conversion import import_model
+from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.inference.scheduler import Request, Scheduler
+from megatron_longctx.mcore import groups, inference
+from megatron_longctx.mcore.inference import build_engine, inference_config
+from megatron_longctx.serving.grammar import Grammars
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training.compose import RESOLVED, load_config
+from tests.inference.http_server import until
+from tests.inference.test_serve import Client, serving
+from tests.shared.published import TEXTS, write_model
+from tests.shared.training import changed
+
+pytest.importorskip("openai")
+SCHEMA = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"]}
+TEMPLATE = (  # tools in the format of Qwen
+    "{% if tools %}tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    '<tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>{% endif %}'
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "look", "description": "fox", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server of a random Llama on 2 context-parallel ranks, an `openai` client of it, and `transformers`' model."""
+    from openai import OpenAI
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("clients")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.delenv("MEGATRON_LONGCTX_API_KEY", raising=False)
+        model = write_model(folder / "published", "llama", torch.float32, vocab_size=290, max_position_embeddings=1024)
+        import_model(str(folder / "published"), [f"out={folder / 'run'}"])
+        (folder / "chat.jinja").write_text(TEMPLATE)
+        settings = [
+            *("parallelism=cp2", "inference.cache_tokens=4000", "serve.max_active=8", "inference.max_model_len=1000"),
+            *(f"inference.chat_template={folder / 'chat.jinja'}", "serve.served_model_name=fox"),
+        ]
+        with serving(load_config(folder / "run" / RESOLVED), folder, *settings, name="fox") as client:
+            openai = OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none", max_retries=0)
+            tokenizer = AutoTokenizer.from_pretrained(folder / "published")
+            assert len(tokenizer) == 290
+            yield SimpleNamespace(client=client, openai=openai, model=model, tokenizer=tokenizer, folder=folder)
+
+
+PROMPT = [45, 60, 71, 90, 60, 45, 33, 71]
+
+
+def reference(served: Any, prompt: Sequence[int], count: int, *processors: Any) -> list[int]:
+    """The likeliest tokens by `transformers`, after what these processors make of its logits."""
+    from transformers import LogitsProcessorList
+
+    ids = torch.tensor([prompt])
+    found = served.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None,
+        pad_token_id=0, logits_processor=LogitsProcessorList(processors),
+    )  # fmt: skip
+    return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def completed(served: Any, **parameters: Any) -> Any:
+    """The first choice of a completion."""
+    extra = {"ignore_eos": True} | parameters.pop("extra", {})
+    if "guided_json" in extra or "guided_regex" in extra or "guided_choice" in extra:
+        del extra["ignore_eos"]
+    given = {"model": "fox", "prompt": PROMPT, "temperature": 0, "logprobs": 0} | parameters
+    return served.openai.completions.create(**given, extra_body=extra).choices[0]
+
+
+def test_penalties_and_biases_give_the_tokens_of_transformers(served: Any) -> None:
+    from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
+    from transformers import SequenceBiasLogitsProcessor as Bias
+
+    def of_counts(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(ids[0, len(PROMPT) :], minlength=scores.shape[1])
+        return scores - 0.9 * counts - 0.7 * (counts > 0)
+
+    plain = reference(served, PROMPT, 24)
+    stop = plain[2]
+    for ours, theirs in (
+        ({}, ()),
+        ({"extra": {"repetition_penalty": 1.4}}, (RepetitionPenaltyLogitsProcessor(1.4),)),
+        ({"frequency_penalty": 0.9, "presence_penalty": 0.7}, (of_counts,)),
+        ({"logit_bias": {str(plain[0]): -100, "77": 3}}, (Bias([[[plain[0]], -100.0], [[77], 3.0]]),)),
+        (
+            {"extra": {"min_tokens": 20, "stop_token_ids": [stop]}},
+            (MinNewTokensLengthLogitsProcessor(len(PROMPT), 20, [stop], device="cpu"),),
+        ),
+    ):
+        expected = reference(served, PROMPT, 24, *theirs)
+        if "min_tokens" in ours.get("extra", {}):
+            assert stop not in expected[:20] and stop in plain[:20]
+            expected = expected[: expected.index(stop)] if stop in expected else expected
+        found = completed(served, max_tokens=24, **ours)
+        assert found.text == served.tokenizer.decode(expected), ours
+        assert ours == {} or expected != plain
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        ({"guided_json": SCHEMA}, r'\{"fox": (true|false)\}'),
+        ({"guided_regex": "[ab]{2}-[0-9]{3}"}, "[ab]{2}-[0-9]{3}"),
+        ({"guided_choice": ["a fox", 'no "dog"']}, 'a fox|no "dog"'),
+    ],
+    ids=["json", "regex", "choice"],
+)
+def test_grammars_give_the_tokens_of_transformers(served: Any, grammar: dict[str, Any], pattern: str) -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    info = xgrammar.TokenizerInfo.from_huggingface(served.tokenizer, vocab_size=290, stop_token_ids=[1])
+    compiler = xgrammar.GrammarCompiler(info)
+    ((kind, value),) = grammar.items()
+    compiled = {
+        "guided_json": lambda: compiler.compile_json_schema(json.dumps(value), any_whitespace=False),
+        "guided_regex": lambda: compiler.compile_regex(value),
+        "guided_choice": lambda: compiler.compile_regex("|".join(map(re.escape, value))),
+    }[kind]()
+    found = completed(served, max_tokens=60, extra=grammar)
+    assert re.fullmatch(pattern, found.text.strip()) and found.finish_reason == "stop"
+    tokens = reference(served, PROMPT, len(found.logprobs.tokens) - 1, xgrammar.contrib.hf.LogitsProcessor(compiled))
+    assert served.tokenizer.decode(tokens) == found.text
+    drawn = completed(served, max_tokens=60, temperature=1.5, seed=3, extra=grammar)
+    assert re.fullmatch(pattern, drawn.text.strip())
+
+
+def test_a_schema_of_a_chat_and_bad_grammars(served: Any) -> None:
+    from openai import BadRequestError
+
+    pytest.importorskip("xgrammar")
+    ask = {"model": "fox", "messages": [{"role": "user", "content": "fox?"}], "temperature": 0, "max_tokens": 60}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    answer = served.openai.chat.completions.create(**ask, response_format=form).choices[0]
+    assert set(json.loads(answer.message.content)) == {"fox"} and answer.finish_reason == "stop"
+    for bad in ({"guided_regex": "(a"}, {"guided_json": {"type": "fox"}}):
+        with pytest.raises(BadRequestError, match="expected a grammar that xgrammar compiles"):
+            completed(served, extra=bad)
+
+
+def expected_scores(served: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """`[len(tokens) - 1, vocabulary]`, the log-probabilities of `transformers`."""
+    with torch.inference_mode():
+        return served.model(torch.tensor([list(tokens)])).logits[0, :-1].log_softmax(-1)  # type: ignore[no-any-return]
+
+
+def test_log_probabilities_equal_those_of_transformers(served: Any) -> None:
+    long = torch.randint(2, 290, (700,), generator=torch.Generator().manual_seed(1)).tolist()
+    for prompt in (PROMPT, long):
+        found = completed(served, prompt=prompt, max_tokens=5, echo=True, logprobs=3, extra={"prompt_logprobs": 2})
+        names = [served.tokenizer.decode([token]) for token in range(290)]
+        whole = prompt + reference(served, prompt, 5)
+        expected = expected_scores(served, whole)
+        logprobs = found.logprobs
+        assert len(logprobs.tokens) == len(whole) and logprobs.token_logprobs[0] is None
+        own = expected.gather(1, torch.tensor(whole[1:])[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(logprobs.token_logprobs[1:]), own, atol=2e-5)
+        for row, token, text, top in zip(
+            expected, whole[1:], logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True
+        ):
+            assert text in (names[token], f"token_id:{token}") and top[text] is not None
+            assert torch.allclose(torch.tensor(sorted(top.values())[-3:]), row.topk(3).values.flip(0), atol=2e-5)
+        for row, token, entry in zip(expected, prompt[1:], found.prompt_logprobs[1:], strict=False):
+            place = entry[str(token)]
+            assert abs(place["logprob"] - float(row[token])) < 2e-5
+            assert place["rank"] == 1 + int((row > row[token]).sum())
+        steps = list(map(len, logprobs.tokens))
+        if not any("token_id" in text for text in logprobs.tokens):
+            assert [b - a for a, b in pairwise(logprobs.text_offset)] == steps[:-1]
+    scored = completed(served, prompt=long, max_tokens=0, echo=True, logprobs=1)
+    assert len(scored.logprobs.tokens) == 700 and scored.finish_reason == "length"
+    again = completed(served, prompt=long[:-1], max_tokens=0, extra={"prompt_logprobs": 0})
+    assert again.text == "" and len(again.prompt_logprobs) == 699
+
+
+def test_chats_and_streams_have_log_probabilities(served: Any) -> None:
+    ask = {"model": "fox", "messages": [{"role": "user", "content": "fox"}], "temperature": 0, "max_tokens": 6}
+    ask |= {"logprobs": True, "top_logprobs": 2, "extra_body": {"ignore_eos": True}}
+    whole = served.openai.chat.completions.create(**ask).choices[0].logprobs.content
+    assert len(whole) == 6 and all(len(entry.top_logprobs) == 2 for entry in whole)
+    assert all(entry.logprob == max(t.logprob for t in entry.top_logprobs) for entry in whole)
+    chunks = [c for c in served.openai.chat.completions.create(**ask, stream=True) if c.choices[0].logprobs]
+    streamed = [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
+    assert [entry.token for entry in streamed] == [entry.token for entry in whole]
+
+
+def test_several_answers_and_prompts(served: Any) -> None:
+    create = served.openai.completions.create
+    prompt = torch.randint(2, 290, (300,), generator=torch.Generator().manual_seed(2)).tolist()
+    ask = {"model": "fox", "prompt": prompt, "max_tokens": 6, "seed": 5, "extra_body": {"ignore_eos": True}}
+    several = create(**ask, n=3)
+    texts = [choice.text for choice in several.choices]
+    assert [choice.index for choice in several.choices] == [0, 1, 2] and len(set(texts)) == 3
+    assert several.usage.prompt_tokens == 300 and several.usage.completion_tokens == 18
+    assert create(**ask).choices[0].text == texts[0], "the first answer is the same alone"
+    streamed = ["", "", ""]
+    for chunk in create(**ask, n=3, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == texts
+    most = create(**ask, n=3, best_of=3, logprobs=0).choices
+    mean = [sum(choice.logprobs.token_logprobs) / 6 for choice in most]
+    best = create(**ask, n=1, best_of=3).choices
+    assert len(best) == 1 and best[0].text == most[mean.index(max(mean))].text
+    prompts = create(**ask | {"prompt": [prompt[:9], prompt[:20]]}, n=2).choices
+    assert [choice.text for choice in prompts[2:]] == [
+        c.text for c in create(**ask | {"prompt": prompt[:20]}, n=2).choices
+    ]
+
+
+def metrics(served: Any) -> dict[str, float]:
+    status, text = served.client.raw("GET", "/metrics", None, {})
+    assert status == 200
+    lines = [line.rsplit(" ", 1) for line in text.decode().splitlines() if not line.startswith("#")]
+    return {name.removeprefix("megatron_longctx_"): float(value) for name, value in lines}
+
+
+def test_tools_are_offered_called_and_answered(served: Any) -> None:
+    """The grammar makes a random model write a call."""
+    pytest.importorskip("xgrammar")
+    talk: list[Any] = [{"role": "user", "content": "fox?"}]
+    call = '<tool_call>{"name": "look", "arguments": {"at": [0-9]}}</tool_call>'
+    ask = {"model": "fox", "tools": [TOOL], "temperature": 0, "max_tokens": 200}
+    regex = {"guided_regex": call.replace("{", r"\{").replace("}", r"\}")}
+    create = served.openai.chat.completions.create
+    first = create(messages=talk, **ask, extra_body=regex)
+    (called,) = first.choices[0].message.tool_calls
+    assert first.choices[0].finish_reason == "tool_calls" and first.choices[0].message.content is None
+    assert called.function.name == "look" and set(json.loads(called.function.arguments)) == {"at"}
+    (streamed,) = [c.choices[0] for c in create(messages=talk, **ask, extra_body=regex, stream=True)
+                   if c.choices[0].delta.tool_calls]  # fmt: skip
+    assert streamed.delta.tool_calls[0].function.arguments == called.function.arguments
+    assert streamed.delta.role == "assistant"
+    without = create(messages=talk, **ask | {"tools": []}).usage.prompt_tokens
+    assert first.usage.prompt_tokens > without + 20, "the template got the tools"
+    talk += [first.choices[0].message.to_dict(), {"role": "tool", "tool_call_id": called.id, "content": "brown"}]
+    plain = [talk[0], {"role": "assistant", "content": ""}, talk[2]]
+    more, less = (create(messages=each, **ask | {"max_tokens": 1}).usage.prompt_tokens for each in (talk, plain))
+    assert more > less + 10, "the template got the call"
+
+
+def test_operators_see_requests(served: Any) -> None:
+    client: Client = served.client
+    assert client.job is not None
+    assert client.ask("/version")[1] == {"version": "0.1.0"} and client.ask("/health")[1] == {"status": "ok"}
+    assert client.ask("/v1/models")[1]["data"][0]["id"] == "fox"
+    requests = served.openai.completions.with_raw_response
+    answer = requests.create(model="fox", prompt="fox", max_tokens=3, extra_headers={"X-Request-Id": "my-1"})
+    assert answer.headers["x-request-id"] == "my-1"
+    status, _ = client.ask("/v1/completions", {"prompt": "a", "best": 1})
+    assert status == 400
+    until(lambda: "request my-1" in client.job.output())  # it is counted and logged after the client has its answer
+    until(lambda: any("refused" in name for name in metrics(served)))
+    until(lambda: metrics(served)['cache_pages{state="used"}'] == 0)
+    after = metrics(served)
+    assert after["first_token_seconds_count"] > 0 and after['tokens_total{kind="generated"}'] > 0
+    assert after['refused_requests_total{status="400"}'] > 0
+    assert sum(value for name, value in after.items() if name.startswith("passes_total")) > 0
+    assert after['cache_pages{state="free"}'] > 0
+    assert re.search(r"request my-1, 200, [\d.]+ s, prompt \d, cached 0, new [0-3], first", client.job.output())
+
+
+def test_scores_of_lm_eval_equal_those_of_its_own_model(served: Any) -> None:
+    """Multiple choice, perplexity and generation, in batches. Both read the same weights."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    words = [*TEXTS[0].split(), *TEXTS[1].split(), "to", "be", "or", "not"]
+    documents = [
+        {"text": " ".join(words[i : i + 6]), "choices": words[i + 6 : i + 9], "answer": i % 3} for i in range(9)
+    ]
+
+    def task(name: str, kind: str, **fields: Any) -> Any:
+        data = {
+            "custom_dataset": lambda **_: {"test": Dataset.from_list(documents)},
+            "test_split": "test",
+            "doc_to_text": "{{text}}",
+        }
+        return ConfigurableTask(config={"task": name, "output_type": kind, **data, **fields})
+
+    tasks = [
+        task("choice", "multiple_choice", doc_to_choice="choices", doc_to_target="answer"),
+        task("rolling", "loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}"),
+        task(
+            "writing", "generate_until", doc_to_target="{{text}}", generation_kwargs={"until": ["e"], "max_gen_toks": 8}
+        ),
+    ]
+    path = str(served.folder / "published")
+    models = [
+        HFLM(pretrained=served.model, tokenizer=served.tokenizer, batch_size=1),
+        LocalCompletionsAPI(
+            base_url=f"http://127.0.0.1:{served.client.port}/v1/completions", model="fox", tokenizer=path,
+            tokenizer_backend="huggingface", batch_size=4, max_length=900,
+        ),
+    ]  # fmt: skip
+    theirs, ours = (
+        lm_eval.simple_evaluate(model, tasks=tasks, bootstrap_iters=0, log_samples=True, verbosity="ERROR")
+        for model in models
+    )
+    for name in ("choice", "rolling", "writing"):
+        for key, value in theirs["results"][name].items():
+            found = ours["results"][name][key]
+            if isinstance(value, float) and not math.isnan(value):  # rounding of fp32, below what the table prints
+                assert math.isclose(found, value, rel_tol=1e-5), (name, key)
+    texts = [[sample["resps"] for sample in each["samples"]["writing"]] for each in (theirs, ours)]
+    assert texts[0] == texts[1] and len({str(text) for text in texts[0]}) > 3
+
+
+LONG = torch.randint(2, 290, (300,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+def sampled(
+    rank: int, run: str, sizes: dict[str, int], samplings: list[Sampling]
+) -> tuple[list[list[int]], list[float], int]:
+    """As this rank of a group: the tokens after PROMPT, the log-probabilities of LONG, and the most rows of logits."""
+    config = load_config(Path(run, RESOLVED))
+    settings = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
+    config = inference_config(changed(config, settings | {"inference.cache_tokens": 600}))
+    engine, tokenizer = build_engine(config, groups.from_config(config.parallelism), Path(run, "checkpoints"))
+    engine.grammars = Grammars(tokenizer)
+    found = [engine.generate([PROMPT], sampling)[0] for sampling in samplings]
+    events, rows, head = [], [0], inference.CachedGPT._head
+
+    def counted(model: inference.CachedGPT, hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return head(model, hidden)
+
+    with mock.patch.object(inference, "_HEAD_ROWS", 16), mock.patch.object(inference.CachedGPT, "_head", counted):
+        scheduler = Scheduler(engine, prefill_chunk=100)
+        scheduler.submit(Request(0, tuple(LONG), Sampling(max_new_tokens=0, prompt_logprobs=0)))
+        while scheduler.busy:
+            events += scheduler.advance()
+        scheduler.close()
+    engine.release()
+    groups.destroy()
+    return found, [score.logprob for score in events[-1].prompt_scores or ()], max(rows)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("sizes", [{}, {"context": 3}, {"tensor": 2, "context": 2}], ids=str)
+def test_any_number_of_ranks_draws_the_same_tokens(served: Any, sizes: dict[str, int]) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    xgrammar = pytest.importorskip("xgrammar")
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(served.tokenizer, vocab_size=290))
+    text = xgrammar.contrib.hf.LogitsProcessor(compiler.compile_regex("[ab]{20}"))
+    samplings = [
+        Sampling(max_new_tokens=16, repetition_penalty=1.4),
+        Sampling(max_new_tokens=10, grammar=json.dumps({"regex": "[ab]{20}"}), stop=(1,)),
+    ]
+    expected = [
+        reference(served, PROMPT, 16, RepetitionPenaltyLogitsProcessor(1.4)),
+        reference(served, PROMPT, 10, text),
+    ]
+    ranks = run_distributed(sampled, math.prod(sizes.values()), str(served.folder / "run"), sizes, samplings)
+    own = expected_scores(served, LONG).gather(1, torch.tensor(LONG[1:])[:, None])[:, 0]
+    for found, logprobs, rows in ranks:
+        assert found == expected and torch.allclose(torch.tensor(logprobs), own, atol=2e-5) and rows == 16
