@@ -272,14 +272,16 @@ class DirectChannel:
             raise RuntimeError("it failed while messages started")
         if self._exchange is not None:
             self.wait(self._exchange)
-        steps = list(zip(self._layout.messages, self._receives, strict=True))[self._next :]
-        most = max((n for step in steps for some in step for each in some for n in sizes(each.block)), default=0)
+        steps = range(self._next, len(self._receives))
+        both = [
+            [[(n, each.peer) for each in some[step] for n in sizes(each.block)] for step in steps]
+            for some in (self._layout.messages, self._receives)
+        ]
+        most = max((n for some in both for step in some for n, _ in step), default=0)
         memory = torch.full((2 * most,), NAN_BYTE, dtype=torch.uint8, device=self._transport.device)
-        for step in steps:
-            sends, receives = (
-                [(memory[at : at + n], each.peer) for each in some for n in sizes(each.block)]
-                for at, some in zip((0, most), step, strict=True)
-            )
+        for sent, received in zip(*both, strict=True):
+            sends = [(memory[:n], peer) for n, peer in sent]
+            receives = [(memory[most : most + n], peer) for n, peer in received]
             self._transport.wait(self._transport.start(sends, receives, (self._transport.record_event(),)))
 
     def _fields(self, message: SentMessage, passed: Iterator[Tensor]) -> list[Tensor]:
