@@ -125,7 +125,7 @@ def prepare(
     Args:
         out: path without suffix.
         library: a tokenizer library of Megatron-Core; its files are at `tokenizer_path`.
-        chat_template: file of the template for conversations; None for the tokenizer's own.
+        chat_template: file of the template for conversations and prompts; None for the tokenizer's own.
         share_prefixes: the most tokens of a tree of conversations that begin alike; None writes each alone.
 
     Raises:
@@ -144,10 +144,10 @@ def prepare(
         expected = f"a number of tokens from 1 on, and conversations to share; {source.name} has other documents"
         raise refuse("--share-prefixes", share_prefixes, expected, "Leave it out; rollouts share their prompts anyway.")
     if paths := source.rollouts():
-        if chat_template:
-            expected = "none for rollouts, whose texts are tokenized as they are"
+        rollouts = Rollouts(paths, tokenizer.tokenize, tokenizer.eod, partial(chat_of, chat_template, tokenizer))
+        if chat_template and rollouts.chat is None:
+            expected = "none for rollouts whose prompts are no messages: their texts are tokenized as they are"
             raise refuse("--chat-template", chat_template, expected, "Leave it out.")
-        rollouts = Rollouts(paths, tokenizer.tokenize, tokenizer.eod)
         corpus = write_trees(progress(rollouts.trees()), out, tokenizer, rollouts.columns, source.name)
     elif paths := source.conversations():
         chat = chat_of(chat_template, tokenizer)
