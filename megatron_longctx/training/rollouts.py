@@ -12,6 +12,7 @@ import numpy
 
 from ..core.errors import shown
 from ..core.trees import Example, Tree, merged
+from ..models.chat import Chat
 from .text_files import Row, content, parsed
 
 ROLLOUT_KEYS = ({"prompt", "responses"}, {"prompt", "children"})
@@ -32,12 +33,19 @@ class Rollouts:
     The advantage of a response with a reward is that of GRPO: (reward - mean) / (standard deviation + 1e-4) over the
     responses of its line.
 
+    Args:
+        load_chat: returns the chat template, if the lines have messages.
+
     Attributes:
         columns: the values that all responses have (`corpus.SIDES`).
+        chat: the template, if lines so far had messages; after construction, the first one.
     """
 
-    def __init__(self, paths: Sequence[Path], encode: Callable[[str], Sequence[int]], eod: int) -> None:
-        self._paths, self._encode, self._eod = paths, encode, eod
+    def __init__(
+        self, paths: Sequence[Path], encode: Callable[[str], Sequence[int]], eod: int, load_chat: Callable[[], Chat]
+    ) -> None:
+        self._paths, self._encode, self._eod, self._load_chat = paths, encode, eod, load_chat
+        self.chat: Chat | None = None
         first = next((line for path in paths for line in parsed(path, self._responses)), [])
         self.columns = tuple(name for name in _COLUMNS if first and name in first[0][-1])
 
@@ -80,9 +88,13 @@ class Rollouts:
         """Return the branches of a line: their nodes from the prompt on, each with tokens and values."""
         try:
             found = content(line)
-            children = found["responses"] if "responses" in found else found["children"]
-            prompt = self._node({"tokens" if isinstance(found["prompt"], list) else "text": found["prompt"]}, False)
-            branches = list(self._branches(children, [prompt], "children" in found))
+            prompt, nested, end = found["prompt"], "responses" not in found, [self._eod]
+            if isinstance(prompt, list) and any(isinstance(each, dict) for each in prompt):
+                if nested:
+                    raise ValueError("expected `responses` after messages; `children` follow a text or tokens. Fix it.")
+                prompt, end = self._chat_prompt(prompt)
+            node = self._node({"tokens" if isinstance(prompt, list) else "text": prompt}, False)
+            branches = list(self._branches(found["children" if nested else "responses"], [node], nested, end))
         except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError, UnicodeError):
             raise ValueError(f"expected {_FORM}. Fix or remove the line.") from None
         rewards = [branch[-1].pop("reward", None) for branch in branches]
@@ -95,18 +107,28 @@ class Rollouts:
                 branch[-1].setdefault("advantages", [advantage] * len(branch[-1]["tokens"]))
         return branches
 
-    def _branches(self, children: Any, above: list[dict[str, Any]], nested: bool) -> Iterator[list[dict[str, Any]]]:
+    def _chat_prompt(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        """Return the text of messages up to where the reply begins, and the tokens that end a reply."""
+        if not all(isinstance(message["role"], str) for message in messages):
+            raise TypeError
+        chat = self.chat = self.chat or self._load_chat()
+        end = [*chat.stop_tokens, *(token for text in chat.stop_texts for token in self._encode(text))]
+        return chat.text(messages), end or [self._eod]
+
+    def _branches(
+        self, children: Any, above: list[dict[str, Any]], nested: bool, end: list[int]
+    ) -> Iterator[list[dict[str, Any]]]:
         if not isinstance(children, list) or not children:
             raise TypeError
         for child in children:
             content = child if isinstance(child, dict) else {"tokens" if isinstance(child, list) else "text": child}
             below = content.get("children") if nested else None
-            node = self._node(content, True, ends=not below)
+            node = self._node(content, True, [] if below else end)
             if nested and "reward" in node:
                 raise ValueError("expected `advantage`, not `reward`, in children: branches share their tokens.")
-            yield from self._branches(below, [*above, node], True) if below else [[*above, node]]
+            yield from self._branches(below, [*above, node], True, end) if below else [[*above, node]]
 
-    def _node(self, content: dict[str, Any], learned: bool, ends: bool = False) -> dict[str, Any]:
+    def _node(self, content: dict[str, Any], learned: bool, end: Sequence[int] = ()) -> dict[str, Any]:
         """Return the tokens of a part of a rollout, with a number of each kind for every token."""
         if "tokens" in content:
             tokens = content["tokens"]
@@ -114,7 +136,7 @@ class Rollouts:
                 raise ValueError(f"expected token ids from 0 on; got {shown(tokens)}. Fix or remove the line.")
         else:
             content["text"].encode()  # refuses half of a surrogate pair
-            tokens = [*self._encode(content["text"]), *[self._eod] * ends]
+            tokens = [*self._encode(content["text"]), *end]
         if not tokens:
             raise ValueError("expected a prompt and responses that are not empty. Fix or remove the line.")
         node: dict[str, Any] = {"tokens": list(tokens), "loss_mask": [float(learned)] * len(tokens)}

@@ -7,7 +7,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from glob import has_magic
 from importlib import import_module
 from itertools import chain
@@ -153,7 +153,7 @@ def prepare(
     Args:
         out: path without suffix.
         library: a tokenizer library of Megatron-Core; its files are at `tokenizer_path`.
-        chat_template: file of the template for conversations; None for the tokenizer's own.
+        chat_template: file of the template for conversations and prompts; None for the tokenizer's own.
         share_prefixes: the most tokens of a tree of conversations that begin alike; None writes each alone.
         workers: processes that tokenize; None for one per core, up to 16. The result does not depend on it.
 
@@ -175,7 +175,10 @@ def prepare(
     _check_options(source, chat_template, share_prefixes, workers, is_chat, together)
     with Progress("tokenizing", unit="documents", told=together) as progress:
         if paths:
-            rollouts = Rollouts(paths, encode, tokenizer.eod)
+            rollouts = Rollouts(paths, encode, tokenizer.eod, partial(chat_of, chat_template, tokenizer))
+            if chat_template and rollouts.chat is None:
+                expected = "none for rollouts whose prompts are no messages: their texts are tokenized as they are"
+                raise refuse("--chat-template", chat_template, expected, "Leave it out.")
             corpus = write_trees(progress.each(rollouts.trees()), out, tokenizer, rollouts.columns, str(source))
         elif documents is not None:
             corpus = write_corpus(progress.each(documents), out, tokenizer)
@@ -208,10 +211,7 @@ def _check_options(
     if share_prefixes is not None and (share_prefixes < 1 or not is_chat):
         expected = f"a number of tokens from 1 on, and conversations to share; {source} has other documents"
         raise refuse("--share-prefixes", share_prefixes, expected, "Leave it out; rollouts share their prompts anyway.")
-    if chat_template and source.rollouts():
-        expected = "none for rollouts, whose texts are tokenized as they are"
-        raise refuse("--chat-template", chat_template, expected, "Leave it out.")
-    if chat_template and not is_chat:
+    if chat_template and not is_chat and not source.rollouts():
         expected = f"conversations to lay out; the first line of {source} is none"
         raise refuse("--chat-template", chat_template, expected, "Leave it out, or give a .jsonl file of `messages`.")
     if source.text_key and not (source.has_files and any(map(has_rows, source.files))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from itertools import pairwise
 
@@ -10,6 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_longctx.core.plans import build_plan, kernel_calls
+from megatron_longctx.core.plans.kernel_calls import fa4_takes
+from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.core.trees import Example, Tree, divided, following, merged, parts
 
 
@@ -99,3 +103,20 @@ def test_responses_begin_with_the_prompts_last_token() -> None:
 def test_a_branch_longer_than_a_pack_is_refused() -> None:
     with pytest.raises(ValueError, match="expected branches of at most 8 tokens; one has 9"):
         parts([4, 5, 2], [-1, 0, 0], 8)
+
+
+@pytest.mark.parametrize("mode", ["zigzag", "helper", "all_gather", "ulysses"])
+def test_trees_need_fewer_kernel_calls_than_turns_in_the_order_of_time(mode: str) -> None:
+    """Turns that continue each other alone are one node, and all descendants of a node attend to it together."""
+    draw, lengths, parents, turns = random.Random(5), [300], [-1], [[0] * 300]
+    for number in range(1, 49):
+        parents.append(draw.randrange(number))
+        lengths.append(draw.randint(200, 1500))
+        turns.append([*turns[parents[-1]], *[number] * lengths[-1]])
+    (tree,) = merged([example(each) for each in turns])
+    calls, other = (
+        sum(len(kernel_calls(attend.slices, fa4_takes(False))) for _, _, attend in
+            build_plan(mode, 2, documents(sizes, parents=above)).calls())
+        for sizes, above in ((tree.lengths, tree.parents), (lengths, parents))
+    )  # fmt: skip
+    assert 1.5 * calls <= other, (calls, other)

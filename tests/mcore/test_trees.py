@@ -53,6 +53,7 @@ CASES: dict[int, dict[str, tuple[str, int, dict[str, Any]]]] = {
         "tp2 pp2": ("windows", FEW, {TP: 2, PP: 2, RECOMPUTE: "layer"}),
         "ep2 cp2 dp2": ("experts", FEW, {EP: 2, CP: 2}),
     },
+    8: {"cp8": ("windows", 2, {CP: 8})},  # also a tree of one node of 9 tokens
 }
 
 

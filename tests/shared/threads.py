@@ -132,7 +132,7 @@ class ThreadTransport:
     def record_event(self) -> None:
         return None
 
-    def abort(self, error: BaseException) -> None:
+    def abort(self, error: BaseException, channel: ThreadChannel, sizes: Any) -> None:
         pass
 
     def channel(self, recording: Recording, num_bytes: int, memory: Any) -> ThreadChannel:

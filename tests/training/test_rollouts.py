@@ -22,10 +22,12 @@ ROLLOUTS = {"data.format": "rollouts", "data.packing": "best_fit"}
 SAMPLES = 40
 
 
-def write(root: Path, *lines: Any, name: str = "corpus") -> Path:
+def write(root: Path, *lines: Any, name: str = "corpus", template: str | None = None) -> Path:
     path = root / f"{name}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prepare(Source(str(path)), root / name, "byte-level")
+    if template is not None:
+        (root / "template").write_text(template)
+    prepare(Source(str(path)), root / name, "byte-level", None, template and str(root / "template"))
     return path
 
 
@@ -94,6 +96,40 @@ def test_turns_that_branch_are_learned_once(tmp_path: Path) -> None:
         ("pu", 1, (-1,)), ("puv", 1, (-1,)), ("puv1", 1, (1,)), ("puv1.", 1, (1,)), ("puv2", 1, (2,)),
         ("puv23", 1, (3,)), ("puv23.", 1, (3,)),
     ]  # fmt: skip
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}a[{% endif %}"
+)
+QUESTION = [{"role": "system", "content": "s"}, {"role": "user", "content": "why"}]
+
+
+def test_a_prompt_of_messages_is_laid_out_by_the_template_which_ends_the_responses(tmp_path: Path) -> None:
+    write(tmp_path, {"prompt": QUESTION, "responses": ["x", {"tokens": [121]}]}, {"prompt": "q", "responses": ["r"]},
+          template=TEMPLATE)  # fmt: skip
+    texts = [text for text, _, _ in learned(pass_of(config_of(tmp_path)))]
+    assert texts == ["qr", "qr.", "s[s]u[why]a[x", "s[s]u[why]a[x]", "s[s]u[why]a[y"]
+
+
+@pytest.mark.parametrize(
+    ("line", "template", "expected"),
+    [
+        ({"prompt": QUESTION, "responses": ["x"]}, None, "--chat-template=None: expected a file: the lines are conv"),
+        ({"prompt": QUESTION, "children": ["x"]}, TEMPLATE, "expected `responses` after messages; `children` follow"),
+        ({"prompt": [{"content": "x"}], "responses": ["x"]}, TEMPLATE, 'expected {"prompt": …, "responses": '),
+        ({"prompt": [*QUESTION, 7], "responses": ["x"]}, TEMPLATE, 'expected {"prompt": …, "responses": '),
+        ({"prompt": [{"role": "user"}], "responses": ["x"]}, "{{ messages[0].content + 'a' }}", "messages: "),
+    ],
+)
+def test_messages_that_cannot_be_laid_out_are_refused(
+    line: Any, template: str | None, expected: str, tmp_path: Path
+) -> None:
+    good = {"prompt": QUESTION if template else "a", "responses": ["b"]}
+    with pytest.raises(ValueError) as raised:
+        write(tmp_path, good, line, template=template)
+    assert str(raised.value).startswith(f"{tmp_path / 'corpus.jsonl'}:2: {expected}")
+    with pytest.raises(ValueError, match=r"--chat-template=.*expected none for rollouts whose prompts are no messages"):
+        write(tmp_path, {"prompt": "a", "responses": ["b"]}, template=TEMPLATE)
 
 
 def test_a_tree_that_does_not_fit_repeats_its_prompt_and_learns_no_token_twice(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from math import prod
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ..kernels import AttentionKernel, Partial, merge_partials, sum_partials
 from ..kernels.batched_copy import BatchedCopy, Pair
 from ..plans import Kind, Recorder
 from ..plans import recording as ops
-from ..plans.plan import NUM_FIELDS
+from ..plans.plan import NUM_FIELDS, Block
 from .kv_format import Fields, Shapes, TensorSpec
 from .registers import EXCHANGE, SCALE, TEMPLATE, Get, Registers, Values
 
@@ -84,9 +85,9 @@ class Pass:
             kept: the entries that the forward pass kept.
 
         Raises:
-            PeerMemoryError: an earlier pass over peer memory was aborted.
+            RuntimeError: an earlier pass failed, and not because all ranks ran out of memory in it.
         """
-        runtime = self._runtime
+        runtime, values = self._runtime, list[Any]()
         try:
             values = self._registers.begin()
             values[SCALE] = scale
@@ -98,10 +99,16 @@ class Pass:
                 for step in self._steps:
                     step(values)
         except BaseException as error:
+            values.clear()  # the rest of the messages may need the memory
             if runtime.transport is not None:
-                runtime.transport.abort(error)
+                runtime.transport.abort(error, self._channel, self._sizes)
             raise
         return Replay(self, values)
+
+    def _sizes(self, block: Block) -> list[int]:
+        """Return the bytes of a block's fields in a message."""
+        specs = self._shapes.specs(block.kind, block.tokens, block.heads)
+        return [prod(spec.shape) * spec.dtype.itemsize for spec in specs]
 
     def _prepare(self) -> list[Step]:
         """Return the operations as functions, with allocations before the first use of memory, and with marks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import islice
 from typing import Any, ClassVar, Protocol
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plans.plan import NUM_FIELDS
+from ..plans.plan import NUM_FIELDS, Block
 from ..plans.recording import Recording
 from ..plans.send_layout import SentMessage
 from .collectives import not_owned
@@ -25,6 +26,13 @@ Memory = Callable[[int], Tensor]
 """Returns send memory of the given number of bytes that does not move during a pass."""
 Message = tuple[Tensor, int]
 """A contiguous tensor, and the rank of the group that receives or sends it."""
+Sizes = Callable[[Block], list[int]]
+"""Returns the bytes of a block's fields in a message."""
+
+_PATIENCE_S = 30.0
+"""How long a rank that ran out of memory waits to hear the same of the others."""
+NAN_BYTE = 255
+"""Memory filled with it is NaN in every floating-point type."""
 
 
 @dataclass
@@ -61,6 +69,13 @@ class Channel(Protocol):
     def wait(self, exchange: Exchange) -> None:
         """Make the caller's stream wait until the messages have arrived."""
 
+    def finish(self, sizes: Sizes) -> None:
+        """Exchange the rest of the messages of a pass that failed here, with NaN in place of their content.
+
+        Raises:
+            RuntimeError: the pass failed while it began or while messages started.
+        """
+
 
 class Transport:
     """Carries the messages between the ranks of a process group, which construct it together.
@@ -73,10 +88,15 @@ class Transport:
     name: str
     over_peers: ClassVar[bool] = False
     """Whether ranks read each other's memory; otherwise messages are sent."""
+    _error: ClassVar[type[RuntimeError]] = RuntimeError
+    _broken: str | None = None  # why a pass failed on this rank
+    _finished = False  # whether the messages of that pass were exchanged nevertheless
+    _passes = 0  # the number of passes so far, the same on all ranks
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._number = group.get_group_store().add(f"attention/{self.rank}", 1)  # the same on all ranks
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -100,11 +120,41 @@ class Transport:
         """
         raise NotImplementedError
 
-    def abort(self, error: BaseException) -> None:
+    def abort(self, error: BaseException, channel: Channel, sizes: Sizes) -> None:
         """Handle the failure of a pass on this rank, whose remaining messages others may wait for.
 
-        Point-to-point messages fail by themselves when this rank ends.
+        Later passes are refused. But if this rank is out of memory, its messages are exchanged without their content,
+        so that the others also get to the end of the pass; if all of them ran out of memory in it, passes go on.
         """
+        self._broken = self._broken or f"{type(error).__name__}: {error}".split("\n", 1)[0]
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            try:
+                channel.finish(sizes)
+                self.group.get_group_store().set(self._report(self.rank), "")
+                self._finished = True
+            except Exception as another:
+                self._broken += f"; its messages could not be exchanged: {another}"
+
+    def recover(self) -> None:
+        """After a pass that failed here, let passes go on if all ranks ran out of memory in it."""
+        if self._finished:
+            self._finished = False
+            try:
+                self.group.get_group_store().wait(list(map(self._report, range(self.world))), timedelta(0, _PATIENCE_S))
+                self._broken = None
+            except dist.DistError:
+                self._broken = f"{self._broken}, not on all ranks"
+
+    def refuse_if(self, broken: str | None) -> None:
+        """Refuse a pass after one that was broken off."""
+        if broken is not None:
+            raise self._error(
+                f"attention was broken off before ({broken}): ranks would wait for messages that never come, or take "
+                "old ones for new. Start the job again, training from its checkpoint."
+            )
+
+    def _report(self, rank: int) -> str:
+        return f"attention/{self._number}/{self._passes}/{rank}"
 
 
 class P2PTransport(Transport):
@@ -126,6 +176,12 @@ class P2PTransport(Transport):
 
     def channel(self, recording: Recording, num_bytes: int, memory: Memory) -> DirectChannel:
         return DirectChannel(self, recording, lambda: memory(recording.sends.num_bytes))
+
+    def begin(self) -> None:
+        """Begin a pass; refused after one that failed, see `abort`."""
+        self.recover()
+        self.refuse_if(self._broken)
+        self._passes += 1
 
     def start(
         self, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[torch.cuda.Event | None] = ()
@@ -183,25 +239,50 @@ class DirectChannel:
 
     def __init__(self, transport: P2PTransport, recording: Recording, memory: Callable[[], Tensor]) -> None:
         self.memory = memory
-        self._transport, self._layout = transport, recording.sends
+        self._transport, self._layout, self._receives = transport, recording.sends, recording.receives
+        self._next: int | None = None  # the first step whose messages have not started
+        self._exchange: Exchange | None = None  # in flight
         self._sources = [
             [each.peer for each in receives for _ in range(NUM_FIELDS[each.block.kind])]
             for receives in recording.receives
         ]
 
     def begin(self) -> int:
+        self._next = None
+        self._transport.begin()
+        self._next = 0
         return 0
 
     def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]) -> Exchange:
-        rest = iter(passed)
+        rest, self._next = iter(passed), None
         sends: list[tuple[Tensor, int]] = []
         for message in self._layout.messages[step]:
             sends += ((_bytes(tensor), message.peer) for tensor in self._fields(message, rest))
         into = [(_bytes(tensor), peer) for tensor, peer in zip(receives, self._sources[step], strict=True)]
-        return self._transport.start(sends, into, after)
+        self._exchange = self._transport.start(sends, into, after)
+        self._next = step + 1
+        return self._exchange
 
     def wait(self, exchange: Exchange) -> None:
+        self._exchange = None
         self._transport.wait(exchange)
+
+    def finish(self, sizes: Sizes) -> None:
+        if self._next is None:
+            raise RuntimeError("it failed while messages started")
+        if self._exchange is not None:
+            self.wait(self._exchange)
+        steps = range(self._next, len(self._receives))
+        both = [
+            [[(n, each.peer) for each in some[step] for n in sizes(each.block)] for step in steps]
+            for some in (self._layout.messages, self._receives)
+        ]
+        most = max((n for some in both for step in some for n, _ in step), default=0)
+        memory = torch.full((2 * most,), NAN_BYTE, dtype=torch.uint8, device=self._transport.device)
+        for sent, received in zip(*both, strict=True):
+            sends = [(memory[:n], peer) for n, peer in sent]
+            receives = [(memory[most : most + n], peer) for n, peer in received]
+            self._transport.wait(self._transport.start(sends, receives, (self._transport.record_event(),)))
 
     def _fields(self, message: SentMessage, passed: Iterator[Tensor]) -> list[Tensor]:
         if message.passed:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..plans.recording import Recording
 from .collectives import PeerMemoryError, all_or_none, gather_objects
 from .device import synchronize
-from .p2p import Exchange, Transport
+from .p2p import NAN_BYTE, Channel, Exchange, Sizes, Transport
 from .symmetric import FlagOperations, allocate, free_cached_memory
 
 _READY, _READ = 0, 1
@@ -46,17 +46,17 @@ class PeerTransport(Transport):
 
     name = "peer"
     over_peers = True
+    _error = PeerMemoryError
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, growth: float = 1.0, key: str = "transport"
     ) -> None:
         super().__init__(group, device)
-        self._growth, self._key = growth, key
+        self._growth = growth
         self._remedy = (
             f"Choose {key}=p2p, which needs none, or let ranks send less: shorter sequences, more context-parallel "
             "ranks, another schedule."
         )
-        self._broken: str | None = None
         self.stream, self.signals = all_or_none(
             group, lambda: (_stream(device), _stream(device)), "setting up peer memory", self._remedy
         )
@@ -83,10 +83,11 @@ class PeerTransport(Transport):
             PeerMemoryError: a rank cannot allocate it, raised by all ranks alike; or a pass was broken off before, on
                 any rank if memory has to grow, otherwise on this one.
         """
+        self.recover()
         if num_bytes <= self._capacity and steps <= self._steps:
-            self._refuse_if(self._broken)
+            self.refuse_if(self._broken)
             return
-        self._refuse_if(next((each for each in gather_objects(self.group, self._broken) if each is not None), None))
+        self.refuse_if(next((each for each in gather_objects(self.group, self._broken) if each is not None), None))
         least = max(self._capacity, num_bytes)
         wanted = max(least, int(self._growth * self._capacity)) if num_bytes > self._capacity else least
         self._reallocate(wanted, least, max(steps, 2 * self._steps) if steps > self._steps else self._steps)
@@ -99,6 +100,7 @@ class PeerTransport(Transport):
         Args:
             unread: per parity, the operation that waits until the peers have read this pass's messages.
         """
+        self._passes += 1
         self._parity = 1 - self._parity
         before = self._unread[self._parity]
         if before is not None:
@@ -106,9 +108,10 @@ class PeerTransport(Transport):
         self._unread[self._parity] = unread[self._parity]
         return self._parity
 
-    def abort(self, error: BaseException) -> None:
-        """Refuse further passes: one has ended with `error`, so some flags that others wait for will never be set."""
-        self._broken = self._broken or f"{type(error).__name__}: {error}".split("\n", 1)[0]
+    def abort(self, error: BaseException, channel: Channel, sizes: Sizes) -> None:
+        # No pass has begun, on any rank, if memory is refused.
+        if not isinstance(error, PeerMemoryError):
+            super().abort(error, channel, sizes)
 
     def views(self, parity: int) -> list[Tensor]:
         """Return views of all ranks' memories of this parity."""
@@ -121,22 +124,15 @@ class PeerTransport(Transport):
         index = ((parity * self._steps + step) * self.world + other) * 2 + kind
         return int(self._flags.buffer_ptrs[owner]) + 4 * index
 
-    def _refuse_if(self, broken: str | None) -> None:
-        if broken is not None:
-            raise PeerMemoryError(
-                f"attention over peer memory was broken off before ({broken}): ranks would wait for messages that "
-                f"never come. Start the job again, training from its checkpoint, or choose {self._key}=p2p."
-            )
-
     def _reallocate(self, wanted: int, least: int, steps: int) -> None:
         """Replace the memory by one of `wanted` bytes, or of `least` if that fails, with flags for `steps` steps."""
         for capacity in dict.fromkeys((wanted, least)):
             try:
                 self._allocate(capacity, steps)
                 break
-            except PeerMemoryError as error:
+            except PeerMemoryError:
                 if capacity == least:
-                    self.abort(error)
+                    self._capacity = self._steps = 0  # on all ranks: the next pass allocates what it needs
                     raise
         self._capacity, self._steps = capacity, steps
         self._unread = [None, None]
@@ -186,6 +182,8 @@ class SymmetricExchange:
         self._prepared_generation = -1
         self._parity = 0
         self._started = False  # whether this pass has used the transport's streams
+        self._next: int | None = None  # the first step whose messages have not started
+        self._acquired: int | None = None
 
     @property
     def generation(self) -> int:
@@ -198,6 +196,7 @@ class SymmetricExchange:
         Raises:
             RuntimeError: the pass is being captured into a CUDA graph, which could not be replayed.
         """
+        self._next = self._acquired = None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "attention over peer memory was captured into a CUDA graph, which cannot be replayed: passes alternate "
@@ -208,6 +207,7 @@ class SymmetricExchange:
             self._prepare()
         self._parity = self._transport.begin(self._unread)
         self._started = False
+        self._next = 0
         return self._parity
 
     def memory(self) -> Tensor:
@@ -219,8 +219,9 @@ class SymmetricExchange:
         stream, signals = self._transport.stream, self._transport.signals
         now = self._steps[self._parity][step]
         if not self._layout.messages[step] and not receives and now.reusable is None:
+            self._next = step + 1
             return Exchange()
-        self._started = True
+        self._started, self._next = True, None
         for event in after:
             signals.wait_event(event)
         now.ready.issue(signals)
@@ -240,6 +241,7 @@ class SymmetricExchange:
                 receives[i].copy_(_view_like(now.sources, i, receives[i]))
             now.read.issue(stream)
             used = receives or passed or now.reusable is not None
+            self._next = step + 1
             return Exchange(arrived=stream.record_event() if used else None)
 
     def acquire(self, step: int, receives: Sequence[Tensor]) -> list[Tensor]:
@@ -253,18 +255,42 @@ class SymmetricExchange:
         if self._started:
             # If streams share a queue, the flags that peers await before they send must be issued first.
             here.wait_stream(self._transport.signals)
+        self._next = None
         now.ready.issue(here)
         now.arrived.issue(here)
+        self._next, self._acquired = step + 1, step
         return [_view_like(now.sources, i, tensor) for i, tensor in enumerate(receives)]
 
     def release(self, step: int) -> None:
         """Tell the senders that the work issued so far to the caller's stream has read the acquired memory."""
+        self._acquired = None
         self._steps[self._parity][step].read.issue(torch.cuda.current_stream(self._transport.device))
 
     def wait(self, exchange: Exchange) -> None:
         """Make the caller's stream wait until the messages have arrived."""
         if exchange.arrived is not None:
             torch.cuda.current_stream(self._transport.device).wait_event(exchange.arrived)
+
+    def finish(self, sizes: Sizes) -> None:
+        stream, signals = self._transport.stream, self._transport.signals
+        here = torch.cuda.current_stream(self._transport.device)
+        if self._next is None:
+            raise RuntimeError("it failed while messages started")
+        if self._acquired is not None:
+            self.release(self._acquired)
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):  # after all copies, or messages that use their memory again would have these
+            self.memory().fill_(NAN_BYTE)
+        signals.wait_stream(stream)
+        for now in self._steps[self._parity][self._next :]:
+            now.ready.issue(signals)
+            now.ready_passed.issue(signals)
+            stream.wait_stream(signals)
+            if now.reusable is not None:
+                now.reusable.issue(stream)
+            now.arrived.issue(stream)
+            now.read.issue(stream)
+        here.wait_stream(stream)
 
     def _prepare(self) -> None:
         """Prepare all views and flag operations for the current memory."""

@@ -89,7 +89,7 @@ class Mask:
                 a sliding window.
             prefixes: for each document, the number of its first tokens that all of its tokens see (prefix-LM).
             parents: for each document, the number of an earlier one that it continues, or -1: a tree of shared
-                prefixes.
+                prefixes. Depth-first order needs the fewest kernel calls.
 
         Raises:
             ValueError: a document without tokens, a negative window, a prefix longer than its document or without

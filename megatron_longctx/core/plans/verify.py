@@ -102,8 +102,11 @@ def _visible_pairs(plan: Plan, homes: tuple[int, int], region: Slice) -> int:
 
 
 def _spans_within(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
-    """Yield (first slot, tokens) of the spans of a rank with any of its slots `start..stop-1`."""
-    return ((slot, span) for slot, span in layout.slot_spans(rank) if slot < stop and start < slot + len(span))
+    """Yield (first slot, tokens) of the parts of a rank's spans in its slots `start..stop-1`."""
+    for slot, span in layout.slot_spans(rank):
+        if slot < stop and start < slot + len(span):
+            first = max(start - slot, 0)
+            yield slot + first, span[first : stop - slot]
 
 
 def _check_disjoint(plan: Plan, homes: tuple[int, int], regions: list[tuple[Slice, Heads]]) -> None:

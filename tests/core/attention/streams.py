@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from megatron_longctx.core.comm import Exchange
+import torch
+
+from megatron_longctx.core.comm import Exchange, P2PTransport
+from megatron_longctx.core.comm.p2p import NAN_BYTE
 
 
 class Event:
@@ -90,6 +93,8 @@ class Bytes:
     """A tensor of bytes that the current stream copies when it reaches the operation."""
 
     here: ClassVar[Stream]
+    nan: ClassVar[int] = 0
+    """The number of checks that found NaN."""
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory
@@ -103,12 +108,18 @@ class Bytes:
     def copy_(self, source: Bytes) -> None:
         Bytes.here.do(lambda: self.memory.__setitem__(slice(None), bytes(source.memory)))
 
+    def fill_(self, value: int) -> None:
+        self.write(bytes([value]) * len(self.memory))
+
     def write(self, content: bytes) -> None:
         Bytes.here.do(lambda: self.memory.__setitem__(slice(None), content))
 
-    def check(self, content: bytes, name: str) -> None:
+    def check(self, content: bytes, name: str, or_nan: bool) -> None:
         def check() -> None:
-            assert bytes(self.memory) == content, f"{name} has other content"
+            found = bytes(self.memory)
+            assert found == content or or_nan, f"{name} has other content"
+            assert all(a in (b, NAN_BYTE) for a, b in zip(found, content, strict=True)), f"{name} has other content"
+            Bytes.nan += found != content
 
         Bytes.here.do(check)
 
@@ -120,14 +131,17 @@ def on(stream: Stream) -> Iterator[None]:
     Bytes.here = before
 
 
-class Far:
+class Far(P2PTransport):
     """A rank's point-to-point messages on a separate stream: a batch ends when all its messages are matched."""
 
     channels: ClassVar[dict[tuple[int, int], deque[list[Any]]]] = {}
     moved: ClassVar[list[bool]] = [False]
 
     def __init__(self, rank: int, stream: Stream) -> None:
-        self.rank, self.stream = rank, stream
+        self.rank, self.stream, self.device = rank, stream, torch.device("cpu")
+
+    def record_event(self) -> Any:
+        return Bytes.here.record_event()
 
     def start(self, sends: Any, receives: Any, after: Sequence[Any]) -> Exchange:
         for event in after:

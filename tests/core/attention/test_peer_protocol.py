@@ -2,7 +2,7 @@
 
 Ranks issue passes to simulated streams, whose operations run in any order that a device may choose. No pass may hang,
 every message must have the sender's content, and no rank may read a message before it arrives or after it is
-overwritten.
+overwritten. Ranks may run out of memory anywhere in a pass.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import functools
 import random
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron_longctx.core.comm import P2PTransport, PeerTransport, peer
+from megatron_longctx.core.comm import PeerTransport, p2p, peer
 from megatron_longctx.core.plans import (
     RESULTS,
     Block,
@@ -70,16 +71,21 @@ def content(block: Block, number: int) -> list[list[bytes]]:
     ]
 
 
+def sizes(block: Block) -> list[int]:
+    return [size * block.tokens for size in WORK.field_bytes(block.kind, block.heads)]
+
+
 class Pass:
     """A pass that sends messages as the executor does, and whose kernels and merges only check their inputs.
 
     Attributes:
         held: the content of held rows once all issued operations have run, keyed by kept memory or slot and by row;
             None for a message in flight.
+        or_nan: whether others run out of memory in this pass, and send NaN.
     """
 
-    def __init__(self, rank: Rank, recording: Recording, channel: Any, number: int) -> None:
-        self.recording, self.rank, self.channel, self.number = recording, rank, channel, number
+    def __init__(self, rank: Rank, recording: Recording, channel: Any, number: int, or_nan: bool) -> None:
+        self.or_nan, self.recording, self.rank, self.channel, self.number = or_nan, recording, rank, channel, number
         self.acquired: tuple[int, list[Any]] = -1, []
         self.kept_bytes: dict[Memory, list[Any]] = {}
         self.held: dict[tuple[Memory | int, int, int], bytes | None] = {}
@@ -92,10 +98,13 @@ class Pass:
                 end += size * tokens
         assert end <= len(rank.held)
 
-    def run(self) -> None:
+    def run(self, last: int | None = None) -> None:
+        """Issue the operations; with `last`, run out of memory after operation `last`, -1 for before the first."""
         now, marks, exchange = self.recording, dict[int, Any](), None
         self.channel.begin()
         for i, op in enumerate((None, *now.ops), -1):
+            if last is not None and i > last:
+                break
             if isinstance(op, Send):
                 self.arrive(op.step, False)
                 passed = [x for rows in now.passed[op.step] if self.expected(rows) for x in self.fields(rows)]
@@ -120,6 +129,8 @@ class Pass:
                     self.write(into, source)
             if i in now.after.values():
                 marks[i] = Bytes.here.record_event()
+        if last is not None:
+            self.rank.transport.abort(torch.OutOfMemoryError("no memory\nleft"), self.channel, sizes)
 
     def targets(self, step: int) -> list[Any]:
         return [
@@ -172,7 +183,7 @@ class Pass:
     def read(self, rows: Rows) -> None:
         if rows.memory.place in (Place.HELD, Place.PEER):
             for field, values in zip(self.fields(rows), self.expected(rows), strict=True):
-                field.check(b"".join(values), f"rank {self.rank.number}, pass {self.number}: {rows}")
+                field.check(b"".join(values), f"rank {self.rank.number}, pass {self.number}: {rows}", self.or_nan)
 
     def write(self, into: Rows, source: Rows | None) -> None:
         if into.memory.place is Place.HELD:
@@ -202,7 +213,7 @@ class Device:
     """
 
     def __init__(self, plan: Plan, over_peers: bool, draw: random.Random, one_queue: bool) -> None:
-        self.draw, self.n = draw, plan.n
+        self.draw, self.n, self.reports = draw, plan.n, set[str]()
         self.taken: list[tuple[int, int]] = []
         self.memories: list[list[list[memoryview]]] = []
         self.ranks: list[Rank] = []
@@ -219,6 +230,14 @@ class Device:
             self.memories.append([[memoryview(bytearray(capacity)) for _ in range(2)] for _ in range(self.n)])
         assert self.taken[generation] == (capacity, steps), "ranks allocate different memory, or at different times"
 
+    def set(self, key: str, _: str) -> None:
+        """Set a key, as the ranks' store does."""
+        self.reports.add(key)
+
+    def wait(self, keys: Sequence[str], _: Any) -> None:
+        if not self.reports.issuperset(keys):
+            raise dist.DistStoreError("timeout")
+
     def finish(self) -> None:
         run_all([stream for rank in self.ranks for stream in rank.streams], self.draw)
 
@@ -229,18 +248,19 @@ class Rank:
     def __init__(self, device: Device, number: int, over_peers: bool, streams: list[Stream]) -> None:
         self.device, self.number, self.streams, self.overlap = device, number, streams, True
         self.caller, self.acquired = streams[0], 0
+        self.channels: list[tuple[Recording, Any]] = []
         self.held = memoryview(bytearray(2**20))  # which all passes share
         self.sent = bytearray(2**22)  # for point-to-point messages
         transport = self.peers = PeerTransport.__new__(PeerTransport)
         transport.rank, transport.world = number, device.n
         transport.stream, transport.signals = streams[1:3]  # type: ignore[assignment]
         transport.device, transport.generation = torch.device("cpu"), 0
-        transport._group = lambda: None  # type: ignore[assignment, return-value]
-        transport._broken, transport._parity, transport._unread, transport._growth = None, 0, [None, None], 1.0
+        transport._parity, transport._unread, transport._growth = 0, [None, None], 1.0
         transport._capacity = transport._steps = 0
         transport._allocate = self.take  # type: ignore[method-assign]
-        far: Any = Far(number, streams[3])
-        self.open = transport.channel if over_peers else functools.partial(P2PTransport.channel, far)
+        self.transport: Any = transport if over_peers else Far(number, streams[3])
+        self.transport.world, self.transport._number = device.n, 1
+        self.transport._group = lambda: SimpleNamespace(get_group_store=lambda: device)
 
     def take(self, capacity: int, steps: int) -> None:
         transport, ranks = self.peers, range(self.device.n)
@@ -255,7 +275,7 @@ class Rank:
     def channel(self, recorder: Recorder) -> tuple[Recording, Any]:
         recording = recorder.record(self.number)
         memory: Any = lambda size: Bytes(memoryview(self.sent)[:size])  # noqa: E731
-        return recording, self.open(recording, recorder.send_bytes(), memory)
+        return recording, self.transport.channel(recording, recorder.send_bytes(), memory)
 
 
 MODES: dict[str, Any] = {
@@ -284,9 +304,30 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(stream=on, current_stream=lambda _: Bytes.here, is_available=lambda: False)
     fake = SimpleNamespace(cuda=cuda, inference_mode=torch.inference_mode, uint8=torch.uint8)
     monkeypatch.setattr(peer, "torch", fake)
+    fake.OutOfMemoryError = torch.OutOfMemoryError
+    fake.full = lambda n, x, **_: Bytes(memoryview(bytearray([x] * n[0])))
+    monkeypatch.setattr(p2p, "torch", fake)
     monkeypatch.setattr(peer, "FlagOperations", Flags)
     monkeypatch.setattr(peer, "_view_like", lambda views, i, tensor: views[i])
     monkeypatch.setattr(peer, "gather_objects", lambda _, value: [value])
+
+
+def simulated(name: str, over_peers: bool, seed: int) -> tuple[Device, Callable[..., None]]:
+    """Return a device, and `issue(way, number, last)`, which issues a pass on all ranks. last: see `Pass.run`."""
+    plan = PLANS[name]
+    passes = [Recorder(each, Target(WORK, TAKES, over_peers)) for each in (plan, backward_plan(plan))]
+    Flags.state, Far.channels = {}, {}
+    device = Device(plan, over_peers, random.Random(seed), one_queue=over_peers and seed % 2 == 1)
+    for rank in device.ranks:
+        rank.channels = [rank.channel(each) for each in passes]
+
+    def issue(way: int, number: int, last: Callable[[int, int], int | None] | None = None) -> None:
+        for rank in device.ranks:
+            Bytes.here, of = rank.caller, rank.channels[way]
+            each = Pass(rank, *of, number, last is not None)
+            each.run(None if last is None else last(rank.number, len(of[0].ops)))
+
+    return device, issue
 
 
 @pytest.mark.parametrize("over_peers", [True, False])
@@ -298,16 +339,44 @@ def test_nothing_hangs_and_every_message_arrives(name: str, over_peers: bool) ->
     reused = any(each.send_layout(rank).awaits for each in passes for rank in range(plan.n))
     assert reused or not over_peers or name not in ("zigzag", "ring", "tasp")
     for seed in range(4 if over_peers else 2):
-        Flags.state, Far.channels = {}, {}
-        device = Device(plan, over_peers, random.Random(seed), one_queue=over_peers and seed % 2 == 1)
-        channels = [[rank.channel(each) for each in passes] for rank in device.ranks]
+        device, issue = simulated(name, over_peers, seed)
         for rank in device.ranks:
             rank.overlap = seed < (2 if over_peers else 1)
         # The host waits only for more memory, so all passes can be issued without running any.
         for number, way in enumerate((0, 1, 1, 0, 0, 1)):
-            for rank, both in zip(device.ranks, channels, strict=True):
-                Bytes.here = rank.caller
-                Pass(rank, *both[way], number).run()
+            issue(way, number)
         device.finish()
         assert not over_peers or name.startswith("all_gather") or any(rank.acquired for rank in device.ranks)
         assert len(device.taken) == (1 + (passes[1].send_bytes() > passes[0].send_bytes()) if over_peers else 0)
+
+
+def _somewhere(draw: random.Random, _: int, operations: int) -> int:
+    return draw.randint(-1, max(operations - 2, -1))
+
+
+@pytest.mark.parametrize("over_peers", [True, False])
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.usefixtures("device")
+def test_passes_go_on_after_one_in_which_all_ranks_ran_out_of_memory(name: str, over_peers: bool) -> None:
+    """Each rank runs out of memory at another operation, in forward and in backward."""
+    for seed in range(2 if over_peers else 1):
+        device, issue = simulated(name, over_peers, seed)
+        for number, (way, fails) in enumerate(((0, 0), (1, 1), (0, 1), (0, 1), (1, 0), (0, 0), (1, 0))):
+            draw = random.Random(10 * seed + number)
+            issue(way, number, functools.partial(_somewhere, draw) if fails else None)
+        device.finish()
+        assert len(device.reports) == 3 * device.n
+
+
+@pytest.mark.parametrize("over_peers", [True, False])
+@pytest.mark.usefixtures("device")
+def test_a_rank_that_alone_runs_out_of_memory_sends_nan_and_is_refused(over_peers: bool) -> None:
+    device, issue = simulated("zigzag", over_peers, 1)
+    issue(0, 0)
+    issue(1, 1, lambda rank, _: 3 if rank == 2 else None)
+    Bytes.nan = 0
+    device.finish()
+    assert Bytes.nan
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"broken off before \(OutOfMemoryError: no memory, not on all ranks\)"):
+            device.ranks[2].channels[0][1].begin()
