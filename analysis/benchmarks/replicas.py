@@ -47,14 +47,14 @@ def run(arguments: argparse.Namespace) -> None:
         return Dealer([packs], Blend([1.0]), batch, 1, DealRule(wait or 0, *flops), model.layer_windows)
 
     dealer(max(REPLICAS), max(WAITS[1:])).step(0)  # type: ignore[type-var]
-    seconds = {"packs": packed - began, "work and the first 33 steps": time.process_time() - packed}
+    seconds = {"packs": packed - began, "steps": time.process_time() - packed}
     rows, measured = [], []
     for count, each in product(REPLICAS, MICRO_BATCHES):
         found = [excess(dealer(count * each, wait), packs.size // (count * each), count, wait) for wait in WAITS]
         rows.append([str(count), str(each), *(f"{mean:.1%}, {over:.0%}" for mean, over in found)])
-        keys = ("null", *map(str, WAITS[1:]))
-        means = dict(zip(keys, ({"mean": mean, "steps over 5%": over} for mean, over in found), strict=True))
-        measured.append({"replicas": count, "micro-batches": each, "imbalance by max_wait_steps": means})
+        sizes = {"replicas": count, "micro_batches": each}
+        measured += [{**sizes, "max_wait_steps": wait, "mean": mean, "steps_above_5_percent": over}
+                     for wait, (mean, over) in zip(WAITS, found, strict=True)]  # fmt: skip
     what = "work of the busiest replica above the average: mean over steps, and the share of steps above 5%"
     about = (
         f"{len(lengths):,} documents, {arguments.long:.0%} of the tokens in documents of 64K; {packs.size:,} packs of "
@@ -62,9 +62,10 @@ def run(arguments: argparse.Namespace) -> None:
     )
     report = Report(arguments.out, "cpu", what, about, f"{what}; predicted")
     heads = ["replicas", "micro-batches", *(f"max_wait_steps={'null' if wait is None else wait}" for wait in WAITS)]
-    data = {"documents": len(lengths), "packs": packs.size, "model": model.name, "seconds": seconds}
+    full = float(packs.tokens.sum()) / packs.size / LENGTH
+    data = {"documents": len(lengths), "packs": packs.size, "full": full, "model": model.name, "seconds": seconds}
     print(report.write({**data, "measurements": measured}, table(heads, rows)))
-    print(", ".join(f"{name}: {value:.2f} s of CPU" for name, value in seconds.items()))
+    print(f"{seconds['packs']:.2f} s of CPU for packs, {seconds['steps']:.2f} s for their work and the first 33 steps")
 
 
 def documents(count: int, long: float) -> numpy.ndarray:

@@ -13,6 +13,7 @@ import pytest
 from megatron_longctx.mcore import checkpoint
 from megatron_longctx.mcore.data import TrainingData, deal_rule
 from megatron_longctx.mcore.dealing import deal
+from megatron_longctx.mcore.model import padded_vocab_size
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training import preflight
 from megatron_longctx.training.loop import Trainer
@@ -150,13 +151,16 @@ def test_metrics_have_every_step_once(root: Path, runs: Runs, name: str) -> None
 
 def test_the_predicted_imbalance_of_replicas_is_recorded(root: Path, runs: Runs) -> None:
     config, lines = tiny_config(root, "packs", RUN | PACKS), (root / "packs/metrics.jsonl").read_text().splitlines()
-    dealer = TrainingData(config, build_tokenizer("byte-level"), 384).dealer(config, deal_rule(config, 384))
+    tokenizer = build_tokenizer("byte-level")
+    vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
+    dealer = TrainingData(config, tokenizer, vocab_size).dealer(config, deal_rule(config, vocab_size))
     assert dealer is not None
-    for step, count in enumerate((1, 2, 2, 4, 4, 1)):
-        _, work = dealer.step(step)
-        totals = [work[share].sum() for share in deal(work, count)]
-        recorded = json.loads(lines[step])["perf/imbalance_dp"]
-        assert recorded == pytest.approx(max(totals) / fmean(totals) - 1) and (recorded > 0) is (count > 1)
+    works = [dealer.step(step)[1] for step in range(6)]
+    shares = [deal(work, count) for work, count in zip(works, (1, 2, 2, 4, 4, 1), strict=True)]
+    totals = [[work[share].sum() for share in each] for work, each in zip(works, shares, strict=True)]
+    recorded = [json.loads(line)["perf/imbalance_dp"] for line in lines]
+    assert recorded == pytest.approx([max(each) / fmean(each) - 1 for each in totals])
+    assert recorded[3] > recorded[0] == recorded[5] == 0
     assert "data.max_wait_steps=3: expected 2, with which" in (runs["packs other wait"].error or "")
 
 
