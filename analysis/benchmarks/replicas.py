@@ -13,7 +13,7 @@ from itertools import product
 import numpy
 
 from megatron_longctx.core.errors import refuse
-from megatron_longctx.mcore.dealing import Dealer, DealRule, deal
+from megatron_longctx.mcore.dealing import Dealer, deal
 from megatron_longctx.mcore.packing import Blend, Packs
 from megatron_longctx.planner.flops import Work, training_flops
 from megatron_longctx.training.compose import compose_config
@@ -43,14 +43,15 @@ def run(arguments: argparse.Namespace) -> None:
     packs = Packs(lengths, LENGTH, seed=1)
     packed = time.process_time()
 
-    def dealer(batch: int, wait: int | None) -> Dealer:
-        return Dealer([packs], Blend([1.0]), batch, 1, DealRule(wait or 0, *flops), model.layer_windows)
-
-    dealer(max(REPLICAS), max(WAITS[1:])).step(0)  # type: ignore[type-var]
+    packs.weigh(*flops, model.layer_windows)
+    Dealer([packs], Blend([1.0]), 8, 1, 32).step(0)
     seconds = {"packs": packed - began, "steps": time.process_time() - packed}
     rows, measured = [], []
     for count, each in product(REPLICAS, MICRO_BATCHES):
-        found = [excess(dealer(count * each, wait), packs.size // (count * each), count, wait) for wait in WAITS]
+        found = [
+            excess(Dealer([packs], Blend([1.0]), count * each, 1, wait or 0), packs.size // (count * each), count, wait)
+            for wait in WAITS
+        ]
         rows.append([str(count), str(each), *(f"{mean:.1%}, {over:.0%}" for mean, over in found)])
         sizes = {"replicas": count, "micro_batches": each}
         measured += [{**sizes, "max_wait_steps": wait, "mean": mean, "steps_above_5_percent": over}

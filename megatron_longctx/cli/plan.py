@@ -138,11 +138,7 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
 
 
 def show_batch(config: Config) -> None:
-    """Print the packs of the first step, and what each data-parallel replica computes.
-
-    Raises:
-        ValueError: no packs, a dataset that cannot be used, or a batch that does not divide among the replicas.
-    """
+    """Print the packs of the first step, and what each data-parallel replica computes."""
     from ..mcore.corpus import check_corpus  # takes seconds to import
     from ..mcore.data import TrainingData, deal_rule, micro_batches
     from ..mcore.model import padded_vocab_size

@@ -46,10 +46,10 @@ class DataConfig:
     # documents (the same stream, but attention, positions and labels end with each document) | best_fit (whole
     # documents packed; only documents longer than a sequence are cut)
     packing: str = choice("none", ("none", "documents", "best_fit"))
-    # How many steps a pack of best_fit may be moved, so that packs of similar work share a step and data-parallel
-    # ranks finish together. A long document waits for others at most that long. 0: steps stay as they are, and packs
-    # are dealt out by their work. null: packs are in random order.
-    max_wait_steps: int | None = number(32, 0, 1000)
+    # Packs of best_fit are dealt out to data-parallel ranks by their work, and may be moved by this many steps, so that
+    # packs of similar work share a step: a long document waits for others at most that long. null: packs are in
+    # random order.
+    max_wait_steps: int | None = number(0, 0, 1000)
     # What a document of the dataset is: a text or a conversation (documents) | a tree of tokens, as a prompt with its
     # responses, which share it (rollouts)
     format: str = choice("documents", ("documents", "rollouts"))

@@ -98,9 +98,12 @@ class TrainingData(Dataset[TrainingBatch]):
 
     def dealer(self, config: Config, rule: DealRule | None) -> Dealer | None:
         """Return what deals out packs by a rule."""
-        orders, train = [source.order for source in self._sources if isinstance(source.order, Packs)], config.train
-        args = orders, self._blend, train.global_batch_size, train.seed
-        return None if rule is None else Dealer(*args, rule, config.model.layer_windows)
+        if rule is None:
+            return None
+        orders = [source.order for source in self._sources if isinstance(source.order, Packs)]
+        for order in orders:
+            order.weigh(rule.token_flops, rule.pair_flops, config.model.layer_windows)
+        return Dealer(orders, self._blend, config.train.global_batch_size, config.train.seed, rule.max_wait_steps)
 
     def describe(self) -> Iterator[str]:
         """Yield a line for every dataset that says how full its packs are; nothing without packs."""
@@ -316,8 +319,8 @@ def deal_rule(config: Config, vocab_size: int, earlier: Mapping[str, Any] | None
             even if an earlier version predicted other work, or moved no packs.
     """
     steps, known = config.data.max_wait_steps, {"order": None} if earlier is None else earlier
-    waits = config.data.packing == "best_fit" and config.train.global_batch_size > 1
-    if not waits or steps is None or "order" not in known:
+    several = config.data.packing == "best_fit" and config.train.global_batch_size > 1
+    if steps is None or not several or "order" not in known:
         return None
     if (order := known["order"]) and order[0] == steps:
         return DealRule(*order)
@@ -328,11 +331,7 @@ def deal_rule(config: Config, vocab_size: int, earlier: Mapping[str, Any] | None
 def micro_batches(
     config: Config, step: int, dp_rank: int, dp_size: int, dealer: Dealer | None = None
 ) -> Iterator[Sequence[int]]:
-    """Yield the samples of every micro-batch of a data-parallel rank from `step`, counted from 0, on.
-
-    Args:
-        dealer: of packs; None: samples are in random order.
-    """
+    """Yield the samples of every micro-batch of a data-parallel rank from `step`, counted from 0, on."""
     train = config.train
     per_rank = train.global_batch_size // dp_size
     for number in range(step, train.steps):

@@ -1,19 +1,18 @@
 """Which packs make up a step, and which replica computes each: packs of similar work, so that replicas finish together.
 
 Best fit makes packs of nearly equal tokens, but a long document has many more visible pairs than short ones. If a step
-has one such pack, all replicas wait for its replica. So long documents wait for each other, as in WLB-LLM (Wang et al.,
-OSDI 2025): a number of steps are filled with their packs in the order of work, and then come in random order.
+has one such pack, all replicas wait for its replica. So long documents may wait for each other, as in WLB-LLM (Wang et
+al., OSDI 2025): a number of steps are filled with their packs in the order of work, and then come in random order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy
 
-from ..core.plans.mask import Window
 from .packing import Blend, Packs
 
 
@@ -34,25 +33,13 @@ class Dealer:
     A pass over a single dataset ends before the next begins. In a blend, packs of two passes may be exchanged.
 
     Args:
-        orders: the packs of every dataset in `blend`.
+        orders: the packs of every dataset in `blend`, weighed.
         batch: packs per step.
-        windows: the number of layers with each attention window.
     """
 
-    def __init__(
-        self,
-        orders: Sequence[Packs],
-        blend: Blend,
-        batch: int,
-        seed: int,
-        rule: DealRule,
-        windows: Mapping[Window, int],
-    ) -> None:
+    def __init__(self, orders: Sequence[Packs], blend: Blend, batch: int, seed: int, max_wait_steps: int) -> None:
         self._orders, self._blend, self._batch, self._seed = orders, blend, batch, seed
-        self._steps = rule.max_wait_steps + 1
-        self._window = -1
-        for order in orders:
-            order.weigh(rule.token_flops, rule.pair_flops, windows)
+        self._steps, self._window = max_wait_steps + 1, -1
 
     def replicas(self, step: int, count: int) -> list[list[int]]:
         """Return the samples of each of `count` replicas in a step, in the order of its micro-batches."""
@@ -63,10 +50,9 @@ class Dealer:
         """Return the samples of a step, int64, and the work of each, float64."""
         window, at = divmod(number, self._steps)
         if window != self._window:
-            self._samples, self._sample_work = self._plan(window)
-            self._window = window
+            self._window, (self._samples, self._work) = window, self._plan(window)
         here = slice(at * self._batch, (at + 1) * self._batch)
-        return self._samples[here], self._sample_work[here]
+        return self._samples[here], self._work[here]
 
     def _plan(self, window: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         length = self._steps * self._batch

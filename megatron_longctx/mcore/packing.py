@@ -153,7 +153,7 @@ class Packs(SampleOrder):
 
     def weigh(self, per_token: int, per_pair: int, windows: Mapping[Window, int]) -> None:
         """Set the work of every piece: its tokens' and its visible pairs' in all layers, whose windows are counted."""
-        self._work = per_token * self._lengths.astype(numpy.float64) + per_pair * self._pairs(windows)
+        self._work = numpy.array(self._pairs(windows), numpy.float64) * per_pair + self._lengths * float(per_token)
         self._passes = {}
 
     def work(self, samples: numpy.ndarray) -> numpy.ndarray:
@@ -165,10 +165,9 @@ class Packs(SampleOrder):
             work[here] = self._begun(number)[2][indices[here]]
         return work
 
-    def _pairs(self, windows: Mapping[Window, int]) -> numpy.ndarray:
-        lengths, places = numpy.unique(self._lengths, return_inverse=True)
-        pairs = [visible_pairs([length], None, windows) for length in lengths.tolist()]
-        return numpy.array(pairs, dtype=numpy.float64)[places]
+    def _pairs(self, windows: Mapping[Window, int]) -> Sequence[int]:
+        by_length = {length: visible_pairs([length], None, windows) for length in numpy.unique(self._lengths).tolist()}
+        return [by_length[length] for length in self._lengths.tolist()]
 
     def _places_of(self, pack: int) -> numpy.ndarray:
         return self._places[self._ends[pack - 1] if pack else 0 : self._ends[pack]]
@@ -215,11 +214,9 @@ class TreePacks(Packs):
         self.num_repeated = sum(sizes) - whole
         self._pack(numpy.array(sizes, dtype=numpy.int32), seq_length, num_cut)
 
-    def _pairs(self, windows: Mapping[Window, int]) -> numpy.ndarray:
+    def _pairs(self, windows: Mapping[Window, int]) -> Sequence[int]:
         lengths = ([self._trees[number][0][node] for node in part.nodes] for number, part in self._parts)
-        nodes = zip(lengths, self._parts, strict=True)
-        pairs = [visible_pairs(each, part.parents, windows) for each, (_, part) in nodes]
-        return numpy.array(pairs, dtype=numpy.float64)
+        return [visible_pairs(of, part.parents, windows) for of, (_, part) in zip(lengths, self._parts, strict=True)]
 
     def _spans_of(self, taken: numpy.ndarray) -> Spans:
         rows: list[tuple[int, int, int]] = []

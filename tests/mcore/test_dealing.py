@@ -30,7 +30,9 @@ def _dealer(batch: int, wait: int, seed: int = 3, weights: list[float] = WEIGHTS
     random = numpy.random.RandomState(packs)
     each = [random.randint(1, 60, packs * number).astype(numpy.int32) for number in range(1, len(weights) + 1)]
     orders = [Packs(lengths, 64, seed) for lengths in each]
-    return Dealer(orders, Blend(weights), batch, seed, DealRule(wait, 10, 1), FULL)
+    for order in orders:
+        order.weigh(10, 1, FULL)
+    return Dealer(orders, Blend(weights), batch, seed, wait)
 
 
 @quick
@@ -97,10 +99,10 @@ def test_replicas_finish_together_on_long_tailed_documents(count: int, micro_bat
     short = numpy.clip(random.lognormal(6.5, 1.0, 100_000), 16, 4096)
     lengths = numpy.concatenate([short, numpy.full(200, 65_536)]).astype(numpy.int32)
     packs = Packs(lengths, 65_536, 1)
+    packs.weigh(25_000, 1, FULL)  # as in Llama-3-8B: a document of 64K tokens is 2.2 packs of short ones
     steps, batch = packs.size // (count * micro_batches), count * micro_batches
     for wait, least, most in ((None, 0.05, 1.0), (32, 0.0, 0.05)):
-        # Each pair costs 1/25,000 of a token, as in Llama-3-8B: a document of 64K tokens is 2.2 packs of short ones.
-        dealer = Dealer([packs], Blend([1.0]), batch, 1, DealRule(wait or 0, 25_000, 1), FULL)
+        dealer = Dealer([packs], Blend([1.0]), batch, 1, wait or 0)
         assert least <= _busiest(dealer, steps, count, dealt=wait is not None) <= most
 
 
