@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     packs = Packs(lengths, LENGTH, seed=1)
     packed = time.process_time()
 
-    packs.weigh(*flops, model.layer_windows)
+    packs.weigh(flops[0], flops[1], model.layer_windows)
     Dealer([packs], Blend([1.0]), 8, 1, 32).step(0)
     seconds = {"packs": packed - began, "steps": time.process_time() - packed}
     rows, measured = [], []

@@ -69,14 +69,11 @@ class Dealer:
 
 
 def arrange(work: numpy.ndarray, first: int, batch: int, seed: int) -> numpy.ndarray:
-    """Return an order of consecutive samples in which those of a step have similar work.
+    """Return an order of consecutive samples, as indices into `work`, in which those of a step have similar work.
 
     Args:
         work: of each sample.
         first: the number of the first sample. Steps begin at multiples of `batch`, and parts of a step get least work.
-
-    Returns:
-        Indices into `work`, int64.
     """
     ascending = numpy.argsort(work, kind="stable")
     head = min(-first % batch, len(work))
