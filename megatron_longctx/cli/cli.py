@@ -153,10 +153,10 @@ def _add_plan(verbs: _Verbs) -> None:
     plan.add_argument("--full-mask", action="store_true", help="every token sees every token (default: causal)")
     plan.add_argument("--draw", type=Path, metavar="FILE.png", help="also draw the plan")
     plan.add_argument(
-        "--documents",
-        metavar="N,N,…",
-        help="plan a pack of documents of these lengths, not the dataset's first pack; show where they lie",
-    )
+        "--documents", nargs="?", const="batch", metavar="N,N,…",
+        help="plan a pack of documents of these lengths, not the dataset's first pack; show where they lie. Without "
+        "lengths, instead of a plan: what each data-parallel replica computes in the first step",
+    )  # fmt: skip
     plan.add_argument(
         "--timeline", type=Path, metavar="FILE.png", help="also draw what each rank does over time (needs a cluster)"
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from ..config import (
     Config,
     configured_mode,
     configured_plan,
+    data_parallel_size,
     mode_options,
     names_as_keys,
     planned_mask,
@@ -27,6 +29,7 @@ from ..planner.choose_mode import Problem, rank_modes, table
 from ..planner.cost import Costs
 from ..planner.describe import describe, describe_placement, summary
 from ..planner.draw import draw, draw_modes, draw_placement, draw_timeline
+from ..planner.flops import Work, imbalance, training_flops
 from ..planner.memory import reports
 from ..planner.simulate import Simulation, simulate
 from ..training.compose import compose_config
@@ -40,7 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     config, causal = compose_config(arguments.settings), not arguments.full_mask
     if arguments.memory is not None or arguments.max_length:
         return show_memory(config, arguments.memory, arguments.max_length, arguments.device_gib)
-    if arguments.compare is not None:
+    if arguments.documents == "batch":
+        show_batch(config)
+    elif arguments.compare is not None:
         compare(config, arguments.compare, causal=causal)
     else:
         show(
@@ -131,6 +136,41 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
     if drawn:
         draw_modes(ranking, drawn, title)
         print(f"\ndrawn to {drawn}")
+
+
+def show_batch(config: Config) -> None:
+    """Print the packs of the first step, and what each data-parallel replica computes."""
+    from ..mcore.corpus import check_corpus  # takes seconds to import
+    from ..mcore.data import TrainingData, deal_rule, micro_batches
+    from ..mcore.model import padded_vocab_size
+    from ..mcore.packing import visible_pairs
+    from ..mcore.tokenizer import build_tokenizer
+
+    par, data, model = config.parallelism, config.data, config.model
+    if data.packing == "none":
+        raise refuse("data.packing", "none", "packs with --documents", "Set data.packing=best_fit.")
+    count = data_parallel_size(config, par.model_parallel_size * (par.data_parallel_size or 1))
+    check_corpus(data)
+    tokenizer = build_tokenizer(data.tokenizer, data.tokenizer_path)
+    vocab_size = padded_vocab_size(model, tokenizer.vocab_size)
+    dataset = TrainingData(config, tokenizer, vocab_size)
+    dealer = dataset.dealer(config, deal_rule(config, vocab_size))
+    works, rows = [], []
+    for replica in range(count):
+        samples = islice(micro_batches(config, 0, replica, count, dealer), config.train.global_batch_size // count)
+        packs = [dataset[each] for each in samples]
+        pairs = [visible_pairs(pack.lengths, pack.parents, model.layer_windows) for pack in packs]
+        work = [Work(sum(pack.lengths), seen, 0) for pack, seen in zip(packs, pairs, strict=True)]
+        flops = [training_flops(model, vocab_size, one).causal / 1e12 for one in work]
+        works.append(sum(work, Work(0, 0, 0)))
+        documents, shown = sum(len(pack.lengths) for pack in packs), [f"{one:.4g}" for one in flops]
+        rows.append(f"{replica:>9}{documents:>11,}{works[-1].tokens:>13,}{sum(flops):>13.4g}  {' '.join(shown)}")
+    print(
+        f"the first step of {data.prefix}: the busiest of {count} replicas (parallelism.data_parallel_size) computes "
+        f"{imbalance(model, vocab_size, works):.1%} more than the average\n"
+        "  replica  documents       tokens       TFLOP  of its packs, in order"
+    )
+    print("\n".join(rows))
 
 
 def show_memory(config: Config, picture: Path | None, longest: bool, device_gib: float | None) -> int:

@@ -105,6 +105,8 @@ _RULES: tuple[_Rule, ...] = (
      "Its forward runs without a graph, so nothing is kept; set it to auto, or recompute=none or layer."),
     ("data.packing", _is_not("none"), ("train.micro_batch_size",), None,
      "A pack is one sequence of many documents; raise data.seq_length instead."),
+    ("data.packing", _is_not("best_fit"), ("data.max_wait_steps",), (0, None),
+     "Only the packs of best_fit have unequal work that is known; leave it."),
     ("train.objective", _is("sft"), ("train.clip_low", "train.clip_high", "train.kl_coeff"), None,
      "Only policy_gradient reads it."),
     ("train.objective", _is("policy_gradient"), ("data.format",), ("rollouts",), "Only rollouts have advantages."),

@@ -146,6 +146,13 @@ class ModelConfig:
         return (None, None) if self.window is None or self.window_pattern is not None else (self.window, 0)
 
     @property
+    def layer_windows(self) -> dict[tuple[int | None, int | None], int]:
+        """The number of layers with each window: tokens before and after a token that it sees, None for all."""
+        all_see = self.num_layers if self.window is None else self.num_layers // (self.window_pattern or MAX_TOKENS)
+        counts = {(None, None): all_see, (self.window, 0): self.num_layers - all_see}
+        return {window: count for window, count in counts.items() if count}
+
+    @property
     def latent(self) -> bool:
         """Whether attention is MLA."""
         return self.kv_lora_rank is not None

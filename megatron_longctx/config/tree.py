@@ -47,6 +47,10 @@ class DataConfig:
     # documents (the same stream, but attention, positions and labels end with each document) | best_fit (whole
     # documents packed; only documents longer than a sequence are cut)
     packing: str = choice("none", ("none", "documents", "best_fit"))
+    # Packs of best_fit are dealt out to data-parallel ranks by their work, and may be moved by this many steps, so that
+    # packs of similar work share a step: a long document waits for others at most that long. null: packs are in
+    # random order.
+    max_wait_steps: int | None = number(0, 0, 1000)
     # What a document of the dataset is: a text or a conversation (documents) | a tree of tokens, as a prompt with its
     # responses, which share it (rollouts)
     format: str = choice("documents", ("documents", "rollouts"))

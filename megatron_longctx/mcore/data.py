@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy
 import torch
@@ -19,7 +20,9 @@ from ..core.errors import refuse
 from ..core.layout import build_layout
 from ..core.plans.mask import documents as pack_mask
 from ..core.trees import following
+from ..planner.flops import Work, training_flops
 from .corpus import SIDES, TokenDataset, check_corpus, check_labels, side_prefix, source_of, split_part, tree_of
+from .dealing import Dealer, DealRule
 from .packing import Blend, BranchTooLong, Packs, SampleOrder, Spans, Stream, TreePacks
 
 
@@ -92,6 +95,15 @@ class TrainingData(Dataset[TrainingBatch]):
         """The number of samples in one pass over a single dataset."""
         (source,) = self._sources
         return source.order.size
+
+    def dealer(self, config: Config, rule: DealRule | None) -> Dealer | None:
+        """Return what deals out packs by a rule."""
+        if rule is None:
+            return None
+        orders = [source.order for source in self._sources if isinstance(source.order, Packs)]
+        for order in orders:
+            order.weigh(rule.token_flops, rule.pair_flops, config.model.layer_windows)
+        return Dealer(orders, self._blend, config.train.global_batch_size, config.train.seed, rule.max_wait_steps)
 
     def describe(self) -> Iterator[str]:
         """Yield a line for every dataset that says how full its packs are; nothing without packs."""
@@ -298,11 +310,34 @@ def read_tokens(dataset: IndexedDataset, spans: Spans) -> numpy.ndarray:
     return numpy.concatenate([dataset.get(*piece) for piece in pieces])
 
 
-def micro_batches(config: Config, step: int, dp_rank: int, dp_size: int) -> Iterator[range]:
+def deal_rule(config: Config, vocab_size: int, earlier: Mapping[str, Any] | None = None) -> DealRule | None:
+    """Return how packs are dealt out to replicas; None: in random order.
+
+    Args:
+        vocab_size: the rows of the LM head.
+        earlier: the `extra` of the checkpoint that the run resumes from; None for a new run. A run goes on as it began,
+            even if an earlier version predicted other work, or moved no packs.
+    """
+    steps, known = config.data.max_wait_steps, {"order": None} if earlier is None else earlier
+    several = config.data.packing == "best_fit" and config.train.global_batch_size > 1
+    if steps is None or not several or "order" not in known:
+        return None
+    if (order := known["order"]) and order[0] == steps:
+        return DealRule(*order)
+    ones = Work(1, 0, 0), Work(0, 1, 0)
+    return DealRule(steps, *(training_flops(config.model, vocab_size, one).causal for one in ones))
+
+
+def micro_batches(
+    config: Config, step: int, dp_rank: int, dp_size: int, dealer: Dealer | None = None
+) -> Iterator[Sequence[int]]:
     """Yield the samples of every micro-batch of a data-parallel rank from `step`, counted from 0, on."""
     train = config.train
     per_rank = train.global_batch_size // dp_size
     for number in range(step, train.steps):
+        if dealer is not None:
+            yield from ([sample] for sample in dealer.replicas(number, dp_size)[dp_rank])
+            continue
         first = number * train.global_batch_size + dp_rank * per_rank
         for begin in range(first, first + per_rank, train.micro_batch_size):
             yield range(begin, begin + train.micro_batch_size)

@@ -29,6 +29,7 @@ def identity(config: Config, tokenizer: MegatronTokenizerText) -> Identity:
     return {
         "data.prefix": {"value": data.prefix, "sha256": digest},
         "data.packing": {"value": data.packing},
+        **({"data.max_wait_steps": {"value": data.max_wait_steps}} if data.packing == "best_fit" else {}),
         "data.tokenizer": tokenizer_identity(config, tokenizer),
         "data.seq_length": {"value": data.seq_length},
         "data.split": {"value": data.split},

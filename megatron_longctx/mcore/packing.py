@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy
 from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
+from ..core.plans.mask import Window, documents
 from ..core.trees import Part, parts
 
 _PERIOD = 2**16  # samples after which a blend repeats, so that any sample's place is known
@@ -44,17 +45,23 @@ class SampleOrder(ABC):
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._number = -1
+        self._passes: dict[int, tuple[numpy.ndarray, ...]] = {}
         self._pass: tuple[numpy.ndarray, ...] = ()
 
     def spans(self, sample: int) -> Spans:
         """Return where a sample's tokens are. If the token after its last one belongs to it too, they include that one,
         and their lengths sum to one more than the sequence's."""
         number, index = divmod(sample, self.size)
-        if number != self._number:
-            random = numpy.random.RandomState((self._seed + number) % 2**32)
-            self._number, self._pass = number, self._begin_pass(random)
+        self._pass = self._begun(number)
         return self._spans(index)
+
+    def _begun(self, number: int) -> tuple[numpy.ndarray, ...]:
+        """Return the arrays of a pass. Two passes are kept, because a step may alternate between their samples."""
+        if number not in self._passes:
+            self._passes = dict([*self._passes.items()][-1:])
+            random = numpy.random.RandomState((self._seed + number) % 2**32)
+            self._passes[number] = self._begin_pass(random)
+        return self._passes[number]
 
     @abstractmethod
     def _begin_pass(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
@@ -117,16 +124,16 @@ class Packs(SampleOrder):
 
     def _pack(self, lengths: numpy.ndarray, seq_length: int, num_cut: int) -> None:
         """Pack pieces of these lengths. num_cut: the number of documents that are several pieces."""
-        self._lengths, self.num_cut = lengths, num_cut
+        self._lengths, self.num_cut, self._work = lengths, num_cut, numpy.empty(0)
         self._longest_first = -numpy.sort(-self._lengths)
-        packs = best_fit(self._longest_first, seq_length)
-        self.tokens = numpy.bincount(packs, self._longest_first).astype(numpy.int64)
+        self._packs = best_fit(self._longest_first, seq_length).astype(numpy.int32)
+        self.tokens = numpy.bincount(self._packs, self._longest_first).astype(numpy.int64)
         self.size = len(self.tokens)
-        self._places = numpy.argsort(packs, kind="stable").astype(numpy.int32)
-        self._ends = numpy.cumsum(numpy.bincount(packs))
+        self._places = numpy.argsort(self._packs, kind="stable").astype(numpy.int32)
+        self._ends = numpy.cumsum(numpy.bincount(self._packs))
 
     def _spans(self, index: int) -> Spans:
-        pieces, order = self._pass
+        pieces, order, _ = self._pass
         return self._spans_of(pieces[self._places_of(int(order[index]))])
 
     def _spans_of(self, taken: numpy.ndarray) -> Spans:
@@ -144,14 +151,33 @@ class Packs(SampleOrder):
         """Return the tokens of the longest document of every pack."""
         return self._longest_first[self._places[self._ends - numpy.diff(self._ends, prepend=0)]]
 
+    def weigh(self, per_token: int, per_pair: int, windows: Mapping[Window, int]) -> None:
+        """Set the work of every piece: its tokens' and its visible pairs' in all layers, whose windows are counted."""
+        self._work = numpy.array(self._pairs(windows), numpy.float64) * per_pair + self._lengths * float(per_token)
+        self._passes = {}
+
+    def work(self, samples: numpy.ndarray) -> numpy.ndarray:
+        """Return the work of samples, float64; `weigh` comes first."""
+        numbers, indices = numpy.divmod(samples, self.size)
+        work = numpy.empty(len(samples))
+        for number in numpy.unique(numbers).tolist():
+            here = numbers == number
+            work[here] = self._begun(number)[2][indices[here]]
+        return work
+
+    def _pairs(self, windows: Mapping[Window, int]) -> Sequence[int]:
+        by_length = {length: visible_pairs([length], None, windows) for length in numpy.unique(self._lengths).tolist()}
+        return [by_length[length] for length in self._lengths.tolist()]
+
     def _places_of(self, pack: int) -> numpy.ndarray:
         return self._places[self._ends[pack - 1] if pack else 0 : self._ends[pack]]
 
     def _begin_pass(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
-        """Return the piece at each place, where places are ordered by length, and the order of packs."""
+        """Return the piece at each place, where places are ordered by length, the order of packs, and their work."""
         shuffled = _build_shuffle_index(len(self._lengths), len(self._lengths), random)
         pieces = shuffled[numpy.argsort(-self._lengths[shuffled], kind="stable")]
-        return pieces, _build_shuffle_index(self.size, self.size, random)
+        order = _build_shuffle_index(self.size, self.size, random)
+        return pieces, order, numpy.bincount(self._packs, self._work[pieces])[order] if len(self._work) else order
 
 
 class BranchTooLong(ValueError):
@@ -188,6 +214,10 @@ class TreePacks(Packs):
         self.num_repeated = sum(sizes) - whole
         self._pack(numpy.array(sizes, dtype=numpy.int32), seq_length, num_cut)
 
+    def _pairs(self, windows: Mapping[Window, int]) -> Sequence[int]:
+        lengths = ([self._trees[number][0][node] for node in part.nodes] for number, part in self._parts)
+        return [visible_pairs(of, part.parents, windows) for of, (_, part) in zip(lengths, self._parts, strict=True)]
+
     def _spans_of(self, taken: numpy.ndarray) -> Spans:
         rows: list[tuple[int, int, int]] = []
         parents: list[int] = []
@@ -201,6 +231,11 @@ class TreePacks(Packs):
             repeated += part.repeated
         documents, offsets, sizes = numpy.array(rows, dtype=numpy.int64).T
         return Spans(documents, offsets, sizes, tuple(parents), tuple(repeated))
+
+
+def visible_pairs(lengths: Sequence[int], parents: Sequence[int] | None, windows: Mapping[Window, int]) -> int:
+    """Return the visible pairs of a document, or of a tree's nodes, summed over layers."""
+    return sum(n * documents(lengths, parents=parents, window=each).pairs for each, n in windows.items())
 
 
 def best_fit(lengths: numpy.ndarray, capacity: int) -> numpy.ndarray:
@@ -259,6 +294,11 @@ class Blend:
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Return a sample's dataset, and its place in that dataset's own order."""
-        period, at = divmod(sample, _PERIOD)
-        dataset = int(self._datasets[at])
-        return dataset, period * int(self._counts[dataset]) + int(self._samples[at])
+        (dataset,), (place,) = self.locate_all(numpy.array([sample]))
+        return int(dataset), int(place)
+
+    def locate_all(self, samples: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Return the same as `locate` for many samples."""
+        periods, at = numpy.divmod(samples, _PERIOD)
+        datasets = self._datasets[at]
+        return datasets, periods * self._counts[datasets] + self._samples[at]

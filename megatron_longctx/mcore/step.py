@@ -40,6 +40,7 @@ class LossSum:
     waited_s: the seconds that this rank's attention waited for messages; None: not measured.
     computed_s: the seconds that every data- and context-parallel rank computed attention, `[dp, cp]`; zeros: not
         measured.
+    replicas: the work of every data-parallel replica.
     """
 
     loss_sum: float
@@ -47,6 +48,7 @@ class LossSum:
     work: Work
     waited_s: float | None = None
     computed_s: Sequence[Sequence[float]] = ()
+    replicas: Sequence[Work] = ()
 
     @property
     def mean(self) -> float:
@@ -244,14 +246,17 @@ def _loss(
 def _reduce(results: list[dict[str, Any]], groups: ProcessGroupCollection, times: AttentionTimes | None) -> LossSum:
     """Return, on every rank, the sums over the ranks that computed a loss."""
     dp, cp = groups.dp.size(), groups.cp.size()
-    total = torch.zeros(5 + dp * cp, dtype=torch.float64, device=local_device())
-    total[5 + groups.dp.rank() * cp + groups.cp.rank()] = 0.0 if times is None else times.computed_s
+    total = torch.zeros(2 + dp * (3 + cp), dtype=torch.float64, device=local_device())
+    works, seconds = total[2 : 2 + dp * 3].view(dp, 3), total[2 + dp * 3 :].view(dp, cp)
+    seconds[groups.dp.rank(), groups.cp.rank()] = 0.0 if times is None else times.computed_s
     last_stage = groups.pp.rank() == groups.pp.size() - 1
     if last_stage and groups.tp.rank() == 0:  # all tensor-parallel ranks have the same loss
         total[:2] += sum(result["loss"] for result in results)
         if groups.cp.rank() == 0:  # all context-parallel ranks report the same work
-            total[2:5] += torch.tensor([sum(of) for of in zip(*(r["work"] for r in results), strict=True)]).to(total)
+            work = [sum(of) for of in zip(*(result["work"] for result in results), strict=True)]
+            works[groups.dp.rank()] = torch.tensor(work).to(total)
     dist.all_reduce(total)
-    loss_sum, num_tokens, *work = total[:5].tolist()
+    loss_sum, num_tokens = total[:2].tolist()
+    replicas = [Work(*map(int, each)) for each in works.tolist()]
     waited_s = None if times is None else times.waited_s
-    return LossSum(loss_sum, num_tokens, Work(*map(int, work)), waited_s, total[5:].view(dp, cp).tolist())
+    return LossSum(loss_sum, num_tokens, sum(replicas, Work(0, 0, 0)), waited_s, seconds.tolist(), replicas)

@@ -27,6 +27,7 @@ both are always reported.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import ModelConfig, names
@@ -107,6 +108,12 @@ def training_flops(model: ModelConfig, vocab_size: int, work: Work) -> StepFlops
         causal=3 * (linear + (2 * work.pairs - layers * tokens) * channels),
         dense=3 * (linear + 2 * layers * work.dense_pairs * channels),
     )
+
+
+def imbalance(model: ModelConfig, vocab_size: int, work: Sequence[Work]) -> float:
+    """Return the share by which the busiest of several replicas computes more than the average, e.g. 0.05."""
+    flops = [training_flops(model, vocab_size, each).causal for each in work]
+    return max(flops) * len(flops) / sum(flops) - 1 if any(flops) else 0.0
 
 
 def _mlp_width(model: ModelConfig, experts: bool) -> int:

@@ -19,7 +19,7 @@ from ..config import Config, environment, names
 from ..core.comm import on_rank_0
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.checkpoint_folder import iteration_directory
-from ..mcore.data import TrainingBatch, TrainingData, micro_batches
+from ..mcore.data import TrainingBatch, TrainingData, deal_rule, micro_batches
 from ..mcore.data_identity import Identity, identity
 from ..mcore.objectives import make_objective
 from ..mcore.sequence import ShardedSequence, build_sequence
@@ -104,7 +104,7 @@ class Trainer:
                 self.uploads.resume(self.step, iteration_directory(self.folder.checkpoints, self.step))
         self.loader = Loader(
             self.data,
-            micro_batches(config, self.step, self.groups.dp.rank(), dp_size),
+            micro_batches(config, self.step, self.groups.dp.rank(), dp_size, self.data.dealer(config, self.order)),
             config.data.workers,
             local_device(),
             prepare=self._prepare,
@@ -302,6 +302,7 @@ class Trainer:
 
     def _resume(self) -> tuple[int, int]:
         """Load the latest checkpoint, if any. Return the steps and tokens that the run has been trained on."""
+        self.order = deal_rule(self.config, self.vocab_size)
         if checkpoint.latest(self.folder.checkpoints) is None:
             self._init_weights()
             return 0, 0
@@ -310,6 +311,9 @@ class Trainer:
         if warning and dist.get_rank() == 0:
             logger.warning(warning)
         logger.info("resumed from step %d of %s", loaded.iteration, self.folder.checkpoints)
+        wanted, self.order = self.order, deal_rule(self.config, self.vocab_size, loaded.extra)
+        if wanted and not self.order:
+            logger.info("packs stay in the random order with which an earlier version began: data.max_wait_steps waits")
         samples = loaded.extra["consumed_samples"]
         # Earlier versions did not count tokens; packs may have fewer than this.
         return loaded.iteration, loaded.extra.get("consumed_tokens", samples * self.config.data.seq_length)
@@ -327,6 +331,7 @@ class Trainer:
         heartbeat.begin(f"step {self.step}, saving")
         samples = self.step * self.config.train.global_batch_size
         extra = {"consumed_samples": samples, "consumed_tokens": self.tokens, "data": self.identity}
+        extra["order"] = self.order and list(self.order)
         self._finish_save()
         step, loss = self.validated
         validation_loss = loss if step == self.step else None

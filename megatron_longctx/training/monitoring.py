@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from ..config import Config, ModelConfig, files, names
 from ..mcore.data import TrainingBatch, TrainingData
 from ..mcore.step import EvalStep, LossSum, TrainStep
-from ..planner.flops import Work, performance, training_flops
+from ..planner.flops import Work, imbalance, performance, training_flops
 from .metrics.sinks import Value
 from .metrics.step_profile import Span, profile_of
 
@@ -56,6 +56,7 @@ class Interval:
         return {
             names.LOSS: total.mean,
             **performance(flops, work.tokens, self.seconds, num_devices, peak_tflops),
+            names.IMBALANCE_DP: fmean(imbalance(model, vocab_size, loss.replicas) for loss in self.losses),
             names.STEP_S: self.seconds / steps,
             names.DATA_WAIT_S: self.data_wait_s / steps,
             names.SAVE_STALL_S: self.save_stall_s,

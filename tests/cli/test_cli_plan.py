@@ -122,6 +122,21 @@ def test_the_first_pack_of_the_dataset_is_planned(tmp_path: Path, capsys: pytest
     assert "2 ranks, 90 tokens (balanced), causal, 2 documents mask" in plan(capsys, *words, "--documents=60,30")
 
 
+def test_the_work_of_every_replica_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    words = [f"data.prefix={tmp_path}/corpus", "data.seq_length=512", "train.global_batch_size=8"]
+    words += ["parallelism.data_parallel_size=4", "--documents"]
+    title, _, *rows = plan(capsys, "data.packing=best_fit", *words).splitlines()
+    busiest = re.search(r"the busiest of 4 .* computes ([0-9.]+)% more than the average", title)
+    work = [[float(each) for each in row.split()[3:]] for row in rows]
+    assert len(work) == 4 and all(total == pytest.approx(sum(packs), 1e-3) for total, *packs in work)
+    totals = [total for total, *_ in work]
+    assert busiest and float(busiest[1]) == pytest.approx(100 * (4 * max(totals) / sum(totals) - 1), abs=0.1)
+    assert "data.packing=none: expected packs" in plan(capsys, "data.packing=none", *words, code=2)
+    words[2] = "train.global_batch_size=6"
+    assert "train.global_batch_size=6: expected a multiple" in plan(capsys, "data.packing=best_fit", *words, code=2)
+
+
 @pytest.mark.parametrize("lengths", ["", "5,,6", "0", "7,-1", "a", "1.5"])
 def test_invalid_lengths_are_refused(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--documents={lengths}: expected lengths" in plan(capsys, *SMALL, f"--documents={lengths}", code=2)

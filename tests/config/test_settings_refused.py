@@ -167,6 +167,8 @@ def test_long_and_deep_values_are_refused_in_one_line(key: str, value: str) -> N
         ("optim.decay_steps=5", "optim.warmup_steps=10: expected fewer steps than the decay (5"),
         ("data.packing=best_fit train.micro_batch_size=2 train.global_batch_size=2",
          "train.micro_batch_size=2: expected 1 with data.packing=best_fit. A pack is one sequence"),
+        ("data.packing=documents data.max_wait_steps=8",
+         "data.max_wait_steps=8: expected 0 or null with data.packing=documents. Only the packs of best_fit"),
         ("data.tokenizer=huggingface",
          "data.tokenizer_path=None: expected a path with data.tokenizer=huggingface. Set data.tokenizer_path."),
         ("inference.exact_reuse=true",

@@ -82,7 +82,7 @@ def test_samples_are_the_text(root: Path) -> None:
 @pytest.mark.parametrize("packing", ["none", *PACKED])
 def test_order_depends_on_the_seed_alone(root: Path, packing: str) -> None:
     def rows(ranks: int = 1, step: int = 0, **train: int) -> list[list[int]]:
-        config = _config(root, {"data.packing": packing}, **train)
+        config = _config(root, {"data.packing": packing, "data.max_wait_steps": None}, **train)
         data = _data(config)
         taken = [iter(micro_batches(config, step, rank, ranks)) for rank in range(ranks)]
         per_rank = config.train.global_batch_size // ranks // config.train.micro_batch_size

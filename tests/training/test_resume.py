@@ -5,11 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from megatron_longctx.mcore import checkpoint
+from megatron_longctx.mcore.data import TrainingData, deal_rule
+from megatron_longctx.mcore.dealing import deal
+from megatron_longctx.mcore.model import padded_vocab_size
+from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training import preflight
 from megatron_longctx.training.loop import Trainer
 from tests.shared.training import Job, Record, changed, recorded, tiny_config, tiny_corpus
@@ -24,6 +29,7 @@ RUN: dict[str, Any] = {
     "train.micro_batch_size": 2,
     "train.save": True,
 }
+PACKS = {"data.packing": "best_fit", "data.max_wait_steps": 2, "train.micro_batch_size": 1, "train.steps": 6}
 LONGER = {"data.seq_length": 120, "train.check_data": False, "train.steps": 8}
 CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
 SCHEDULE = "parallelism.schedule"
@@ -52,6 +58,8 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
             "unsharded single": job("unsharded", unsharded, stop_in=2),
             "whole tied": job("alone", {**tied, "train.save": False}),
             "tied single": job("tied", tied, stop_in=1),
+            "whole packs": job("allpacks", {**PACKS, "train.save": False}),
+            "packs single": job("packs", PACKS, stop_in=0),
         }),
         (2, {
             "chain cp2": job("chain", {CP: 2}, stop_in=3),
@@ -59,9 +67,11 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
             "chain tp2": job("chain", {TP: 2}, stop_in=5),
             "unsharded cp2": job("unsharded", {CP: 2, SCHEDULE: "ring", **unsharded}, stop_in=4),
             "tied pp2": job("tied", {PP: 2, **tied}, stop_in=3),
+            "packs dp2": job("packs", PACKS, stop_in=2),
         }),
         (4, {
             "chain pp2 cp2": job("chain", {PP: 2, CP: 2}, stop_in=6),
+            "packs dp4": job("packs", PACKS, stop_in=4),
             "chain cp4": job("chain", {CP: 4, SCHEDULE: "ring", "train.steps": 8}),
             "unsharded tp2 cp2": job("unsharded", {TP: 2, CP: 2, **unsharded, "train.steps": 6}),
         }),
@@ -69,6 +79,8 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
             "chain single again": job("chain"),
             "chain complete": job("chain"),
             "tied single again": job("tied", tied),
+            "packs single again": job("packs", PACKS),
+            "packs other wait": job("packs", {**PACKS, "data.max_wait_steps": 3, "train.steps": 9}, fails=True),
             "chain other batch": job("chain", {"train.global_batch_size": 4, "train.steps": 12}, fails=True),
             "unsharded longer": job("unsharded", unsharded | LONGER),
             "chain other model": job("chain", {"model.hidden_size": 64, "train.steps": 12}, fails=True),
@@ -106,10 +118,14 @@ def runs(root: Path) -> Runs:
         ("tied single", 0, 2),
         ("tied pp2", 2, 4),
         ("tied single again", 4, 6),
+        ("packs single", 0, 1),
+        ("packs dp2", 1, 3),
+        ("packs dp4", 3, 5),
+        ("packs single again", 5, 6),
     ],
 )
 def test_the_curve_continues(runs: Runs, name: str, first: int, last: int) -> None:
-    run, whole = runs[name], runs["whole tied" if name.startswith("tied") else "whole"]
+    run, whole = runs[name], runs[{"tied": "whole tied", "packs": "whole packs"}.get(name.split()[0], "whole")]
     assert run.error is None
     assert (run.first_step, run.last_step) == (first, last)
     assert run.losses == pytest.approx(whole.losses[first:last], rel=1e-5, abs=0)
@@ -131,6 +147,21 @@ def test_metrics_have_every_step_once(root: Path, runs: Runs, name: str) -> None
     assert [line["train/step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["train/loss"] for line in lines] == pytest.approx(runs["whole"].losses, rel=1e-5)
     assert [line["train/tokens"] for line in lines] == [800 * step for step in range(1, STEPS + 1)]
+
+
+def test_the_predicted_imbalance_of_replicas_is_recorded(root: Path, runs: Runs) -> None:
+    config, lines = tiny_config(root, "packs", RUN | PACKS), (root / "packs/metrics.jsonl").read_text().splitlines()
+    tokenizer = build_tokenizer("byte-level")
+    vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
+    dealer = TrainingData(config, tokenizer, vocab_size).dealer(config, deal_rule(config, vocab_size))
+    assert dealer is not None
+    works = [dealer.step(step)[1] for step in range(6)]
+    shares = [deal(work, count) for work, count in zip(works, (1, 2, 2, 4, 4, 1), strict=True)]
+    totals = [[work[share].sum() for share in each] for work, each in zip(works, shares, strict=True)]
+    recorded = [json.loads(line)["perf/imbalance_dp"] for line in lines]
+    assert recorded == pytest.approx([max(each) / fmean(each) - 1 for each in totals])
+    assert recorded[3] > recorded[0] == recorded[5] == 0
+    assert "data.max_wait_steps=3: expected 2, with which" in (runs["packs other wait"].error or "")
 
 
 def test_a_crash_leaves_the_last_checkpoint(root: Path, runs: Runs) -> None:

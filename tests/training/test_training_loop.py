@@ -35,8 +35,8 @@ from tests.shared.training import Job, Record, RecordingTrainer, run_jobs, tiny_
 
 SAVED = {"train.steps": 6, "train.save": True, "train.save_interval": 2}
 CP2 = {"parallelism.context_parallel_size": 2}
-PACKED = {**CP2, "data.packing": "best_fit", "parallelism.layout": "zigzag", "optim.decay_steps": 4,
-          "train.global_batch_size": 2, "train.save": True}  # fmt: skip
+PACKED = {**CP2, "data.packing": "best_fit", "data.max_wait_steps": None, "parallelism.layout": "zigzag",
+          "optim.decay_steps": 4, "train.global_batch_size": 2, "train.save": True}  # fmt: skip
 WSD = {"optim.decay_style": "WSD", "optim.wsd_decay_steps": 2, "optim.wsd_decay_style": "linear"}
 PACKED_RUNS = (("packed", 2), ("packed, resumed", 4))
 POISONED = "decoder.layers.1.mlp.linear_fc2.weight"

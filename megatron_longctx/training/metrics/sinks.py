@@ -152,6 +152,7 @@ class ConsoleSink:
                 f"{number(names.TOKENS_PER_S, ',.0f')} tokens/s",
                 f"{number(names.TFLOPS_PER_GPU, '.3g')} TFLOP/s/GPU",
                 f"MFU {causal}% causal {dense}% dense" if known else "MFU —",
+                *([f"DP imbalance {number(names.IMBALANCE_DP, '.1%')}"] if record.get(names.IMBALANCE_DP) else []),
                 f"mem {number(names.PEAK_ACTIVE_GIB, '.2f')} GiB",
                 f"ETA {clock_text(remaining)}",
             )
