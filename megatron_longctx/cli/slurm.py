@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core.errors import refuse
 
 _LETTERS = {"N": "nodes", "n": "ntasks", "p": "partition", "t": "time", "G": "gpus"}
 _VARIABLES = {"SBATCH_PARTITION": "partition", "SBATCH_TIMELIMIT": "time", "SBATCH_GPUS_PER_NODE": "gpus-per-node"}
-_SINFO_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Request:
 
     @classmethod
     def of(cls, script: Path, options: Sequence[str]) -> Request:
-        """Read the `#SBATCH` lines of a script, `sbatch`'s variables, and options, which win in this order.
+        """Read the `#SBATCH` lines of a script, `sbatch`'s variables, and options; the latter win.
 
         Raises:
-            ValueError: a number that is none.
+            ValueError: something that is no number, or fewer GPUs than ranks.
         """
         lines = re.findall(r"^#SBATCH (\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
         variables = {name: os.environ[key] for key, name in _VARIABLES.items() if key in os.environ}
         given = dict(_parsed(options))
         asked = dict(_parsed(lines)) | variables | given
         nodes = _count("nodes", asked)
-        gpus = _count("gpus-per-node", asked)
-        if "gres" in given or "gpus" in given:
-            gpus = _count("gres", asked) if "gres" in given else -(-_count("gpus", asked) // nodes)
+        gpus = _count("gres" if "gres" in given else "gpus-per-node", asked)
+        if "gpus" in given:
+            gpus = -(-_count("gpus", asked) // nodes)
         ranks = _count("ntasks", asked) if "ntasks" in given else nodes * _count("ntasks-per-node", asked)
         if os.environ.get("LAUNCH") == "torchrun":
             ranks = nodes * int(os.environ.get("NPROC", gpus))
@@ -56,11 +56,9 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split words into `sbatch`'s options, which begin with `-` and may be followed by a value, and settings."""
     options: list[str] = []
     settings: list[str] = []
-    previous = ""
-    for word in words:
+    for previous, word in pairwise(["", *words]):
         is_value = re.fullmatch(r"-\w|--[\w-]+", previous) and "=" not in word
         (options if word.startswith("-") or is_value else settings).append(word)
-        previous = word
     return options, settings
 
 
@@ -70,16 +68,17 @@ def check_limits(request: Request) -> None:
     Raises:
         ValueError: a partition that does not exist, or its time limit, nodes or GPUs do not suffice.
     """
-    partitions = _partitions()
-    names = request.partition.split(",") if request.partition else [p.name for p in partitions.values() if p.default]
-    refusals = []
-    for name in names if partitions else ():
+    nodes = _nodes()
+    known = {each.partition.rstrip("*") for each in nodes}
+    default = [each.partition.rstrip("*") for each in nodes if each.partition.endswith("*")][:1]
+    refusals: list[ValueError] = []
+    for name in (request.partition.split(",") if request.partition else default) if nodes else ():
         try:
-            if name not in partitions:
-                near = difflib.get_close_matches(name, partitions, n=1)
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
                 remedy = f"Did you mean {near[0]}?" if near else "`sinfo` lists them."
-                raise refuse("--partition", name, f"one of {', '.join(partitions)}", remedy)
-            partitions[name].check(request)
+                raise refuse("--partition", name, f"one of {', '.join(sorted(known))}", remedy)
+            _check_partition(name, request, [each for each in nodes if each.partition.rstrip("*") == name])
             return
         except ValueError as error:
             refusals.append(error)
@@ -87,60 +86,47 @@ def check_limits(request: Request) -> None:
         raise refusals[0]
 
 
-@dataclass
-class _Partition:
-    """A partition; of rows of different nodes, their sum and the most GPUs of a node."""
+class _Nodes(NamedTuple):
+    """Equal nodes of a partition, as `sinfo` describes them."""
 
-    name: str
-    default: bool
-    up: bool
+    partition: str  # the default ends with `*`
+    state: str
     time: str
-    most_nodes: float
-    nodes: int = 0
-    gpus: int = 0
-
-    def check(self, request: Request) -> None:
-        of = f"of the partition {self.name}"
-        if not self.up:
-            raise refuse("--partition", self.name, "one that is up; this one is down", "Choose another: see `sinfo`.")
-        if request.time and _minutes(request.time) > _minutes(self.time):
-            remedy = "Lower it: a job that trains is requeued and goes on."
-            raise refuse("--time", request.time, f"at most {self.time}, the time limit {of}", remedy)
-        if request.nodes > (most := min(self.nodes, self.most_nodes)):
-            raise refuse(
-                "--nodes", request.nodes, f"at most {most:.0f}, the nodes that a job gets {of}", "Ask for fewer."
-            )
-        if request.gpus > self.gpus:
-            expected = f"at most {self.gpus}, the GPUs of a node {of}"
-            raise refuse("--gpus-per-node", request.gpus, expected, "Ask for fewer, or choose another partition.")
+    size: str  # how many a job may have: `1-4` or `1-infinite`
+    count: str
+    gres: str
 
 
-def _partitions() -> Mapping[str, _Partition]:
-    """Return the partitions that `sinfo` lists, keyed by name; none without Slurm."""
+def _nodes() -> list[_Nodes]:
     words = ["sinfo", "--noheader", "--format=%P|%a|%l|%s|%D|%G"]
     try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=_SINFO_S, check=True).stdout
+        said = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return {}
-    found: dict[str, _Partition] = {}
-    for line in said.splitlines():
-        name, up, time, size, nodes, gres = line.split("|")
-        most = size.rpartition("-")[2]
-        made = _Partition(
-            name.rstrip("*"), name.endswith("*"), up == "up", time, float(most.replace("infinite", "inf"))
-        )
-        partition = found.setdefault(made.name, made)
-        partition.nodes += int(nodes)
-        partition.gpus = max(partition.gpus, _gpus(gres))
-    return found
+        return []
+    return [_Nodes(*line.split("|")) for line in said.splitlines()]
+
+
+def _check_partition(name: str, request: Request, nodes: Sequence[_Nodes]) -> None:
+    of, first = f"of the partition {name}", nodes[0]
+    if first.state != "up":
+        raise refuse("--partition", name, f"one that is up; it is {first.state}", "Choose another: see `sinfo`.")
+    if request.time and _minutes(request.time) > _minutes(first.time):
+        remedy = "Lower it: a job that trains is requeued and goes on."
+        raise refuse("--time", request.time, f"at most {first.time}, the time limit {of}", remedy)
+    count, most = sum(int(each.count) for each in nodes), first.size.rpartition("-")[2]
+    if request.nodes > (most := min(count, count if most == "infinite" else int(most))):
+        raise refuse("--nodes", request.nodes, f"at most {most}, the nodes that a job gets {of}", "Ask for fewer.")
+    if request.gpus > (gpus := max(_gpus(each.gres) for each in nodes)):
+        expected = f"at most {gpus}, the GPUs of a node {of}"
+        raise refuse("--gpus-per-node", request.gpus, expected, "Ask for fewer, or choose another partition.")
 
 
 def _parsed(options: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the name and value of every option: `--nodes=2`, `--nodes 2`, `-N2` or `-N 2`."""
     for word, following in pairwise([*options, "-"]):
         name, equals, value = word.lstrip("-").partition("=")
-        if word[:1] == "-" and word[1:2] not in ("-", ""):
-            name, value, equals = _LETTERS.get(word[1], word[1]), word[2:], word[2:]
+        if re.match(r"-\w", word):
+            name, equals, value = _LETTERS.get(word[1], word[1]), word[2:], word[2:]
         if word.startswith("-"):
             yield name, value if equals or following.startswith("-") else following
 
@@ -155,20 +141,18 @@ def _count(name: str, asked: Mapping[str, str]) -> int:
 
 
 def _gpus(gres: str) -> int:
-    """Return the GPUs of `gpu:h100:8(S:0-1),…`."""
-    return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres)) or (
-        "gpu" in gres.split(",")
-    )
+    """Return the GPUs of `gpu:h100:8(S:0-1),…`; `gpu` alone is one."""
+    counts = re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres)
+    return sum(map(int, counts)) or int("gpu" in gres.split(","))
 
 
 def _minutes(time: str) -> float:
     """Return the minutes of Slurm's `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`; infinity for no limit."""
-    days, dash, rest = time.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdecimal() for part in (*parts, days or "0")):
-        if time.lower() in ("infinite", "unlimited", "n/a"):
-            return float("inf")
+    if time.lower() in ("infinite", "unlimited"):
+        return float("inf")
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
         raise refuse("--time", time, "minutes, H:M:S or D-H:M:S", "For example --time=12:00:00.")
-    numbers = [int(part) for part in parts]
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
     units = (60.0, 1.0, 1 / 60) if dash or len(parts) == 3 else (1.0, 1 / 60)
-    return 1440 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    return 1440 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))

@@ -103,9 +103,7 @@ def _job(kind: str, words: Sequence[str]) -> tuple[_Job, list[str]]:
         verbs = (*_ON_RANKS, *_ON_A_HOST)
         at = next((i for i, word in enumerate(words) if word in verbs), len(words))
         if kind == "run" and at == len(words):
-            raise refuse(
-                "submit run", " ".join(words), f"one of the verbs {', '.join(verbs)}", "Name it after options."
-            )
+            raise refuse("submit run", " ".join(words), f"one of the verbs {', '.join(verbs)}", "Name it last.")
         if kind == "run" and words[at] != "serve":
             return _verb_job(words[at], words[at + 1 :]), list(words[:at])
         options, settings = split_options([word for word in words if word != "serve"])

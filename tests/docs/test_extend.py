@@ -35,9 +35,8 @@ RECIPE = [
 LENGTHS = {"extend": "1024", "sft": "512"}
 STEPS = ["train.steps=2", "optim.warmup_steps=1", "train.save_interval=1", "train.eval_interval=1"]
 SLURM = ["--ntasks-per-node=2", "--gpus-per-node=0"]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
+TURN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE = TURN + "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 def smaller(line: str) -> list[str]:
