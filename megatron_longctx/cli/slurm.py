@@ -93,7 +93,7 @@ class _Nodes(NamedTuple):
     state: str
     time: str
     size: str  # how many a job may have: `1-4` or `1-infinite`
-    count: str
+    number: str
     gres: str
 
 
@@ -113,8 +113,9 @@ def _check_partition(name: str, request: Request, nodes: Sequence[_Nodes]) -> No
     if request.time and _minutes(request.time) > _minutes(first.time):
         remedy = "Lower it: a job that trains is requeued and goes on."
         raise refuse("--time", request.time, f"at most {first.time}, the time limit {of}", remedy)
-    count, most = sum(int(each.count) for each in nodes), first.size.rpartition("-")[2]
-    if request.nodes > (most := min(count, count if most == "infinite" else int(most))):
+    limit = first.size.rpartition("-")[2]
+    most = min(sum(int(each.number) for each in nodes), int(limit) if limit.isdecimal() else request.nodes)
+    if request.nodes > most:
         raise refuse("--nodes", request.nodes, f"at most {most}, the nodes that a job gets {of}", "Ask for fewer.")
     if request.gpus > (gpus := max(_gpus(each.gres) for each in nodes)):
         expected = f"at most {gpus}, the GPUs of a node {of}"

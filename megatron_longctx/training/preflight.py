@@ -204,15 +204,10 @@ def _check_disk(job: memory.Job, world_size: int, step: int) -> None:
         others = (train.steps - step) // train.keep_every if train.keep_every else 0
         count = min(count, max(1, train.keep_checkpoints + 1 - there) + others)
     folder = next(each for each in (checkpoints, *checkpoints.parents) if each.exists())
-    needed, free = count * memory.checkpoint_bytes(job) * world_size, shutil.disk_usage(folder).free
-    if needed > free:
-        size = memory.checkpoint_bytes(job) * world_size / GIB
-        expected = (
-            f"a disk with {needed / GIB:.1f} GiB for {count} checkpoints of {size:.1f}; {free / GIB:.1f} are free"
-        )
-        raise refuse(
-            "run.root", root, expected, "Set train.keep_checkpoints=1, or run.root to a folder of another disk."
-        )
+    size, free = memory.checkpoint_bytes(job) * world_size / GIB, shutil.disk_usage(folder).free / GIB
+    if count * size > free:
+        expected = f"{count * size:.1f} GiB for {count} checkpoints of {size:.1f}; its disk has {free:.1f} free"
+        raise refuse("run.root", root, expected, "Set train.keep_checkpoints=1, or a folder of another disk.")
 
 
 def _check_reach(config: Config, run: Path) -> None:
