@@ -112,16 +112,17 @@ def check_and_identify(config: Config, world_size: int) -> tuple[int | None, Ide
         saved = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
     except OSError as error:
         raise folder.unusable(error, config.run.root) from error
-    _check_disk(job, world_size, 0 if saved is None else saved.iteration)
     if saved is None:
         if config.train.init_from is not None:
             check_saved_weights("train.init_from", Path(config.train.init_from), config, ignore=RETRAINABLE)
             _check_reach(config, Path(config.train.init_from))
+        _check_disk(job, world_size, 0)
         return None, data
     if saved.optimizer is None:
         expected = f"a run that was trained; {folder.path} has weights alone"
         raise refuse("run.name", config.run.name, expected, f"Set another run.name, and train.init_from={folder.path}.")
     check_resumed(config, folder.path, saved, data)
+    _check_disk(job, world_size, saved.iteration)
     return saved.iteration, data
 
 
