@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+import torch
+
 from ..config import (
     Config,
     ParallelismConfig,
@@ -53,7 +55,7 @@ def resolve_schedule(config: Config, folder: Path | None = None) -> tuple[Config
         return config, None
     if par.context_parallel_size == 1:
         return replace(config, parallelism=replace(par, schedule="zigzag", max_attention_gib=None)), None
-    if for_other_nodes():  # their calibrations are not known here
+    if for_other_nodes() and (par.cluster or not torch.cuda.is_available()):  # this host has no calibration of theirs
         resolved, ranking = resolve_for_cluster(config)
         return resolved, table(ranking)
     cluster, costs, source = _figures(config, folder)
