@@ -14,19 +14,20 @@ from typing import NamedTuple
 
 from ..core.errors import refuse
 
-_LETTERS = {"N": "nodes", "n": "ntasks", "p": "partition", "t": "time", "G": "gpus"}
+_LETTERS = {"N": "nodes", "n": "ntasks", "p": "partition", "c": "cpus-per-task", "t": "time", "G": "gpus"}
 _VARIABLES = {"SBATCH_PARTITION": "partition", "SBATCH_TIMELIMIT": "time", "SBATCH_GPUS_PER_NODE": "gpus-per-node"}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a job asks for. gpus: of a node. time: as written. partition: names with commas; empty for the default."""
+    """What a job asks for. gpus, cpus: of a node. time: as written. partition: names with commas; empty: the default."""
 
     nodes: int
     ranks: int
     gpus: int
     time: str
     partition: str
+    cpus: int = 1
 
     @classmethod
     def of(cls, script: Path, options: Sequence[str]) -> Request:
@@ -49,7 +50,9 @@ class Request:
         elif 0 < gpus * nodes < ranks:
             remedy = "Set as many tasks as GPUs: one rank for each."
             raise refuse("--ntasks-per-node", -(-ranks // nodes), f"at most {gpus}, the GPUs of a node", remedy)
-        return cls(nodes, ranks, gpus, asked.get("time", ""), asked.get("partition", ""))
+        tasks = -(-_count("ntasks", asked) // nodes) if "ntasks" in given else _count("ntasks-per-node", asked)
+        cpus = tasks * _count("cpus-per-task", asked)
+        return cls(nodes, ranks, gpus, asked.get("time", ""), asked.get("partition", ""), cpus)
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -95,10 +98,11 @@ class _Nodes(NamedTuple):
     size: str  # how many a job may have: `1-4` or `1-infinite`
     number: str
     gres: str
+    cpus: str
 
 
 def _nodes() -> list[_Nodes]:
-    words = ["sinfo", "--noheader", "--format=%P|%a|%l|%s|%D|%G"]
+    words = ["sinfo", "--noheader", "--format=%P|%a|%l|%s|%D|%G|%c"]
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -120,6 +124,9 @@ def _check_partition(name: str, request: Request, nodes: Sequence[_Nodes]) -> No
     if request.gpus > (gpus := max(_gpus(each.gres) for each in nodes)):
         expected = f"at most {gpus}, the GPUs of a node {of}"
         raise refuse("--gpus-per-node", request.gpus, expected, "Ask for fewer, or choose another partition.")
+    if request.cpus > (cpus := max(int(each.cpus.rstrip("+")) for each in nodes)):
+        expected = f"at most {cpus}, the CPUs of a node {of}"
+        raise refuse("--ntasks-per-node x --cpus-per-task", request.cpus, expected, "Lower one of them.")
 
 
 def _parsed(options: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -24,10 +24,10 @@ from megatron_longctx.training.compose import load_config
 from tests.shared.published import write_model
 from tests.shared.training import tiny_corpus
 
-SINFO = """cpu*|up|infinite|1-infinite|8|(null)
-gpu|up|2-00:00:00|1-4|4|gpu:h100:8(S:0-1)
-gpu|up|2-00:00:00|1-4|2|gpu:h100:4
-old|down|infinite|1-infinite|2|gpu:8
+SINFO = """cpu*|up|infinite|1-infinite|8|(null)|96
+gpu|up|2-00:00:00|1-4|4|gpu:h100:8(S:0-1)|96+
+gpu|up|2-00:00:00|1-4|2|gpu:h100:4|48
+old|down|infinite|1-infinite|2|gpu:8|96
 """
 GPU = "--partition=gpu"
 DEMO = ("experiment=demo", "data.prefix=corpus")
@@ -181,6 +181,7 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, Change]] = {
     "time limit": ("train -p gpu --time=3-0 @demo", "--time=3-0: expected at most 2-00:00:00, .*gpu. Lower it"),
     "unknown partition": ("train -p gup @demo", "--partition=gup: expected one of cpu, gpu, old. Did you mean gpu?"),
     "partition that is down": ("train -p old @demo", "--partition=old: expected one that is up; .* Choose another"),
+    "too many CPUs": ("train -p gpu -c 20 @demo", "--cpus-per-task=160: expected at most 96, .*gpu. Lower one"),
     "too many nodes": ("train -p gpu --nodes=5 @demo", "--nodes=5: expected at most 4, the nodes .* Ask for fewer"),
     "beyond the positions": (
         "train -p gpu @init data.seq_length=2048",
@@ -225,14 +226,14 @@ def test_mistakes_are_found_before_anything_is_queued(
 
 def test_what_a_job_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     script = bundled("launch") / "train.sbatch"
-    assert Request.of(script, []) == Request(1, 8, 8, "04:00:00", "")
+    assert Request.of(script, []) == Request(1, 8, 8, "04:00:00", "", 96)
     assert Request.of(script, ["-N", "2-4", "--gres=gpu:h100:4", "-n6", "-t1-0", "-pa,b"]) == Request(
-        2, 6, 4, "1-0", "a,b"
+        2, 6, 4, "1-0", "a,b", 36
     )
     assert Request.of(script, ["--nodes", "2", "--gpus=8", "--ntasks-per-node=4"]).gpus == 4
     monkeypatch.setenv("LAUNCH", "torchrun")
     monkeypatch.setenv("SBATCH_PARTITION", "p")
-    assert Request.of(script, ["--nodes=2", "--ntasks-per-node=1"]) == Request(2, 16, 8, "04:00:00", "p")
+    assert Request.of(script, ["--nodes=2", "--ntasks-per-node=1"]) == Request(2, 16, 8, "04:00:00", "p", 12)
     with pytest.raises(ValueError, match="--nodes=x: expected a number"):
         Request.of(script, ["--nodes=x"])
     assert split_options(["-p", "gpu", "a=1", "--requeue", "b=2", "-N2"]) == (
