@@ -313,7 +313,7 @@ def _submit(arguments: argparse.Namespace) -> None:
         _add_submit_options(own)
         arguments, words = own.parse_known_args(words, arguments)
     use_recipes(arguments.config_dir)
-    submit(arguments.kind, words, arguments.dry_run)
+    submit(arguments.kind, words, arguments.dry_run, parse)
 
 
 _OF_SETTINGS = {

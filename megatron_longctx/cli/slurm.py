@@ -20,7 +20,7 @@ _VARIABLES = {"SBATCH_PARTITION": "partition", "SBATCH_TIMELIMIT": "time", "SBAT
 
 @dataclass(frozen=True)
 class Request:
-    """What a job asks for. gpus, cpus: of a node. time: as written. partition: names with commas; empty: the default."""
+    """What a job asks for. gpus, cpus: of a node. time: as written. partition: names with commas, or empty."""
 
     nodes: int
     ranks: int

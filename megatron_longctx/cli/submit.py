@@ -8,7 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from glob import glob
 from importlib import import_module
@@ -62,19 +63,27 @@ class _Job:
         return self.kind == "sweep"
 
 
-def submit(kind: str, words: Sequence[str], dry_run: bool) -> None:
+def submit(kind: str, words: Sequence[str], dry_run: bool, parse: Callable[[Sequence[str]], Namespace]) -> None:
     """Compose the configuration, refuse what cannot run, copy the code, and call `sbatch`.
 
     Args:
         kind: `train`, `sweep`, `serve` or `run`.
         words: options of `sbatch`, which begin with `-`, and settings; for `run`, options, a verb, and its words.
         dry_run: only print the runs and the command.
+        parse: parses the command line of a verb.
     """
     job, options = _job(kind, words)
     options = [*job.options, *options]
     request = Request.of(bundled("launch") / f"{job.kind}.sbatch", options)
     check_limits(request)
-    described = _check(job, request)
+    described: list[str] = []
+    if job.configs:
+        jobs = [launcher.preflight_only(each, request.ranks, request.gpus) for each in job.configs.values()]
+        described = [_described(each) for each in jobs]
+    else:
+        verb, *passed = ("serve", *job.words) if job.kind == "serve" else job.words
+        with other_nodes(request.gpus):
+            _check_verb(parse([verb, *passed]), passed, request.ranks)
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     folder = (job.run / "submitted" / stamp).absolute()
     variables = _variables(folder / "code")
@@ -135,17 +144,8 @@ def _verb_job(verb: str, words: Sequence[str]) -> _Job:
     return _Job(kind, run, {}, passed, nodes)
 
 
-def _check(job: _Job, request: Request) -> list[str]:
-    """Refuse what would be refused on the nodes. Return a line for each run: its sizes, memory and simulated time."""
-    if not job.configs:
-        verb, *words = ("serve", *job.words) if job.kind == "serve" else job.words
-        with other_nodes(request.gpus):
-            _check_verb(verb, words, request.ranks)
-        return []
-    return [_described(launcher.preflight_only(each, request.ranks, request.gpus)) for each in job.configs.values()]
-
-
 def _described(job: TrainingJob) -> str:
+    """Return a line with a run's sizes, memory and simulated time."""
     config, par, ranks = job.config, job.config.parallelism, job.world_size
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab = padded_vocab_size(config.model, tokenizer.vocab_size)
@@ -161,10 +161,9 @@ def _described(job: TrainingJob) -> str:
     )
 
 
-def _check_verb(verb: str, words: Sequence[str], ranks: int) -> None:
-    from .cli import parse  # it imports this module
-
-    arguments = parse([verb, *words])
+def _check_verb(arguments: Namespace, words: Sequence[str], ranks: int) -> None:
+    """Refuse a verb that would be refused on the nodes."""
+    verb = arguments.verb
     if verb in _ON_RANKS:
         job = import_module(_ON_RANKS[verb], __package__).job_of(words)
         if job.world_size != ranks:
