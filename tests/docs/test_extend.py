@@ -1,4 +1,7 @@
-"""docs/extend.md, start to end: every command of its blocks runs on a stand-in of Llama 3 with two layers, on CPUs."""
+"""docs/extend.md, start to end: every command of its blocks runs on a stand-in of Llama 3 with two layers, on CPUs.
+
+It takes about 40 s on two busy cores, nearly all of them in the eight commands that start ranks.
+"""
 
 from __future__ import annotations
 
