@@ -1,4 +1,4 @@
-# What train.sbatch, sweep.sbatch and serve.sbatch share: sourced by them. shellcheck shell=bash
+# What train.sbatch, sweep.sbatch, serve.sbatch and run.sbatch share: sourced by them. shellcheck shell=bash
 #
 # Variables:
 #   LAUNCH          srun (default): Slurm starts every rank. torchrun: Slurm starts one torchrun on each node.
@@ -218,4 +218,15 @@ serve_job() { # WORDS
         requeue
     fi
     exit "$code"
+}
+
+# Runs another verb, on every task or in one process, and ends this script with its exit code.
+run_job() { # VERB WORDS
+    prepare
+    case "$1" in
+    eval | logprobs) ranks_of "$@" ;;
+    *) step+=(--nodes=1 --ntasks=1 megatron-longctx "$@") ;;
+    esac
+    say "job $SLURM_JOB_ID, first node ${nodes[0]}, ${step[*]}"
+    attend "${step[@]}"
 }

@@ -2,7 +2,7 @@
 # Start training on this host. Arguments are passed to `megatron-longctx train`:
 #
 #   launch/local.sh experiment=demo
-#   launch/local.sh experiment=llama3_8b_pretrain_128k_cp8_h200_bf16 run.name=first train.steps=100
+#   launch/local.sh experiment=llama3_8b_extend_128k_cp8_h200_bf16 run.name=first train.steps=100
 #
 # Variables:
 #   VENV      virtual environment to use; default: the active one, else .venv of this checkout, else what PATH has

@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 if a rank of a job or a check failed; 2 if the job was refused; 130 if interrupted.
     """
     arguments = parse(argv)
-    # `generate` writes nothing but the text to standard output.
-    stream = sys.stderr if arguments.verb == "generate" else sys.stdout
+    # `generate` writes nothing but the text to standard output, and `submit` nothing but Slurm's answer and its own.
+    stream = sys.stderr if arguments.verb in ("generate", "submit") else sys.stdout
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=stream)
     logging.getLogger("megatron_longctx").setLevel(logging.INFO)
     try:
@@ -133,16 +133,24 @@ def _add_jobs(verbs: _Verbs) -> None:
     train.add_argument("--resolved", type=Path, metavar="FILE", help="use this resolved.yaml instead of the recipes")
     train.add_argument(
         "--preflight", type=int, metavar="RANKS",
-        help="check the settings for this number of ranks and print the run's folder; start and write nothing",
+        help="check the settings for this number of ranks, on any host, and print the run's folder; start nothing",
     )  # fmt: skip
 
-    submit = verbs.add_parser("submit", help="submit a Slurm job with the configuration and code of now")
-    submit.add_argument("--dry-run", action="store_true", help="print the sbatch command; write and submit nothing")
-    submit.add_argument("kind", choices=("train", "serve", "sweep"), help="submit launch/KIND.sbatch")
-    submit.add_argument("words", nargs=argparse.REMAINDER, help="options of sbatch (--nodes=4), and settings")
+    submit = verbs.add_parser("submit", help="submit a Slurm job with the configuration and code of now, if it can run")
+    _add_submit_options(submit)
+    submit.add_argument("kind", choices=("train", "sweep", "serve", "run"), help="submit launch/KIND.sbatch")
+    submit.add_argument(
+        "words", nargs=argparse.REMAINDER,
+        help="options of sbatch (--nodes=4, -p gpu) and settings; of `run`, options of sbatch, VERB and its words",
+    )  # fmt: skip
 
     demo = verbs.add_parser("demo", help="train on real text with 4 context-parallel ranks and with 1, and compare")
     demo.add_settings("key=value settings for both runs, for example train.steps=10")
+
+
+def _add_submit_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="check the job and print it; write and submit nothing")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="your own recipes, laid out as recipes/")
 
 
 def _add_plan(verbs: _Verbs) -> None:
@@ -292,15 +300,22 @@ def _train(arguments: argparse.Namespace) -> None:
         ranks = arguments.preflight
         raise ValueError(f"--preflight={ranks}: expected 1 or more. Give the job's number of ranks.")
     else:
-        folder = launcher.preflight_only(arguments.settings, arguments.resolved, arguments.preflight)
-        print(f"run folder: {folder.path}")
+        config = launcher.composed(arguments.settings, arguments.resolved)
+        launcher.preflight_only(config, arguments.preflight)
+        print(f"run folder: {Path(config.run.root, config.run.name)}")
 
 
 def _submit(arguments: argparse.Namespace) -> None:
+    from ..training.compose import use_recipes
     from .submit import submit
 
-    words = [word for word in arguments.words if word != "--dry-run"]
-    submit(arguments.kind, words, arguments.dry_run or words != arguments.words)
+    words = arguments.words
+    if arguments.kind != "run":  # whose words are another verb's
+        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        _add_submit_options(own)
+        arguments, words = own.parse_known_args(words, arguments)
+    use_recipes(arguments.config_dir)
+    submit(arguments.kind, words, arguments.dry_run, parse)
 
 
 _OF_SETTINGS = {

@@ -142,6 +142,28 @@ def export_model(words: Sequence[str]) -> None:
     logger.info("exported step %d of %s (%s, %s) into %s in %.1f s", saved.iteration, run, name, dtype, final, seconds)
 
 
+def check_import(source: str, words: Sequence[str]) -> None:
+    """Refuse what `import_model` refuses before it reads weights. Nothing is written."""
+    own, settings = split_arguments(words, ("out",))
+    published = _open_source(Path(source))
+    family = family_of_source(published.config)
+    model, _ = family.model_of(published.config)
+    config = override_config(replace(Config(), model=model), settings)
+    check_same_function(config.model, model, source)
+    _check_tensors(published, family.weights(config.model), Dims(config.model, model.vocab_size or 0))
+    _final_folder("out", own.get("out"))
+
+
+def check_export(words: Sequence[str]) -> None:
+    """Refuse what `export_model` refuses before it reads weights. Nothing is written."""
+    own, _ = split_arguments(words, ("checkpoint", "out", "iteration"))
+    run, iteration = checkpoint_of(own)
+    config = load_config(run / RESOLVED)
+    preflight.check_saved_weights("checkpoint", run, config, iteration)
+    family_of_model(config.model)
+    _final_folder("out", own.get("out"))
+
+
 def _open_source(path: Path) -> Source:
     if path.suffix == ".gguf" and path.is_file():
         return GgufFile(path)
@@ -276,11 +298,7 @@ def new_folder(key: str, name: str | None) -> Iterator[tuple[Path, Path]]:
     Returns:
         the partial folder, and its final path.
     """
-    if not name:
-        raise refuse(key, name or "", f"{key}=FOLDER, a new one", "Give it a name.")
-    final = Path(os.path.abspath(name))
-    if final.exists():
-        raise refuse(key, name, "a new folder; this one already exists", "Give another name, or delete it.")
+    final = _final_folder(key, name)
     folder = final.with_name(f"{final.name}.{os.getpid()}.partial")
     folder.mkdir(parents=True)
     try:
@@ -291,6 +309,16 @@ def new_folder(key: str, name: str | None) -> Iterator[tuple[Path, Path]]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _final_folder(key: str, name: str | None) -> Path:
+    """Return the path of a new folder, which the setting `key` names."""
+    if not name:
+        raise refuse(key, name or "", f"{key}=FOLDER, a new one", "Give it a name.")
+    final = Path(os.path.abspath(name))
+    if final.exists():
+        raise refuse(key, name, "a new folder; this one already exists", "Give another name, or delete it.")
+    return final
 
 
 def _partial_folders(folder: Path, final: Path) -> list[Path]:

@@ -69,6 +69,13 @@ def evaluate(words: Sequence[str]) -> None:
     Args:
         words: `checkpoint=RUN`, the verb's own (see `docs/evaluation.md`), and settings that override the run's.
     """
+    job = job_of(words)
+    job.options.out.mkdir(parents=True, exist_ok=True)
+    start(job, _evaluate)
+
+
+def job_of(words: Sequence[str]) -> InferenceJob:
+    """Return the job of `evaluate`, checked as far as one process can. Nothing is written."""
     own, settings = split_arguments(words, OWN_WORDS)
     tasks = _tasks(own.get("tasks"))
     with_questions = [task for task in tasks if task != LOSSES]
@@ -93,8 +100,7 @@ def evaluate(words: Sequence[str]) -> None:
         check_memory(job)
     elif unused := [word for word in ("haystack", "chat", "depths") if word in own]:
         raise refuse(unused[0], own[unused[0]], "a task with questions", f"Set tasks={LOSSES},needle, or leave it out.")
-    out.mkdir(parents=True, exist_ok=True)
-    start(replace(job, options=evaluation), _evaluate)
+    return replace(job, options=evaluation)
 
 
 def _tasks(value: str | None) -> list[str]:

@@ -34,6 +34,13 @@ def logprobs(words: Sequence[str]) -> None:
     Args:
         words: `checkpoint=RUN data=PREFIX out=FILE.jsonl`, `iteration=N`, and settings that override the run's.
     """
+    job = job_of(words)
+    job.options[1].parent.mkdir(parents=True, exist_ok=True)
+    start(job, _compute)
+
+
+def job_of(words: Sequence[str]) -> InferenceJob:
+    """Return the job of `logprobs`, checked as far as one process can. Nothing is written."""
     own, settings = split_arguments(words, OWN_WORDS)
     job = build_job(own, settings, adapted=losses_config)
     out = Path(own.get("out", ""))
@@ -50,8 +57,7 @@ def logprobs(words: Sequence[str]) -> None:
     check_packs(config)
     if config.train.check_data:
         check_tokenizer(config.data, build_tokenizer(data.tokenizer, data.tokenizer_path))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    start(replace(job, config=config, options=(config, out)), _compute)
+    return replace(job, config=config, options=(config, out))
 
 
 def _compute(job: InferenceJob, groups: Any) -> None:

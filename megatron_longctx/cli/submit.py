@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from glob import glob
+from importlib import import_module
 from pathlib import Path
 
 from ..config import Config, environment
+from ..config.cluster import GIB
 from ..config.files import bundled
+from ..config.gpus import other_nodes
 from ..core.errors import JobFailed, refuse
-from ..training.compose import RESOLVED, compose_config, load_config, save_config
+from ..mcore.model import padded_vocab_size
+from ..mcore.tokenizer import build_tokenizer
+from ..planner import memory
+from ..serving.inference_job import checkpoint_of, split_arguments
+from ..training import launcher
+from ..training.auto import predicted_step_s
+from ..training.compose import RESOLVED, compose_config, load_config, override_config, save_config
+from ..training.job import Job as TrainingJob
 from ..training.run_folder import RunFolder
 from ..training.sweep import sweep
+from . import conversion
+from .slurm import Request, check_limits, split_options
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_ON_RANKS = {"eval": ".evaluate", "logprobs": ".logprobs", "serve": "..serving.serve"}
+"""The modules of verbs that run on every task of a job; the other ones run in one process."""
+_ON_A_HOST = {"data": 0, "import": 0, "export": 0, "calibrate": 8}
+"""The GPUs of a node for verbs that run in one process."""
 
 
 @dataclass(frozen=True)
@@ -28,44 +45,52 @@ class _Job:
     """A job to submit.
 
     Attributes:
-        kind: `train`, `serve` or `sweep`: the launch script.
+        kind: `train`, `sweep`, `serve` or `run`: the launch script.
         run: the folder of its log and copies.
         configs: configurations to write beside the code, keyed by file name; several are the tasks of an array.
         words: arguments of the script, after those for `configs`.
+        options: of `sbatch`, over those of the script.
     """
 
     kind: str
     run: Path
     configs: dict[str, Config]
     words: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     @property
     def array(self) -> bool:
         return self.kind == "sweep"
 
 
-def submit(kind: str, words: Sequence[str], dry_run: bool) -> None:
-    """Compose the configuration, copy the code, and call `sbatch`.
+def submit(kind: str, words: Sequence[str], dry_run: bool, parse: Callable[[Sequence[str]], Namespace]) -> None:
+    """Compose the configuration, refuse what cannot run, copy the code, and call `sbatch`.
 
     Args:
-        kind: `train`, `serve` or `sweep`.
-        words: options of `sbatch`, which begin with `-`, and settings.
-        dry_run: only print the command.
+        kind: `train`, `sweep`, `serve` or `run`.
+        words: options of `sbatch`, which begin with `-`, and settings; for `run`, options, a verb, and its words.
+        dry_run: only print the runs and the command.
+        parse: parses the command line of a verb.
     """
-    for option, value in itertools.pairwise(words):
-        if option.startswith("-") and not value.startswith("-") and not {*"=/"} & {*option, *value}:
-            joined = f"{option}={value}" if option.startswith("--") else f"{option}{value}"
-            raise refuse("word", f"{option} {value}", "options of sbatch as one word each", f"Write {joined}.")
-    options = [word for word in words if word.startswith("-")]
-    settings = [word for word in words if not word.startswith("-")]
-    job = _job(kind, settings)
+    job, options = _job(kind, words)
+    options = [*job.options, *options]
+    request = Request.of(bundled("launch") / f"{job.kind}.sbatch", options)
+    check_limits(request)
+    described: list[str] = []
+    if job.configs:
+        jobs = [launcher.preflight_only(each, request.ranks, request.gpus) for each in job.configs.values()]
+        described = [_described(each) for each in jobs]
+    else:
+        verb, *passed = ("serve", *job.words) if job.kind == "serve" else job.words
+        with other_nodes(request.gpus):
+            _check_verb(parse([verb, *passed]), passed, request.ranks)
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     folder = (job.run / "submitted" / stamp).absolute()
     variables = _variables(folder / "code")
     command = _sbatch(job, folder, options)
     printed = shlex.join([*(f"{name}={value}" for name, value in variables.items()), *command])
     if dry_run:
-        print(printed)
+        print("\n".join([*described, printed]))
         return
     try:
         _write(job, folder, printed)
@@ -81,21 +106,80 @@ def submit(kind: str, words: Sequence[str], dry_run: bool) -> None:
     print(f"{output.strip()}\ncode, configuration and command: {folder}\nlog and status.json: {job.run}")
 
 
-def _job(kind: str, settings: Sequence[str]) -> _Job:
+def _job(kind: str, words: Sequence[str]) -> tuple[_Job, list[str]]:
+    """Return the job, and the user's options of `sbatch`."""
+    if kind in ("run", "serve"):
+        verbs = (*_ON_RANKS, *_ON_A_HOST)
+        at = next((i for i, word in enumerate(words) if word in verbs), len(words))
+        if kind == "run" and at == len(words):
+            raise refuse("submit run", " ".join(words), f"one of the verbs {', '.join(verbs)}", "Name it last.")
+        if kind == "run" and words[at] != "serve":
+            return _verb_job(words[at], words[at + 1 :]), list(words[:at])
+        options, settings = split_options([word for word in words if word != "serve"])
+        return _verb_job("serve", settings), options
+    options, settings = split_options(words)
     if kind == "train":
         config = compose_config(settings)
-        return _Job(kind, RunFolder.of(config).path, {RESOLVED: config})
-    if kind == "serve":
-        run = dict(word.split("=", 1) for word in settings if "=" in word).get("checkpoint")
-        if not run:
-            raise refuse("checkpoint", "", "checkpoint=RUN, the folder of a run", "Give runs/NAME of a training run.")
-        load_config(Path(run, RESOLVED))
-        return _Job(kind, Path(run), {}, tuple(settings))
+        return _Job(kind, RunFolder.of(config).path, {RESOLVED: config}), options
     jobs = sweep(settings)
     if len(jobs.jobs) == 1:
         raise ValueError("sweep: expected a setting with several values, such as parallelism.schedule=ring,zigzag.")
     configs = {f"{number}.yaml": compose_config(words) for number, words in enumerate(jobs.jobs, start=1)}
-    return _Job(kind, Path(configs["1.yaml"].run.root, jobs.name), configs)
+    return _Job(kind, Path(configs["1.yaml"].run.root, jobs.name), configs), options
+
+
+def _verb_job(verb: str, words: Sequence[str]) -> _Job:
+    """Return the job of a verb, with its nodes. Its log lies in the folder of the run that it reads, if any."""
+    own, settings = split_arguments(words, ("checkpoint",))
+    kind, passed = ("serve", tuple(words)) if verb == "serve" else ("run", (verb, *words))
+    if verb not in _ON_RANKS:
+        run = Path(own.get("checkpoint") or f"runs/{verb}")
+        return _Job(kind, run, {}, passed, ("--ntasks-per-node=1", f"--gpus-per-node={_ON_A_HOST[verb]}"))
+    run, _ = checkpoint_of(own)
+    settings = [word for word in settings if word.startswith("parallelism")]
+    par = override_config(load_config(run / RESOLVED), settings, training=False).parallelism
+    ranks = par.context_parallel_size * par.tensor_parallel_size
+    here = min(ranks, 8)
+    nodes = (f"--nodes={-(-ranks // 8)}", f"--ntasks-per-node={here}", f"--gpus-per-node={here}")
+    return _Job(kind, run, {}, passed, nodes)
+
+
+def _described(job: TrainingJob) -> str:
+    """Return a line with a run's sizes, memory and simulated time."""
+    config, par, ranks = job.config, job.config.parallelism, job.world_size
+    tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+    vocab = padded_vocab_size(config.model, tokenizer.vocab_size)
+    planned = memory.Job(config, vocab, ranks // par.model_parallel_size, fused=job.device == "cuda")
+    step = predicted_step_s(config, ranks, vocab)
+    hours = 0.0 if step is None else step * config.train.steps / 3600
+    time = "" if step is None else f", {step:.3g} s a step and {hours:.3g} h in all, simulated"
+    return (
+        f"{config.run.name}: {ranks} ranks (CP {par.context_parallel_size}, TP {par.tensor_parallel_size}, "
+        f"PP {par.pipeline_parallel_size}), {par.schedule}, {config.train.steps:,} steps of "
+        f"{config.train.global_batch_size * config.data.seq_length:,} tokens, "
+        f"{memory.predict(planned).num_bytes / GIB:.1f} GiB a rank{time}"
+    )
+
+
+def _check_verb(arguments: Namespace, words: Sequence[str], ranks: int) -> None:
+    """Refuse a verb that would be refused on the nodes."""
+    verb = arguments.verb
+    if verb in _ON_RANKS:
+        job = import_module(_ON_RANKS[verb], __package__).job_of(words)
+        if job.world_size != ranks:
+            expected = f"{job.world_size} tasks: parallelism.context_parallel_size x tensor_parallel_size"
+            raise refuse("--ntasks", ranks, expected, "Leave out the numbers of nodes, tasks and GPUs.")
+    elif verb == "import":
+        conversion.check_import(arguments.source, arguments.settings)
+    elif verb == "export":
+        conversion.check_export(arguments.words)
+    elif verb == "calibrate":
+        compose_config(arguments.settings)
+    else:
+        for name in [arguments.source] if isinstance(arguments.source, str) else arguments.source:
+            if name not in ("stdlib", "pydoc") and not glob(name):
+                raise refuse("--source", name, "`stdlib`, `pydoc`, or files or a folder that exist", "Check the path.")
+        build_tokenizer(arguments.tokenizer, arguments.tokenizer_path)
 
 
 def _variables(code: Path) -> dict[str, str]:

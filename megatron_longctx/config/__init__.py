@@ -29,6 +29,7 @@ from .planned import (
     planned_mask,
     summed_node_size,
     token_unit,
+    trained_length,
     workload_of,
 )
 from .tree import (

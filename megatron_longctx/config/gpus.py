@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -11,6 +13,22 @@ from ..core.errors import refuse
 RANKS_PER_GPU = "MEGATRON_LONGCTX_RANKS_PER_GPU"
 """Environment variable: the number of neighbouring ranks that share a GPU. They compute in turns and their messages are
 slow, so it shows what runs, not how fast."""
+_of_other_nodes: list[int] = []  # the GPUs of each node that a job is checked for
+
+
+@contextmanager
+def other_nodes(num_gpus: int) -> Iterator[None]:
+    """While the context is open, jobs are checked for other nodes with `num_gpus` GPUs each; no device is asked."""
+    _of_other_nodes.append(num_gpus)
+    try:
+        yield
+    finally:
+        _of_other_nodes.pop()
+
+
+def for_other_nodes() -> bool:
+    """Whether jobs are checked for other nodes than this host (`other_nodes`)."""
+    return bool(_of_other_nodes)
 
 
 def ranks_per_gpu() -> int:
@@ -26,13 +44,13 @@ def ranks_per_gpu() -> int:
 
 
 def max_gpu_ranks() -> int:
-    """Return how many ranks can run on the GPUs of this host."""
-    return torch.cuda.device_count() * ranks_per_gpu()
+    """Return how many ranks can run on the GPUs of this host, or of each of `other_nodes`."""
+    return (_of_other_nodes[-1] if _of_other_nodes else torch.cuda.device_count()) * ranks_per_gpu()
 
 
 def uses_cuda(device: str) -> bool:
     """Whether ranks with `train.device=device` run on GPUs."""
-    return device != "cpu" and torch.cuda.is_available()
+    return device != "cpu" and (_of_other_nodes[-1] > 0 if _of_other_nodes else torch.cuda.is_available())
 
 
 def use_gpu(local_rank: int) -> None:

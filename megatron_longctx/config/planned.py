@@ -12,6 +12,7 @@ from ..core.plans.backward import node_size_to_sum
 from ..core.plans.mask import documents
 from ..core.plans.modes import Mode, ModeOptions, find_mode
 from .cluster import load_cluster
+from .model import RopeScaling
 from .parallelism import ParallelismConfig
 from .tree import Config
 
@@ -149,3 +150,16 @@ def data_parallel_size(config: Config, world_size: int) -> int:
         remedy = f"Nearest: {max(below, step)} or {below + step}."
         raise refuse("train.global_batch_size", train.global_batch_size, expected, remedy)
     return size
+
+
+def trained_length(run: Config, scaling: RopeScaling | None = None) -> int:
+    """Return the most tokens that a run's model can read: those that it was trained on, or that its RoPE is scaled to.
+
+    Args:
+        scaling: of RoPE if it is not the run's own.
+    """
+    length, own = run.data.seq_length, run.model.rope_scaling
+    scaling = scaling or own
+    if scaling.original_length is not None:
+        return max(length, int(scaling.original_length * scaling.factor))
+    return max(length, int(length * scaling.factor / (own.factor if own.kind == scaling.kind else 1)))

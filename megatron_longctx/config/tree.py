@@ -122,8 +122,9 @@ class TrainConfig:
     precision: str = choice("bf16", ("fp32", "bf16"))
     device: str = choice("auto", ("auto", "cpu", "cuda"))  # auto: CUDA if there is a device
     check_memory: bool = True  # refuse a run that is predicted not to fit, and warn if it is close
-    # Refuse a tokenizer that the dataset was not written with and, on resume, a different dataset, tokenizer,
-    # seq_length, split or seed. false: continue with them, from the sample after the last.
+    # Refuse a tokenizer that the dataset was not written with, lengths beyond those for which the unchanged RoPE of
+    # init_from was trained and, on resume, a different dataset, tokenizer, seq_length, split or seed. false: continue
+    # with them, from the sample after the last.
     check_data: bool = True
     seed: int = number(1234, 1, 2**31 - 1)  # seed of the weights and of the order of samples
     save: bool = True  # checkpoint at the end and when stopped

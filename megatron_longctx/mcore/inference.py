@@ -18,7 +18,7 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
-from ..config import Config, ModelConfig, ParallelismConfig, RecomputeConfig, RopeScaling
+from ..config import Config, ModelConfig, ParallelismConfig, RecomputeConfig, trained_length
 from ..core.errors import refuse
 from ..core.plans.mask import Window
 from ..inference.cache_manager import CacheManager
@@ -222,19 +222,6 @@ def refuse_training_sizes(par: ParallelismConfig) -> None:
         raise refuse("parallelism.pipeline_parallel_size", par.pipeline_parallel_size, "1 for inference", remedy)
     if par.data_parallel_size not in (None, 1):
         raise refuse("parallelism.data_parallel_size", par.data_parallel_size, "1 for inference", "Set it to 1.")
-
-
-def trained_length(run: Config, scaling: RopeScaling | None = None) -> int:
-    """Return the most tokens that a run's model can read: those that it was trained on, or that its RoPE is scaled to.
-
-    Args:
-        scaling: of RoPE if it is not the run's own.
-    """
-    length, own = run.data.seq_length, run.model.rope_scaling
-    scaling = scaling or own
-    if scaling.original_length is not None:
-        return max(length, int(scaling.original_length * scaling.factor))
-    return max(length, int(length * scaling.factor / (own.factor if own.kind == scaling.kind else 1)))
 
 
 def with_length(config: Config, run: Config) -> Config:

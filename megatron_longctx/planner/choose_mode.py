@@ -103,13 +103,15 @@ def rank_modes(
     return sorted(found, key=lambda each: (bool(each.reason), each.seconds))
 
 
-def choose_mode(problem: Problem, cluster: Cluster, costs: Costs | None = None) -> list[Candidate]:
+def choose_mode(
+    problem: Problem, cluster: Cluster, costs: Costs | None = None, candidates: Sequence[Mode] | None = None
+) -> list[Candidate]:
     """Return the result of `rank_modes`, whose first mode can run.
 
     Raises:
         ValueError: no mode can run, with every reason.
     """
-    ranking = rank_modes(problem, cluster, costs)
+    ranking = rank_modes(problem, cluster, costs, candidates=candidates)
     if not ranking or ranking[0].reason:
         reasons = "; ".join(f"{candidate.name}: {candidate.reason}" for candidate in ranking)
         raise ValueError(

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from ..config import Config
 from ..config.cluster import load_cluster
-from ..config.gpus import max_gpu_ranks, ranks_per_gpu
+from ..config.gpus import for_other_nodes, max_gpu_ranks
 from ..config.progress import Progress
 from ..core.errors import JobFailed, refuse
 from ..inference.choose_cache_mode import calibration_file
@@ -31,7 +31,7 @@ from ..mcore.inference import build_engine, check_cache, inference_config, tenso
 from ..mcore.model import RETRAINABLE
 from ..training.compose import RESOLVED, check_names, load_config, override_config
 from ..training.local_ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
-from ..training.preflight import check_kernel, check_saved_weights, device_type, host_bytes
+from ..training.preflight import check_kernel, check_saved_weights, device_bytes, device_type, host_bytes
 from ..training.rendezvous import RankInfo, connect_store, host_store, join_group, listen, rendezvous_store
 from ..training.signals import blocked
 
@@ -160,7 +160,7 @@ def build_job(
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # the choice of modes will need it: refuse it here if it cannot be read
-    alone = RankInfo.from_environment(os.environ) is None
+    alone = RankInfo.from_environment(os.environ) is None and not for_other_nodes()
     if device == "cuda" and job.world_size > max_gpu_ranks() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
         raise refuse(sizes, job.world_size, f"at most {max_gpu_ranks()}, the GPUs here", "Set them lower.")
@@ -221,10 +221,9 @@ def _end_when_stopped(store: distributed_c10d.Store) -> None:
 def check_memory(job: InferenceJob) -> None:
     """Raise ValueError if the cache does not fit into a GPU, or into a rank's part of this host's memory."""
     on_gpus = device_type(job.config) == "cuda"
-    check_cache(
-        job.config,
-        torch.cuda.get_device_properties(0).total_memory // ranks_per_gpu() if on_gpus else host_bytes(job.world_size),
-    )
+    capacity = device_bytes(job.config) if on_gpus else host_bytes(job.world_size)
+    if capacity is not None:
+        check_cache(job.config, capacity)
 
 
 @contextmanager

@@ -58,6 +58,15 @@ def serve(words: Sequence[str]) -> None:
             address is not a loopback address and there is no API key, or the port is taken.
         JobFailed: another rank ended.
     """
+    job = job_of(words)
+    place = RankInfo.from_environment(os.environ)
+    if place is None or place.rank == 0:
+        _listen(job.config.serve).close()  # refuse a taken port before the model is loaded
+    start(job, _serve)
+
+
+def job_of(words: Sequence[str]) -> InferenceJob:
+    """Return the job of `serve`, checked as far as one process can without its port."""
     _require_packages()
     own, settings = split_arguments(words, ("checkpoint", "iteration"))
     job = build_job(own, settings, os.path.basename(os.path.abspath(own.get("checkpoint", ""))))  # also a name for `.`
@@ -65,11 +74,8 @@ def serve(words: Sequence[str]) -> None:
     build_access(job.config.serve, os.environ)
     data = job.config.data
     load_chat(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
-    place = RankInfo.from_environment(os.environ)
-    if place is None or place.rank == 0:
-        _listen(job.config.serve).close()  # refuse a taken port before the model is loaded
     check_memory(job)
-    start(job, _serve)
+    return job
 
 
 def _require_packages() -> None:

@@ -7,16 +7,29 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from ..config import Config, ParallelismConfig, mode_options, planned_mask, token_unit, workload_of
+import torch
+
+from ..config import (
+    Config,
+    ParallelismConfig,
+    configured_mode,
+    mode_options,
+    planned_mask,
+    token_unit,
+    workload_of,
+)
 from ..config.cluster import Cluster, load_cluster
 from ..config.environment import environment
+from ..config.gpus import for_other_nodes
 from ..core.errors import refuse
 from ..core.plans import Target
 from ..core.plans.kernel_calls import fa4_takes
+from ..core.plans.modes import Mode
 from ..mcore.data import first_pack
 from ..planner.calibration import find_calibration, load_calibration
 from ..planner.choose_mode import Candidate, Problem, choose_mode, table
 from ..planner.cost import Costs
+from ..planner.flops import Work, training_flops
 from .preflight import device_type
 
 logger = logging.getLogger(__name__)
@@ -42,6 +55,9 @@ def resolve_schedule(config: Config, folder: Path | None = None) -> tuple[Config
         return config, None
     if par.context_parallel_size == 1:
         return replace(config, parallelism=replace(par, schedule="zigzag", max_attention_gib=None)), None
+    if for_other_nodes() and (par.cluster or not torch.cuda.is_available()):  # this host has no calibration of theirs
+        resolved, ranking = resolve_for_cluster(config)
+        return resolved, table(ranking)
     cluster, costs, source = _figures(config, folder)
     pack = () if config.data.packing == "none" else first_pack(config)
     ranking = _ranking(config, cluster, costs, pack, on_gpus=device_type(config) == "cuda")
@@ -72,8 +88,32 @@ def resolve_for_cluster(config: Config) -> tuple[Config, list[Candidate]]:
     return _with_mode(config, ranking[0]), ranking
 
 
+def predicted_step_s(config: Config, world_size: int, vocab_size: int) -> float | None:
+    """Return the simulated seconds of a training step on `parallelism.cluster`: attention, and all else at its rate.
+
+    It leaves out the sums of gradients and the bubbles of pipelines. None without a cluster that gives rates.
+    """
+    par, train, model = config.parallelism, config.train, config.model
+    rate = load_cluster(par.cluster).device.kernel_tflops if par.cluster else None
+    if rate is None:
+        return None
+    on_gpus, mode = train.device != "cpu", configured_mode(par)
+    attention = _ranking(config, _cluster(par), None, (), on_gpus, [mode])[0].seconds * model.num_layers
+    tokens = train.global_batch_size * config.data.seq_length
+    others = training_flops(model, vocab_size, Work(tokens, model.num_layers * tokens // 2, 0)).causal
+    forward_again = 1.0 if config.recompute.mode == "none" else 4 / 3
+    passes = tokens / config.data.seq_length / train.micro_batch_size * par.model_parallel_size / world_size
+    seconds = passes * attention / par.pipeline_parallel_size
+    return seconds + others * forward_again / (world_size * rate * 1e12)
+
+
 def _ranking(
-    config: Config, cluster: Cluster, costs: Costs | None, pack: Sequence[Sequence[int] | None], on_gpus: bool
+    config: Config,
+    cluster: Cluster,
+    costs: Costs | None,
+    pack: Sequence[Sequence[int] | None],
+    on_gpus: bool,
+    candidates: Sequence[Mode] | None = None,
 ) -> list[Candidate]:
     par, n = config.parallelism, config.parallelism.context_parallel_size
     over_peers = on_gpus and cluster.nodes == 1 and config.attention.transport != "p2p"
@@ -88,7 +128,7 @@ def _ranking(
         sum_in_node=config.sum_in_node,
         max_bytes=None if par.max_attention_gib is None else int(par.max_attention_gib * 2**30),
     )
-    return choose_mode(problem, cluster, costs)
+    return choose_mode(problem, cluster, costs, candidates)
 
 
 def _with_mode(config: Config, best: Candidate) -> Config:

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ..config import Config
-from ..config.gpus import uses_cuda
+from ..config.gpus import other_nodes, uses_cuda
 from ..config.progress import Progress
 from ..core.errors import JobFailed
 from ..core.kernels.providers import fa4
@@ -51,7 +51,7 @@ def train(overrides: Sequence[str], resolved: Path | None = None) -> None:
     """
     place = RankInfo.from_environment(os.environ)
     try:
-        config = _compose(overrides, resolved)
+        config = composed(overrides, resolved)
     except ValueError:
         if place is None or place.rank == 0:
             raise
@@ -63,25 +63,29 @@ def train(overrides: Sequence[str], resolved: Path | None = None) -> None:
         _join(config, place)
 
 
-def preflight_only(overrides: Sequence[str], resolved: Path | None, world_size: int) -> RunFolder:
-    """Refuse what a job of `world_size` ranks would refuse on this host. Start and write nothing.
+def preflight_only(config: Config, world_size: int, gpus: int | None = None) -> Job:
+    """Refuse what a job of `world_size` ranks would refuse, without asking a device. Start and write nothing.
 
-    Returns:
-        the run's folder, which may not exist yet.
+    Args:
+        gpus: of each of the nodes that the job will run on, which are not this host; None for this host.
 
     Raises:
         ValueError: a job that cannot run, or a run that another job is training.
     """
-    config = _compose(overrides, resolved)
-    _hide_gpus(config)
-    _accept(config, world_size)
-    folder = RunFolder.of(config)
-    if folder.lock.exists():
-        RunLock(folder.lock).release()
-    return folder
+    if gpus is None:
+        _hide_gpus(config)
+        if config.train.device == "cuda" or uses_cuda(config.train.device):
+            gpus = world_size
+    with contextlib.nullcontext() if gpus is None else other_nodes(gpus):
+        job = _accept(config, world_size)
+    lock = RunFolder.of(config).lock
+    if lock.exists():
+        RunLock(lock).release()
+    return job
 
 
-def _compose(overrides: Sequence[str], resolved: Path | None) -> Config:
+def composed(overrides: Sequence[str], resolved: Path | None) -> Config:
+    """Return the configuration of the recipes, or of `resolved`, a `resolved.yaml`, with `overrides`."""
     return compose_config(overrides) if resolved is None else override_config(load_config(resolved), overrides)
 
 

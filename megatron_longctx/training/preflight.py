@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
+import shutil
 from pathlib import Path
 
 import torch
 
-from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, workload_of
+from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, trained_length, workload_of
+from ..config.cluster import GIB, load_cluster
 from ..config.extras import install
-from ..config.gpus import max_gpu_ranks, ranks_per_gpu, uses_cuda
+from ..config.gpus import for_other_nodes, max_gpu_ranks, ranks_per_gpu, uses_cuda
 from ..core.errors import refuse
 from ..core.kernels import KernelRequest, auto_order, available
 from ..core.plans import build_plan
@@ -28,6 +31,7 @@ from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
 from ..mcore.version import require_hybrid_model
 from ..planner import memory
+from .compose import RESOLVED, load_config
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -40,8 +44,10 @@ def device_type(config: Config) -> str:
     """Return `cuda` or `cpu`, as `train.device` and the machine allow. Refuse `cuda` without a CUDA device."""
     cuda = uses_cuda(config.train.device)
     if config.train.device == "cuda" and not cuda:
-        remedy = "Set train.device=cpu, or see doctor."
-        raise refuse("train.device", "cuda", "a CUDA device here; torch sees none", remedy)
+        expected, remedy = "a CUDA device here; torch sees none", "Set train.device=cpu, or see doctor."
+        if for_other_nodes():
+            expected, remedy = "nodes with GPUs; the job asks for none", "Set --gpus-per-node=8, or train.device=cpu."
+        raise refuse("train.device", "cuda", expected, remedy)
     return "cuda" if cuda else "cpu"
 
 
@@ -97,8 +103,9 @@ def check_and_identify(config: Config, world_size: int) -> tuple[int | None, Ide
     if config.train.check_data:
         check_tokenizer(config.data, tokenizer)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
+    job = memory.Job(config, vocab_size, data_parallel_size(config, world_size), fused=device == "cuda")
     if config.train.check_memory:
-        _check_memory(config, world_size, vocab_size, device)
+        _check_memory(job, world_size)
     folder, data = RunFolder.of(config), identity(config, tokenizer)
     try:
         saved = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
@@ -107,11 +114,14 @@ def check_and_identify(config: Config, world_size: int) -> tuple[int | None, Ide
     if saved is None:
         if config.train.init_from is not None:
             check_saved_weights("train.init_from", Path(config.train.init_from), config, ignore=RETRAINABLE)
+            _check_reach(config, Path(config.train.init_from))
+        _check_disk(job, world_size, 0)
         return None, data
     if saved.optimizer is None:
         expected = f"a run that was trained; {folder.path} has weights alone"
         raise refuse("run.name", config.run.name, expected, f"Set another run.name, and train.init_from={folder.path}.")
     check_resumed(config, folder.path, saved, data)
+    _check_disk(job, world_size, saved.iteration)
     return saved.iteration, data
 
 
@@ -131,8 +141,10 @@ def check_mode(config: Config, length: int, key: str, needs_tokens: bool = True)
         raise refuse(key, length, expected, "Raise it, or take fewer ranks.")
 
 
-def host_bytes(world_size: int) -> int:
-    """Return this host's memory per rank."""
+def host_bytes(world_size: int) -> int | None:
+    """Return this host's memory per rank; None for other nodes, whose memory is not known here."""
+    if for_other_nodes():
+        return None
     env = os.environ
     ranks_here = int(env.get("LOCAL_WORLD_SIZE", world_size))
     if "LOCAL_WORLD_SIZE" not in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -143,6 +155,8 @@ def host_bytes(world_size: int) -> int:
 def _check_host(config: Config, world_size: int) -> None:
     """Refuse more ranks, or larger batches of samples, than this host's memory can hold."""
     train, host = config.train, host_bytes(world_size)
+    if host is None:
+        return
     if host < _RANK_BYTES:
         expected = f"ranks of at least {_RANK_BYTES >> 20} MiB each on this host, which has {host >> 20} for each"
         raise refuse("world size", world_size, expected, "Lower the parallelism sizes or train.num_processes.")
@@ -155,18 +169,61 @@ def _check_host(config: Config, world_size: int) -> None:
         raise refuse("train.global_batch_size", train.global_batch_size, expected, "Lower it, or data.seq_length.")
 
 
-def _check_memory(config: Config, world_size: int, vocab_size: int, device: str) -> None:
+def device_bytes(config: Config) -> int | None:
+    """Return a rank's memory on its GPU. On other nodes it is that of `parallelism.cluster`, None if that has none."""
+    if not for_other_nodes():
+        return torch.cuda.get_device_properties(0).total_memory // ranks_per_gpu()
+    gib = load_cluster(config.parallelism.cluster).device.memory_gib if config.parallelism.cluster else None
+    return None if gib is None else int(gib * GIB) // ranks_per_gpu()
+
+
+def _check_memory(job: memory.Job, world_size: int) -> None:
     """Refuse a step that the devices cannot hold, and warn of one that they may not hold."""
-    on_gpus = device == "cuda"
-    job = memory.Job(config, vocab_size, data_parallel_size(config, world_size), fused=on_gpus)
-    if on_gpus:
-        host = host_bytes(min(world_size, max_gpu_ranks()))
+    if job.fused:
+        host, capacity = host_bytes(min(world_size, max_gpu_ranks())), device_bytes(job.config)
         logger.info(memory.summary(job))
-        warning = memory.check(job, torch.cuda.get_device_properties(0).total_memory // ranks_per_gpu(), host)
     else:
-        warning = memory.check(job, host_bytes(world_size))
-    if warning:
+        host, capacity = None, host_bytes(world_size)
+    if capacity is None:
+        logger.info("not compared with the nodes' memory: parallelism.cluster=NAME would say how much a device has")
+    elif warning := memory.check(job, capacity, host):
         logger.warning(warning)
+
+
+def _check_disk(job: memory.Job, world_size: int, step: int) -> None:
+    """Refuse a run whose next checkpoints, as many as lie there at one time, do not fit on its disk.
+
+    Args:
+        step: the step that the run goes on from.
+    """
+    train, root = job.config.train, Path(job.config.run.root).absolute()
+    checkpoints = RunFolder.of(job.config).checkpoints
+    count = math.ceil((train.steps - step) / (train.save_interval or train.steps)) if train.save else 0
+    if train.keep_checkpoints is not None:  # an old one is deleted when a new one is complete
+        there = len([*checkpoints.glob("iter_*")])
+        others = (train.steps - step) // train.keep_every if train.keep_every else 0
+        count = min(count, max(1, train.keep_checkpoints + 1 - there) + others)
+    folder = next(each for each in (checkpoints, *checkpoints.parents) if each.exists())
+    size, free = memory.checkpoint_bytes(job) * world_size / GIB, shutil.disk_usage(folder).free / GIB
+    if count * size > free:
+        expected = f"{count * size:.1f} GiB for {count} checkpoints of {size:.1f}; its disk has {free:.1f} free"
+        raise refuse("run.root", root, expected, "Set train.keep_checkpoints=1, or a folder of another disk.")
+
+
+def _check_reach(config: Config, run: Path) -> None:
+    """Refuse sequences beyond those for which the RoPE of a run's weights was trained or scaled, if it is unchanged."""
+    if not config.train.check_data or config.model.position_embedding != "rope":
+        return
+    earlier, model, length = load_config(run / RESOLVED), config.model, config.data.seq_length
+    reach, before = trained_length(earlier), earlier.model
+    if length > reach and (model.rope_base, model.rope_scaling) == (before.rope_base, before.rope_scaling):
+        expected = f"at most {reach}, for which the RoPE of {run} was trained or scaled"
+        remedy = (
+            f"Set model.rope_scaling.kind=yarn model.rope_scaling.factor={math.ceil(length / reach)} "
+            f"model.rope_scaling.original_length={reach}, or a higher model.rope_base; train.check_data=false goes on "
+            "without."
+        )
+        raise refuse("data.seq_length", length, expected, remedy)
 
 
 def check_kernel(config: Config, device: str) -> None:
@@ -187,6 +244,8 @@ def check_kernel(config: Config, device: str) -> None:
     if name not in ("auto", *reasons):
         expected = ", ".join(("one of auto", *sorted(reasons)))
         raise refuse("attention.kernel", name, expected, "Set attention.kernel to one of these.")
+    if for_other_nodes():
+        return
     usable = [kernel for kernel in sorted(reasons) if reasons[kernel] is None]
     candidates = auto_order(device) if name == "auto" else (name,)
     if not any(kernel in usable for kernel in candidates):
@@ -216,7 +275,8 @@ def check_saved_weights(
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
     saved = checkpoint.check(run / "checkpoints", fingerprint(config, vocab_size), iteration, ignore, tensor_files)
     if saved is None:
-        raise refuse(key, run, "a run with a checkpoint", "Train it with train.save=true first.")
+        remedy = f"Make it with `megatron-longctx import FOLDER out={run}`, or train it with train.save=true."
+        raise refuse(key, run, "a run with a checkpoint", remedy)
     error = identity_error(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)
     if error is not None and config.train.check_data:
         raise error

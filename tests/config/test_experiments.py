@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_longctx.config import Config, configured_mode, mode_options
 from megatron_longctx.config.cluster import load_cluster
 from megatron_longctx.core.plans import MODES, build_plan
+from megatron_longctx.mcore.model import RETRAINABLE, fingerprint
+from megatron_longctx.models import family_of_source
 from megatron_longctx.planner.choose_mode import Candidate
 from megatron_longctx.planner.memory import predict
 from megatron_longctx.planner.memory.reports import planned_job
@@ -20,8 +24,8 @@ from megatron_longctx.training.sweep import sweep
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CLUSTERS = {"h200": ("h200_x8", "h200_8x1_ib400"), "h100": ("dgx_h100_x1",)}
 NAME = re.compile(
-    r"(?P<model>[a-z0-9_]+?)_(?P<task>pretrain|extend)_(?P<length>\d+)(?P<unit>k|m)"
-    r"(?:_tp(?P<tp>\d+))?_cp(?P<cp>\d+)_(?P<hardware>[a-z0-9]+)_(?P<precision>bf16|fp32)"
+    r"(?P<model>[a-z0-9_]+?)_(?P<task>extend|sft)_(?P<length>\d+)(?P<unit>k|m)"
+    r"(?:_tp(?P<tp>\d+))?_cp(?P<cp>\d+)(?:_ep(?P<ep>\d+))?_(?P<hardware>[a-z0-9]+)_(?P<precision>bf16|fp32)"
 )
 NAMED = [name for name in recipes()["experiment"] if NAME.fullmatch(name)]
 
@@ -39,8 +43,8 @@ def reason(cluster: str, ranking: list[Candidate]) -> str:
 
 def test_the_documented_experiments_exist() -> None:
     models = {NAME.fullmatch(name)["model"] for name in NAMED}  # type: ignore[index]
-    assert models >= {"llama3_8b", "llama3_70b", "qwen2_5_7b", "qwen3_8b", "smollm2_135m", "smollm2_1_7b"}
-    assert {"llama3_8b_pretrain_32k_cp8_h200_bf16", "llama3_8b_pretrain_1m_cp8_h200_bf16"} <= set(NAMED)
+    assert models == {"llama3_8b", "llama3_70b", "qwen3_8b", "gpt_oss_20b", "smollm2_135m"}
+    assert {"llama3_8b_extend_128k_cp8_h200_bf16", "llama3_8b_sft_64k_cp8_h200_bf16"} <= set(NAMED)
     assert {"compare_modes", "ablation_distflashattn", "ablation_tasp"} <= set(recipes()["experiment"])
 
 
@@ -53,13 +57,68 @@ def test_an_experiment_matches_its_name_and_fits(name: str) -> None:
     length = int(parts["length"]) * (1024 if parts["unit"] == "k" else 1024**2)
     assert (config.model.name, config.data.seq_length) == (parts["model"], length)
     assert (par.tensor_parallel_size, par.context_parallel_size) == (int(parts["tp"] or 1), int(parts["cp"]))
+    assert par.expert_model_parallel_size == int(parts["ep"] or 1)
     assert config.train.precision == parts["precision"] and par.cluster in CLUSTERS[parts["hardware"]]
     assert par.schedule == "auto", "the planner chooses"
     chosen, ranking = resolve_for_cluster(config)
     assert reason(par.cluster, ranking) in (RECIPES / f"experiment/{name}.yaml").read_text().splitlines()
     capacity = load_cluster(par.cluster).device.memory_gib
     assert capacity is not None and predict(planned_job(chosen)).num_bytes < 0.95 * capacity * 2**30
-    assert config.train.save_interval, "a lost node must not end the job"
+    train, data, optim = config.train, config.data, config.optim
+    assert train.save_interval and train.eval_interval and data.has_validation_split and data.packing == "best_fit"
+    assert data.tokenizer_path and train.init_from, "the weights and the tokenizer of an import"
+    text = (RECIPES / f"experiment/{name}.yaml").read_text()
+    tokens = train.global_batch_size * data.seq_length
+    assert f"# of {data.seq_length:,} tokens: {tokens_in_words(tokens)} tokens a step" in text and "RoPE" in text
+    assert optim.min_lr <= optim.lr / 10 and 0.04 * train.steps <= optim.warmup_steps <= train.steps / 10
+
+
+def tokens_in_words(tokens: int) -> str:
+    return f"{tokens / 1e6:.2g} million" if tokens > 1e6 else f"{tokens:,}"
+
+
+SHAPE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+COMMON = {"hidden_act": "silu", "tie_word_embeddings": False}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+# The fields of the published `config.json`.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama3_8b_extend_128k_cp8_h200_bf16": {
+        "model_type": "llama", **dict(zip(SHAPE, (4096, 14336, 32, 32, 8, 128256), strict=True)), "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "max_position_embeddings": 8192},
+    "qwen3_8b_extend_256k_cp8_h200_bf16": {
+        "model_type": "qwen3", **dict(zip(SHAPE, (4096, 12288, 36, 32, 8, 151936), strict=True)), "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "max_position_embeddings": 40960, "head_dim": 128, "attention_bias": False},
+    "gpt_oss_20b_sft_64k_cp8_ep8_h200_bf16": {
+        "model_type": "gpt_oss", **dict(zip(SHAPE, (2880, 2880, 24, 64, 8, 201088), strict=True)), "rms_norm_eps": 1e-5,
+        "rope_theta": 150000, "max_position_embeddings": 131072, "head_dim": 64, "attention_bias": True,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0,
+        "rope_scaling": YARN | {"truncate": False}, "layer_types": ["sliding_attention", "full_attention"] * 12},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_takes_the_published_weights(name: str) -> None:
+    published = PUBLISHED[name] | COMMON
+    model, length = family_of_source(published).model_of(published)
+    config = compose_config([f"experiment={name}"])
+    prints = [fingerprint(replace(config, model=each), each.vocab_size or 0) for each in (model, config.model)]
+    different = {key for key in prints[0] if prints[0][key] != prints[1].get(key)} | prints[0].keys() ^ prints[1].keys()
+    assert all(key.startswith(RETRAINABLE) for key in different), different
+    changes = (model.rope_base, model.rope_scaling) != (config.model.rope_base, config.model.rope_scaling)
+    assert changes == (config.data.seq_length > length), "RoPE changes only where the length grows"
 
 
 def checked_mode(config: Config) -> str:

@@ -33,7 +33,7 @@ def ready(config: Config) -> int:
 def test_the_documented_recipes_exist() -> None:
     assert set(GROUPS["model"]) >= {"tiny", "llama3_8b", "llama3_1_8b", "llama3_70b", "gpt2"}
     assert set(GROUPS["parallelism"]) >= {"single", "cp2", "cp4", "cp8", "tp2_cp4"}
-    assert set(GROUPS["experiment"]) >= {"demo", "llama3_8b_pretrain_128k_cp8_h200_bf16"}
+    assert set(GROUPS["experiment"]) >= {"demo", "llama3_8b_extend_128k_cp8_h200_bf16"}
     assert set(GROUPS["recompute"]) >= {"none", "layer", "attention_output", "attention_output+offload"}
     assert set(GROUPS["reduction"]) >= {"none", "int8", "int6", "int4", "int4_down8", "auto"}
     assert not [path for path in RECIPES.rglob("*") if path.is_file() and path.suffix != ".yaml"]
@@ -89,7 +89,7 @@ def test_shapes_of_the_published_models() -> None:
 
 
 def test_the_h200_experiment_selects_a_kernel_automatically() -> None:
-    config = compose_config(["experiment=llama3_8b_pretrain_128k_cp8_h200_bf16"])
+    config = compose_config(["experiment=llama3_8b_extend_128k_cp8_h200_bf16"])
     assert (config.attention.kernel, config.train.device) == ("auto", "cuda")
 
 

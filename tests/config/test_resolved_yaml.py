@@ -14,7 +14,7 @@ from megatron_longctx.training.compose import compose_config, load_config, save_
 COMPOSED = (
     (),
     ("experiment=demo", "run.name=a b: c # d"),
-    ("experiment=llama3_8b_pretrain_128k_cp8_h200_bf16", "optim.lr=1e-7", "optim.min_lr=1e-8", "train.save_interval=3"),
+    ("experiment=llama3_8b_extend_128k_cp8_h200_bf16", "optim.lr=1e-7", "optim.min_lr=1e-8", "train.save_interval=3"),
     ("model=gpt2", "parallelism=tp2_cp4", "run.name=null-ish", "data.prefix=/tmp/x'y", "train.save=false"),
     ("run.name=123", "data.prefix=1e5", "logging.wandb_project=true"),
 )

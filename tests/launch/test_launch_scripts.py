@@ -281,6 +281,16 @@ def test_a_server_is_requeued_at_the_time_limit(environment: dict[str, str], num
     assert ("scontrol requeue 12345" in recorded(environment)) == requeues
 
 
+@pytest.mark.parametrize(("verb", "own"), [("eval", []), ("data", ["--nodes=1", "--ntasks=1"])])
+def test_another_verb_runs_on_every_task_or_in_one_process(
+    environment: dict[str, str], verb: str, own: list[str]
+) -> None:
+    code, output = finish(start("run.sbatch", environment | {"EXIT_CODE": "3"}, verb, "a=1"))
+    assert code == 3, output
+    words = ["--kill-on-bad-exit=1", "--cpus-per-task=12", *own, "megatron-longctx", verb, "a=1"]
+    assert recorded(environment, ".srun") == words and recorded(environment) == []
+
+
 def test_the_image_has_existing_files_and_the_pinned_kernels() -> None:
     text = (LAUNCH / "container/Dockerfile").read_text().replace("\\\n", " ")
     lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]

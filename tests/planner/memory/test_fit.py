@@ -215,10 +215,10 @@ def test_the_check_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     job = _job("recompute=layer", "recompute.head_chunk_tokens=4096", "recompute.mlp_tile_tokens=16384")
     with pytest.raises(ValueError, match=r"expected a step within the device's 60.0 GiB"):
-        preflight._check_memory(job.config, 8, job.vocab_size, "cuda")
+        preflight._check_memory(replace(job, fused=True), 8)
     small = compose_config([])
-    preflight._check_memory(small, 1, 512, "cuda")
-    preflight._check_memory(small, 1, 512, "cpu")
+    for fused in (True, False):
+        preflight._check_memory(Job(small, 512, 1, fused=fused), 1)
 
 
 def _refused_before_a_run(monkeypatch: pytest.MonkeyPatch, *words: str, world_size: int = 1, host_gib: int = 16) -> str:
@@ -241,7 +241,7 @@ def test_what_exceeds_the_host_is_refused_before_a_run(monkeypatch: pytest.Monke
     assert large.startswith("train.global_batch_size=1000000: expected at most 149796 sequences a rank")
     with pytest.raises(ValueError, match=r"predicted to take .* GiB, most in"):
         wide = compose_config(["model.hidden_size=100000", "model.num_attention_heads=100", "model.num_kv_heads=100"])
-        preflight._check_memory(wide, 1, 512, "cpu")
+        preflight._check_memory(Job(wide, 512, 1, fused=False), 1)
 
 
 def test_ranks_without_tokens_are_refused_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
