@@ -24,7 +24,7 @@ WINGS = (
 # The package's own __init__ is loaded by every import of any wing, so it may know only the core.
 INIT = "__init__"
 # The only packages that the core may import; those after torch and numpy where they are installed.
-CORE_NEEDS = ("torch", "numpy", "triton", "flash_attn", "fla")
+CORE_NEEDS = ("torch", "numpy", "triton", "flash_attn")
 
 # What a part may not import, besides what its wing's place says: (part, forbidden module, files excepted).
 FORBIDDEN = (

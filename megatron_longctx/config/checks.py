@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from operator import attrgetter
 from string import Formatter
 from types import SimpleNamespace
@@ -13,111 +13,15 @@ from typing import Any
 from ..core.errors import refuse
 from ..core.plans.mask import causal
 from .bounds import check, keys_of
-from .model import LATENT_KEYS, RECURRENT_KEYS, ModelConfig
+from .model import ModelConfig
 from .planned import configured_mode, names_as_keys
+from .rules import RULES
 from .tree import Config, InferenceConfig
 
 # The least weight of a dataset as a part of all weights: less might not come up before a blend repeats.
 _MIN_WEIGHT = 1e-4
 # What `train.upload_command` may have in braces.
 UPLOAD_FIELDS = ("path", "name", "step", "run")
-
-
-def _is(*values: object) -> Callable[[object], bool]:
-    return lambda value: value in values
-
-
-def _is_not(*values: object) -> Callable[[object], bool]:
-    return lambda value: value not in values
-
-
-def _with_delta_nets(pattern: object) -> bool:
-    return "G" in str(pattern)
-
-
-_Rule = tuple[str, Callable[[object], bool], tuple[str, ...], tuple[object, ...] | str | None, str]
-_BOTH_ON = "It needs both overlap_grad_reduce and optim.distributed."
-# Rules for keys beside another key: that key, the values of it to which the rule applies, the restricted keys, their
-# allowed values (None: their defaults; text: anything but null, in words), and the remedy.
-_RULES: tuple[_Rule, ...] = (
-    ("parallelism.schedule", _is_not("auto"), ("parallelism.max_attention_gib",), None,
-     "Only auto chooses by memory; leave it null."),
-    ("parallelism.schedule", _is_not("double_ring", "node_gather", "usp"), ("parallelism.inner_size",), None,
-     "Only double_ring, node_gather and usp divide the ranks; leave it null or choose one of them."),
-    ("parallelism.schedule", _is_not("node_gather"), ("parallelism.rounds",), None,
-     "Only node_gather has rounds; leave it null or set parallelism.schedule=node_gather."),
-    ("parallelism.schedule", _is_not("usp"), ("parallelism.outer_schedule",), None,
-     "Only usp has a mode between groups; leave it or set parallelism.schedule=usp."),
-    ("parallelism.schedule", _is_not("all_gather"), ("parallelism.max_buffer_tokens",), None,
-     "Only all_gather groups its sources under a bound; leave it null or set parallelism.schedule=all_gather."),
-    ("parallelism.overlap_grad_reduce", _is(False), ("parallelism.overlap_param_gather",), ("auto", "false"), _BOTH_ON),
-    ("optim.distributed", _is(False), ("parallelism.overlap_param_gather",), ("auto", "false"), _BOTH_ON),
-    ("optim.distributed", _is(False), ("optim.states_on_host",), None,
-     "Set optim.distributed=true: its states go to the host."),
-
-    ("model.bias", _is(True), ("model.qkv_bias",), None, "Leave it false: model.bias includes it."),
-    ("model.window", _is(None), ("model.window_pattern", "model.window_rope_base"), None,
-     "Set model.window, or leave it null: without windows all layers see everything."),
-    ("model.position_embedding", _is_not("rope"), ("model.rope_scaling.kind", "model.window_rope_base"), None,
-     "Only RoPE rotates tokens."),
-    ("model.rope_scaling.kind", _is("none"), ("model.rope_scaling.factor",), None,
-     "Only linear, ntk, llama3 and yarn read it."),
-    ("model.rope_scaling.kind", _is_not("llama3", "yarn"), ("model.rope_scaling.original_length",), None,
-     "Only llama3 and yarn read it."),
-    ("model.rope_scaling.kind", _is("llama3", "yarn"), ("model.rope_scaling.original_length",), "a number",
-     "Set it to the tokens that the model was trained on before it was stretched."),
-    ("model.rope_scaling.kind", _is_not("llama3"),
-     ("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"), None, "Only llama3 reads it."),
-    ("model.rope_scaling.kind", _is_not("yarn"),
-     ("model.rope_scaling.beta_fast", "model.rope_scaling.beta_slow", "model.rope_scaling.attention_factor",
-      "model.rope_scaling.truncate"), None, "Only yarn reads it."),
-
-    ("model.kv_lora_rank", _is(None), tuple(f"model.{key}" for key in LATENT_KEYS[1:]), None,
-     "Set model.kv_lora_rank: without latents nothing reads it."),
-    ("model.kv_lora_rank", _is_not(None), ("model.qk_head_dim", "model.qk_pos_emb_head_dim", "model.v_head_dim"),
-     "a number", "DeepSeek has 128, 64 and 128."),
-    ("model.kv_lora_rank", _is_not(None), ("model.head_dim",), None,
-     "qk_head_dim, qk_pos_emb_head_dim and v_head_dim are the sizes of heads."),
-    ("model.kv_lora_rank", _is_not(None), ("model.position_embedding", "model.window_rope_base"), None,
-     "Megatron's MLA rotates queries and keys, equally in all layers."),
-    ("model.kv_lora_rank", _is_not(None), ("model.bias", "model.qkv_bias"), None,
-     "Megatron's MLA has no biases of queries, keys and values."),
-    ("model.pattern", lambda pattern: not _with_delta_nets(pattern),
-     tuple(f"model.{key}" for key in RECURRENT_KEYS), None, "Only the layers G of model.pattern read it."),
-    ("model.pattern", _with_delta_nets,
-     tuple(f"model.{key}" for key in RECURRENT_KEYS[:4]), "a number", "Qwen3-Next has 16, 32, 128 and 128."),
-    ("model.pattern", _with_delta_nets, ("model.kv_lora_rank",), None,
-     "Layers G take the kinds of their projections from plain attention."),
-    ("model.pattern", _with_delta_nets, ("data.format",), ("documents",),
-     "A recurrent state has one continuation: the branches of a tree cannot share it."),
-    ("model.num_moe_experts", _is(None), tuple(key for key in keys_of(Config) if key.startswith("model.moe_")), None,
-     "Set model.num_moe_experts: without experts nothing reads it."),
-    ("model.num_moe_experts", _is(None),
-     ("parallelism.expert_model_parallel_size", "parallelism.expert_tensor_parallel_size"), None,
-     "Set model.num_moe_experts, or leave it."),
-    ("model.num_moe_experts", _is_not(None), ("recompute.mlp_tile_tokens", "reduction.down_projection"), None,
-     "Only dense MLPs support it."),
-    ("model.moe_router_topk", _is(1), ("model.moe_router_pre_softmax",), (True,),
-     "The softmax over one expert is always 1."),
-
-    ("recompute.mode", _is("attention_output", "attention_output+offload"), ("attention.keep_received",),
-     ("auto", "false"),
-     "Its forward runs without a graph, so nothing is kept; set it to auto, or recompute=none or layer."),
-    ("data.packing", _is_not("none"), ("train.micro_batch_size",), None,
-     "A pack is one sequence of many documents; raise data.seq_length instead."),
-    ("data.packing", _is_not("best_fit"), ("data.max_wait_steps",), (0, None),
-     "Only the packs of best_fit have unequal work that is known; leave it."),
-    ("train.objective", _is("sft"), ("train.clip_low", "train.clip_high", "train.kl_coeff"), None,
-     "Only policy_gradient reads it."),
-    ("train.objective", _is("policy_gradient"), ("data.format",), ("rollouts",), "Only rollouts have advantages."),
-    ("data.format", _is("rollouts"), ("data.packing",), ("best_fit",), "Trees are packed whole."),
-    ("data.format", _is("rollouts"), ("parallelism.layout",), ("auto", "contiguous", "zigzag", "striped", "balanced"),
-     "Short nodes would leave ranks without tokens."),
-    ("train.save", _is(False), ("train.save_minutes", "train.keep_best", "train.upload_command"), None,
-     "No checkpoint is written."),
-    ("data.tokenizer", _is_not("byte-level"), ("data.tokenizer_path",), "a path", "Set data.tokenizer_path."),
-    ("inference.exact_reuse", _is(True), ("inference.prefill_chunk",), "a number", "Set it to 2048."),
-)  # fmt: skip
 
 
 def check_value(name: str, value: object) -> None:
@@ -169,7 +73,7 @@ def _check_keys(config: Any, group: str = "") -> None:
     keys = {name: key for name, key in keys_of(Config).items() if name.startswith(group)}
     for name, key in keys.items():
         check(key, attrgetter(name)(config))
-    for selector, applies, names, allowed, remedy in _RULES:
+    for selector, applies, names, allowed, remedy in RULES:
         if selector not in keys:
             continue
         selected = attrgetter(selector)(config)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from .bounds import choice, number, text
 
 MAX_TOKENS = 10**9  # of a sequence
+DELTA_RULE_CHUNK = 64  # tokens that a gated delta net computes at once
 # The keys of gated delta nets, which have Megatron's and the published models' names.
 RECURRENT_KEYS = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),

@@ -21,9 +21,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import functional
 
-from ..core import delta_rule
 from ..core.errors import refuse
 from ..core.kernels.no_grad import first_order
+from . import delta_rule
 from .pack import Pack
 from .sequence import ShardedSequence
 from .version import copy_spec

@@ -13,11 +13,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ..core.attention import ContextParallelAttention
-from ..core.delta_rule import Place
 from ..core.errors import refuse
 from ..core.layout import Layout
 from ..core.plans import Mask, mask
 from ..core.plans.mask import Window
+from .delta_rule import Place
 
 UNBOUNDED: Window = (None, None)
 

@@ -167,14 +167,22 @@ def block_spec(
         from .hybrid import stack_spec  # needs Megatron-Core 0.19
 
         return stack_spec(layer, expert_layer, final_norm, with_delta_net(layer, sequence))
-    layers, recurrent = [layer] * get_num_layers_to_build(config), config.linear_attention_freq
-    if expert_layer is not None or recurrent:
-        first = get_transformer_layer_offset(config)
-        if expert_layer is not None:
-            layers = [expert_layer if config.moe_layer_freq[first + i] else layer for i in range(len(layers))]
-        if recurrent:
-            layers = [with_delta_net(x, sequence) if recurrent[first + i] else x for i, x in enumerate(layers)]
+    layers = _layers_of_stage(config, sequence, layer, expert_layer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
+
+
+def _layers_of_stage(
+    config: TransformerConfig, sequence: ShardedSequence, layer: ModuleSpec, expert_layer: ModuleSpec | None
+) -> list[ModuleSpec]:
+    """Return the layers of this pipeline stage: dense or with experts, with attention or a gated delta net."""
+    first = get_transformer_layer_offset(config)
+    numbers = range(first, first + get_num_layers_to_build(config))
+    layers = [layer if expert_layer is None or not config.moe_layer_freq[i] else expert_layer for i in numbers]
+    recurrent = config.linear_attention_freq
+    return [
+        with_delta_net(each, sequence) if recurrent and recurrent[i] else each
+        for i, each in zip(numbers, layers, strict=True)
+    ]
 
 
 def _with_experts(layer: ModuleSpec, num_experts: int, norm: type, transformer_engine: bool) -> ModuleSpec:

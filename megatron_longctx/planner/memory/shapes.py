@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from ...config import Config, configured_plan, planned_mask, token_unit, workload_of
-from ...core.delta_rule import CHUNK
+from ...config.model import DELTA_RULE_CHUNK as CHUNK
 from ...core.errors import refuse
 from ...core.plans import Kind, Plan, Recorder, Recording, Target, backward_plan
 from ...core.plans.kernel_calls import fa4_takes
@@ -224,9 +224,8 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
     hidden = e * job.hidden_tokens * model.hidden_size
     q = per_sequence * workload.elements(Kind.Q) * e
     kv = per_sequence * workload.elements(Kind.KV) * e
-    grouped = model.num_kv_heads < model.num_attention_heads
     # Keys and values are views of the projection without RoPE. So are queries if each has its own key/value head.
-    saved = q + kv + (q if grouped and not rope else 0)
+    saved = q + kv + (0 if rope or model.num_kv_heads == model.num_attention_heads else q)
     qkv, kept = q + kv, job.footprints[0].kept
     reads = job.recordings[1][0].reads_own
     if kept and reads.isdisjoint((Kind.Q_GRAD, Kind.KV)):  # kept blocks, with their lse, replace the rank's own q, k, v
@@ -256,8 +255,7 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
     if recurrent:
         result, saved, qkv, kept = 0, delta_net_bytes(job), 0, 0
     post_norms = 2 * norm if model.post_norms else 0  # they keep their input, not their output; both have the same size
-    fused = job.fused and model.activation == "swiglu"
-    gate = 2 * act if model.fc1_columns == 2 and not fused else 0
+    gate = 2 * act if model.fc1_columns == 2 and not (job.fused and model.activation == "swiglu") else 0
     inside, tile_tokens = fc1 + act + gate, job.config.recompute.mlp_tile_tokens
     if experts:
         inside, fc1 = expert_bytes(job)

@@ -28,14 +28,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .kernels.no_grad import first_order
+from ..config.model import DELTA_RULE_CHUNK as CHUNK
+from ..core.kernels.no_grad import first_order
 
 Kernel = Callable[[Sequence[int], Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Computes the rule for the lengths of documents, which add up to s > 0, the state before the first of them,
 `[b, h, k, v]` (others start from zeros), q, k `[b, s, h, k]`, v `[b, s, h, v]`, and g, beta `[b, s, h]` in fp32. It
 returns the outputs `[b, s, h, v]` in v's dtype, and the state after the last token."""
-
-CHUNK = 64
 
 
 def _wide(x: Tensor) -> torch.dtype:

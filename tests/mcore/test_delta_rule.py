@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.core.delta_rule import Place, chunked, convolved, finish, flash_linear_attention, section
+from megatron_longctx.mcore.delta_rule import Place, chunked, convolved, finish, flash_linear_attention, section
 
 BATCH, HEADS, KEY, VALUE, TAPS = 2, 3, 8, 5, 4
 
