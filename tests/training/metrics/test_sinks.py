@@ -121,6 +121,8 @@ def test_console_line_with_nothing_known() -> None:
     line = ConsoleSink(9, print).line({names.STEP: 1, names.LOSS: math.nan})
     assert line.startswith("step 1/9 | loss nan | grad norm — |")
     assert "MFU —" in line and "mem — GiB" in line and line.endswith("ETA —")
+    assert "DP imbalance" not in line
+    assert " | DP imbalance 4.6% | " in ConsoleSink(9, print).line({names.STEP: 1, names.IMBALANCE_DP: 0.0456})
 
 
 def test_the_remaining_time_is_that_of_the_median_of_the_last_20_steps() -> None:
