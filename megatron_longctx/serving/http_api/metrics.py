@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client import Counter as Count
@@ -20,7 +21,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        kinds = {"registry": self.registry, "namespace": "megatron_longctx"}
+        kinds: Any = {"registry": self.registry, "namespace": "megatron_longctx"}
         self._requests = Gauge("requests", "requests by their state", ["state"], **kinds)
         self._pages = Gauge("cache_pages", "pages of the cache by their state", ["state"], **kinds)
         self._tokens = Count("tokens", "tokens of prompts, cached tokens of these, generated ones", ["kind"], **kinds)
