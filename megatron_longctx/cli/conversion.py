@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _TOKENIZER, _CHECKPOINTS = "tokenizer", "checkpoints"  # folders of a run
 # Buffers that older versions of `transformers` saved although they are computed from the configuration.
+_EXPORT_WORDS = ("checkpoint", "out", "iteration", "shard_gb")
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -112,7 +113,7 @@ def export_model(words: Sequence[str]) -> None:
         words: `checkpoint=RUN`, `out=FOLDER`, `iteration=N`, `shard_gb=X` (10^9 bytes of a file at most).
     """
     begin = time.perf_counter()
-    own, others = split_arguments(words, ("checkpoint", "out", "iteration", "shard_gb"))
+    own, others = split_arguments(words, _EXPORT_WORDS)
     if others:
         expected = "checkpoint=RUN, out=FOLDER, iteration=N or shard_gb=X"
         raise refuse("word", others[0], expected, "A run is exported unchanged.")
@@ -156,7 +157,7 @@ def check_import(source: str, words: Sequence[str]) -> None:
 
 def check_export(words: Sequence[str]) -> None:
     """Refuse what `export_model` refuses before it reads weights. Nothing is written."""
-    own, _ = split_arguments(words, ("checkpoint", "out", "iteration"))
+    own, _ = split_arguments(words, _EXPORT_WORDS)
     run, iteration = checkpoint_of(own)
     config = load_config(run / RESOLVED)
     preflight.check_saved_weights("checkpoint", run, config, iteration)

@@ -23,7 +23,7 @@ from ..core.errors import JobFailed, refuse
 from ..mcore.model import padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..planner import memory
-from ..serving.inference_job import checkpoint_of, split_arguments
+from ..serving.inference_job import checkpoint_of
 from ..training import launcher
 from ..training.auto import predicted_step_s
 from ..training.compose import RESOLVED, compose_config, load_config, override_config, save_config
@@ -130,13 +130,15 @@ def _job(kind: str, words: Sequence[str]) -> tuple[_Job, list[str]]:
 
 def _verb_job(verb: str, words: Sequence[str]) -> _Job:
     """Return the job of a verb, with its nodes. Its log lies in the folder of the run that it reads, if any."""
-    own, settings = split_arguments(words, ("checkpoint",))
+    named = [word.removeprefix("checkpoint=") for word in words if word.startswith("checkpoint=")]
+    if verb in (*_ON_RANKS, "export"):
+        named += [word for word in words if "=" not in word]
     kind, passed = ("serve", tuple(words)) if verb == "serve" else ("run", (verb, *words))
     if verb not in _ON_RANKS:
-        run = Path(own.get("checkpoint") or f"runs/{verb}")
+        run = Path(named[0] if named else f"runs/{verb}")
         return _Job(kind, run, {}, passed, ("--ntasks-per-node=1", f"--gpus-per-node={_ON_A_HOST[verb]}"))
-    run, _ = checkpoint_of(own)
-    settings = [word for word in settings if word.startswith("parallelism")]
+    run, _ = checkpoint_of({"checkpoint": named[0] if named else ""})
+    settings = [word for word in words if word.startswith("parallelism")]
     par = override_config(load_config(run / RESOLVED), settings, training=False).parallelism
     ranks = par.context_parallel_size * par.tensor_parallel_size
     here = min(ranks, 8)

@@ -175,10 +175,12 @@ def _layers_of_stage(
     config: TransformerConfig, sequence: ShardedSequence, layer: ModuleSpec, expert_layer: ModuleSpec | None
 ) -> list[ModuleSpec]:
     """Return the layers of this pipeline stage: dense or with experts, with attention or a gated delta net."""
+    count, recurrent = get_num_layers_to_build(config), config.linear_attention_freq
+    if expert_layer is None and not recurrent:
+        return [layer] * count
     first = get_transformer_layer_offset(config)
-    numbers = range(first, first + get_num_layers_to_build(config))
+    numbers = range(first, first + count)
     layers = [layer if expert_layer is None or not config.moe_layer_freq[i] else expert_layer for i in numbers]
-    recurrent = config.linear_attention_freq
     return [
         with_delta_net(each, sequence) if recurrent and recurrent[i] else each
         for i, each in zip(numbers, layers, strict=True)

@@ -203,7 +203,7 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, Change]] = {
         "run import Llama out=runs/l", "SOURCE=Llama: expected a folder with config.json .*Fetch it first"),
     "absent text": ("run data --source txet --out new", "--source=txet: expected .*that exist. Check the path"),
     "no run to serve": ("serve checkpoint=runs/a", "runs/a/resolved.yaml: expected a run's configuration there. Start"),
-    "no checkpoint named": ("serve", "checkpoint=: expected checkpoint=RUN, .*Give runs/NAME"),
+    "no checkpoint named": ("serve", "checkpoint=: expected RUN or checkpoint=RUN, .*Give runs/NAME"),
     "a sweep of one run": ("sweep @demo", "sweep: expected a setting with several values"),
     "no verb": ("run --time=5", "submit run=--time=5: expected one of the verbs eval, .*Name it"),
 }  # fmt: skip

@@ -95,7 +95,7 @@ def test_every_command_of_the_page(place: Path) -> None:
     for name in ("before", "after"):
         assert json.loads((place / f"results/{name}/eval.json").read_text())["complete"]
     written = json.loads((place / "Llama-3-8B-128K/config.json").read_text())
-    assert written["max_position_embeddings"] == 1024 and "llama3" in str(written)
+    assert written["max_position_embeddings"] == 4096 and "llama3" in str(written)
     assert tensors_of(place / "Llama-3-8B-128K").keys() == tensors_of(place / "Meta-Llama-3-8B").keys()
     trained = [
         json.loads(line) for line in (runs / "llama3_8b_sft_64k_cp8_h200_bf16/metrics.jsonl").read_text().splitlines()

@@ -82,7 +82,7 @@ def test_a_chat_with_a_template_computes_only_what_is_not_cached(trained: Config
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["prompt=a"], "checkpoint=: expected checkpoint=RUN"),
+        (["prompt=a"], "checkpoint=: expected RUN or checkpoint=RUN"),
         (["checkpoint=nowhere", "prompt=a"], "expected a run's configuration there"),
         ([f"checkpoint={__file__}", "prompt=a"], "expected a run's configuration there"),
         ([], "expected either prompt=TEXT or prompt_file=FILE"),
@@ -98,7 +98,7 @@ def test_a_chat_with_a_template_computes_only_what_is_not_cached(trained: Config
         (["inference.chat_template=nowhere", "--chat"], "nowhere: expected a file with a Jinja template"),
         (["prompt=a", "iteration=last"], "iteration=last: expected a number"),
         (["prompt=a", "iteration=" + "9" * 5000], "characters): expected a number"),
-        (["prompt=a", "checkpoint="], "checkpoint=: expected checkpoint=RUN"),
+        (["prompt=a", "checkpoint="], "checkpoint=: expected RUN or checkpoint=RUN"),
         (["prompt=a", "inference.cache_tokens=10000000000"], "inference.cache_tokens=10000000000: expected at most "),
         (
             ["prompt=a", "inference.max_new_tokens=1000000000"],

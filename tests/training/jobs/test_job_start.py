@@ -23,6 +23,7 @@ from tests.shared.jobs import CLI, TINY, Job, finished, latest_checkpoint, start
 STEPS = 40
 # All lines that a run may print besides those of steps.
 OURS = (
+    r"(\d\d:\d\d:\d\d )?[^|]+: \d+ s so far",  # what takes more than 10 s on a busy machine
     r"starting 2 cpu ranks; run folder runs/first",
     r"\d\d:\d\d:\d\d transformer layers: Megatron-Core \(local\)",
     r"\d\d:\d\d:\d\d attention kernel: cpu",
