@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_longctx.inference.evaluation import Haystack, make_questions, score
-from megatron_longctx.inference.evaluation.questions import Format
 from megatron_longctx.inference.evaluation.results import (
     CURVES,
     JSON,
@@ -25,9 +24,7 @@ from megatron_longctx.inference.evaluation.results import (
     mean_scores,
 )
 
-QUESTIONS = list(
-    make_questions(["needle", "niah_multivalue"], [1_200, 2_400], 2, Haystack.noise(), Format(len), [0.0, 1.0])
-)
+QUESTIONS = list(make_questions(["needle", "niah_multivalue"], [1_200, 2_400], 2, Haystack.noise(), len, [0.0, 1.0]))
 
 
 @given(st.integers(1, 2**30))
