@@ -22,6 +22,7 @@ from ..inference.scheduler import Request, Scheduler
 from ..inference.session import check_length
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize
 from ..models.chat import Chat, ChatMessage, load_chat
+from ..training.broadcast import broadcast_json
 from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_arguments, start
 from .text_stream import TextStream
 
@@ -183,8 +184,8 @@ def _turns(prompt: str | None) -> Iterator[tuple[str, bool]]:
             print("> ", end="", file=sys.stderr, flush=True)
         return sys.stdin.readline(), at_terminal
 
-    while (turn := on_rank_0(read))[0]:
-        yield turn
+    while (turn := broadcast_json(read() if dist.get_rank() == 0 else None))[0]:
+        yield turn[0], turn[1]
 
 
 def _summary(engine: LongContextEngine, tokens: int, cached: int, begin: float, times: Sequence[float]) -> str:
