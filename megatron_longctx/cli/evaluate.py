@@ -18,7 +18,6 @@ from ..config.progress import Progress
 from ..core.errors import refuse
 from ..inference.engine import LongContextEngine
 from ..inference.evaluation import DEPTHS, TASKS, Haystack, Question, make_questions, score
-from ..inference.evaluation.questions import Format
 from ..inference.evaluation.results import JSON, TABLES, Results
 from ..inference.sampling import Sampling
 from ..inference.session import check_length
@@ -193,17 +192,18 @@ def _questions(
 ) -> tuple[Question, ...]:
     """Make all questions, before ranks start."""
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
-    form = Format(lambda text: len(tokenizer.tokenize(text)))
+    prompt: Callable[[str, str], str] = str.__add__
     if _boolean(own, "chat"):
         chat = load_chat(config.inference.chat_template, tokenizer)
         if chat.template is None:
             expected = f"false: the {config.data.tokenizer} tokenizer has no chat template"
             raise refuse("chat", True, expected, "Set inference.chat_template=FILE, or leave it out.")
-        form = replace(form, prompt=partial(_chat_prompt, chat))
+        prompt = partial(_chat_prompt, chat)
     haystack = Haystack.essays(Path(own["haystack"])) if "haystack" in own else Haystack.noise()
     depths = _numbers(own, "depths", DEPTHS, float, 0, 1)
     (seed,) = _numbers(own, "seed", (0,), int, 0, 2**63 - 1, most_values=1)
-    return tuple(make_questions(tasks, evaluation.lengths, evaluation.samples, haystack, form, depths, seed))
+    sizes, count = (evaluation.lengths, evaluation.samples), lambda text: len(tokenizer.tokenize(text))
+    return tuple(make_questions(tasks, *sizes, haystack, count, depths, seed, prompt))
 
 
 def _chat_prompt(chat: Chat, text: str, opening: str) -> str:

@@ -23,7 +23,6 @@ from ..core.plans import Kind, Recorder, Target, Workload
 from ..core.plans.sums import MAX_PARTIALS
 from .batch import Batch
 from .cache_manager import ScheduledChunk
-from .kv_int8 import Int8KV
 from .paged import (
     FUSED_DTYPES,
     PackedPartials,
@@ -35,7 +34,7 @@ from .paged import (
     merge_ranks,
 )
 from .peer_merge import PeerMerge
-from .quantize_kv import SCALE_BYTES
+from .quantize_kv import SCALE_BYTES, Int8KV
 from .scores import PromptScorer
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from ..planner.calibration import find_calibration, load_calibration
 from ..planner.cost import Costs
 from ..planner.simulate import simulate
 from .batch import Batch
-from .kv_int8 import Int8KV
+from .quantize_kv import Int8KV
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from .cache_manager import CacheFull, CacheManager, Fork, ScheduledChunk
 from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
 from .decode import Decoder
-from .sampling import Sampling
+from .sampling import Sampling, not_finite
 from .scores import PromptScorer
 from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
 
@@ -189,7 +189,7 @@ class LongContextEngine:
             CacheFull: its tokens that are not cached do not fit.
         """
         for session in sessions:
-            self._check_begun(session)
+            self._check_open(session, begun=True)
         self._compute_pending(sessions)
         rows = torch.zeros(len(sessions), self.model.vocab_size, device=self._attention.device)
         for i, session in enumerate(sessions):
@@ -203,7 +203,7 @@ class LongContextEngine:
         Raises:
             ValueError: the session is closed or empty, or as long as a sequence may be.
         """
-        self._check_begun(session)
+        self._check_open(session, begun=True)
         more = min(1, sampling.max_new_tokens)
         check_length("tokens of the session and a new one", len(session.tokens) + more, self.model.max_positions)
         session.finish_reason = None
@@ -242,7 +242,7 @@ class LongContextEngine:
         while active:
             emitted = self.step(active)
             if any(generation.finish_reason == "error" for generation in active):
-                raise refuse("logits", "not finite", "numbers", "Check the checkpoint, or use train.precision=fp32.")
+                raise not_finite()
             yield {generation.session: token for generation, token in emitted.items()}
             active = [generation for generation in active if generation.finish_reason is None]
 
@@ -267,13 +267,11 @@ class LongContextEngine:
             self.append(dict(zip(sessions, prompts, strict=True)))
             yield sessions
 
-    def _check_open(self, session: Session) -> None:
-        if session.closed or self._open.get(session.number) is not session:
+    def _check_open(self, session: Session, begun: bool = False) -> None:
+        """Raise ValueError for a session of another engine, a closed one, or one without tokens if `begun`."""
+        if self._open.get(session.number) is not session:
             raise refuse("session", session.number, "an open session of this engine", "Open another.")
-
-    def _check_begun(self, session: Session) -> None:
-        self._check_open(session)
-        if not session.tokens:
+        if begun and not session.tokens:
             raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
 
     def _compute_pending(self, sessions: Sequence[Session]) -> None:
@@ -389,12 +387,13 @@ class LongContextEngine:
         self._attention.begin(batch, mode, joined=exact)
         self.mode_counts[mode] += 1
         tokens, positions = local_rows(chunks, texts, rank)
-        last = [batch.last_row(i) if end else (-1, -1) for i, end in enumerate(ends)]
-        mine = [(session, row) for session, (home, row) in zip(sessions, last, strict=True) if home == rank]
-        rows = torch.tensor([row for _, row in mine], dtype=torch.int64, device=device)
-        scorer = PromptScorer.of([s.scores for s in sessions], chunks, batch.row_starts[rank], positions, device)
+        last = {s: batch.last_row(i) for i, (s, end) in enumerate(zip(sessions, ends, strict=True)) if end}
+        mine = {session: row for session, (home, row) in last.items() if home == rank}
+        rows = torch.tensor(list(mine.values()), dtype=torch.int64, device=device)
+        wanted = [session.scores for session in sessions]
+        scorer = PromptScorer(wanted, chunks, batch.row_starts[rank], positions, device) if any(wanted) else None
         logits = self.model.logits(tokens.to(device), positions.to(device), rows, scorer)
         if scorer is not None:
             scorer.finish(self._attention.group)
-        of_session = {session: logits[i] for i, (session, _) in enumerate(mine)}
-        return {s: NextToken(of_session.get(s)) for s, end in zip(sessions, ends, strict=True) if end}
+        found = dict(zip(mine, logits, strict=True))
+        return {session: NextToken(found.get(session)) for session in last}

@@ -108,17 +108,12 @@ def sample(
     """Return the next token.
 
     Args:
-        logits: `[vocabulary]`.
+        logits: `[vocabulary]`, finite.
         stream: the number of the sequence among those that share the seed.
         step: the number of the token in its sequence.
         prompt, answer: the tokens before it, for penalties.
         allowed: bool `[vocabulary]`, the tokens that the grammar allows.
-
-    Raises:
-        ValueError: the logits are not finite.
     """
-    if not torch.isfinite(logits).all():
-        raise ValueError("logits are not finite: expected numbers. Check the checkpoint, or use train.precision=fp32.")
     if sampling.adjusts:
         logits = _adjusted(logits, sampling, prompt, answer, allowed)
     if sampling.temperature == 0:
@@ -135,6 +130,11 @@ def sample(
     total = float(sums[-1])
     draw = random.Random(f"{sampling.seed}/{stream}/{step}").random() * total
     return int(torch.searchsorted(sums, min(draw, math.nextafter(total, 0)), right=True))
+
+
+def not_finite() -> ValueError:
+    """Return the error for logits that are not finite."""
+    return refuse("logits", "not finite", "numbers", "Check the checkpoint, or use train.precision=fp32.")
 
 
 def _adjusted(

@@ -96,12 +96,14 @@ class RequestLimits:
         """The most tokens of a prompt."""
         return self.together - 1
 
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raise ValueError for a request that cannot be served."""
+    def check(self, prompt: Sequence[int], sampling: Sampling, name: str = "prompt and max_tokens") -> None:
+        """Raise ValueError for a request that cannot be served. name: of its tokens together, for the message."""
         total = len(prompt) + sampling.max_new_tokens
-        check_length("prompt and max_tokens", total, self.positions)
+        check_length(name, total, self.positions)
         if total > self.tokens:
-            raise refuse("prompt and max_tokens", total, f"at most {self.tokens} tokens together", "Ask for fewer.")
+            raise refuse(
+                name, total, f"at most {self.tokens} tokens together (inference.cache_tokens)", "Ask for fewer."
+            )
         check_ids(prompt, self.vocab_size)
         check_ids([0, *sampling.stop, *(token for token, _ in sampling.logit_bias)], self.vocab_size)
 
@@ -164,10 +166,6 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether `advance` has anything to do."""
         return bool(self._waiting or self._refused or self._active or self._cancelled)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def num_requests(self) -> dict[str, int]:
@@ -287,15 +285,10 @@ class Scheduler:
             self._kept.append(self._kept.pop(self._kept.index(source)))
             if self._exact_chunk is None and length < len(prompt) and prompt[:length] == source.tokens:
                 return source
-        while True:
-            try:
-                return source.fork(cached)
-            except CacheFull:
-                oldest = next((session for session in self._kept if session is not source), None)
-                if oldest is None:
-                    return self.engine.open()
-                self._kept.remove(oldest)
-                oldest.close()
+        try:
+            return self._drop_kept_to_fit(lambda: source.fork(cached), source)
+        except CacheFull:
+            return self.engine.open()
 
     def _close_unless_kept(self, session: Session) -> None:
         if session not in self._kept:
@@ -364,12 +357,14 @@ class Scheduler:
         while len(self._kept) > self.keep_sessions:
             self._kept.pop(0).close()
 
-    def _drop_kept_to_fit(self, compute: Callable[[], _T]) -> _T:
-        """Call `compute`, and close kept sessions until it succeeds."""
+    def _drop_kept_to_fit(self, compute: Callable[[], _T], source: Session | None = None) -> _T:
+        """Call `compute`, and close kept sessions, except `source`, until it succeeds."""
         while True:
             try:
                 return compute()
             except CacheFull:
-                if not self._kept:
+                oldest = next((session for session in self._kept if session is not source), None)
+                if oldest is None:
                     raise
-                self._kept.pop(0).close()
+                self._kept.remove(oldest)
+                oldest.close()

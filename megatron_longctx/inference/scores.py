@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,16 +70,11 @@ class PromptScorer:
         rows: int64, this rank's rows that have a next token in a prompt.
 
     Args:
-        wanted: per chunk, where its scores go; None for none.
+        wanted: per chunk, where its scores go; None for none, but not for all.
         chunks: of the pass.
         starts: per chunk, the first of this rank's rows, followed by the number of rows.
         positions: int64 `[rows]`, on the host.
     """
-
-    @classmethod
-    def of(cls, wanted: Sequence[PromptScores | None], *rest: Any) -> PromptScorer | None:
-        """Return a scorer, or None if no scores are wanted."""
-        return cls(wanted, *rest) if any(each is not None for each in wanted) else None
 
     def __init__(
         self,

@@ -39,12 +39,9 @@ class NextToken(NamedTuple):
     greedy: int | None = None
 
 
-class Matcher(Protocol):
-    """The progress of an answer through its grammar."""
-
-    def allowed(self, answer: Sequence[int]) -> Tensor:
-        """Return the tokens that may follow `answer`, which has grown since the last call: bool `[vocabulary]`."""
-
+Matcher = Callable[[Sequence[int]], Tensor]
+"""Returns the tokens that may follow an answer, which has grown since the last call, in a grammar: bool
+`[vocabulary]`."""
 
 Grammars = Callable[[str, Sequence[int]], Matcher]
 """Returns a matcher of `Sampling.grammar`, whose text is ended by these stop tokens."""
@@ -160,13 +157,11 @@ class Generation:
 
     def draw(self, logits: Tensor) -> int:
         """Return the next token, or NOT_FINITE, which is reported on all ranks, not raised on this one alone."""
-        penalizes = self.sampling.repetition_penalty != 1
-        allowed = None if self.sampling.grammar is None else self._matcher.allowed(self.tokens)
-        try:
-            step, prompt = len(self.session.tokens), self._prompt if penalizes else ()
-            return sample(logits, self.sampling, self.stream, step, prompt, self.tokens, allowed)
-        except ValueError:
+        if not torch.isfinite(logits).all():
             return NOT_FINITE
+        prompt = () if self.sampling.repetition_penalty == 1 else self._prompt
+        allowed = None if self.sampling.grammar is None else self._matcher(self.tokens)
+        return sample(logits, self.sampling, self.stream, len(self.session.tokens), prompt, self.tokens, allowed)
 
     def add(self, token: int, score: Score | None, max_tokens: float) -> bool:
         """Add a drawn token to the session, and return whether it is part of the output.

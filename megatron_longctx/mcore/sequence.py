@@ -15,7 +15,7 @@ from ..config import SWITCHES, Config, mode_options, names_as_keys, token_unit
 from ..core.attention import ContextParallelAttention
 from ..core.errors import refuse
 from ..core.plans.mask import Window
-from ..inference.kv_int8 import int8_kv
+from ..inference.quantize_kv import int8_kv
 from .pack import UNBOUNDED, Pack, PackRotations, document_lengths, tree_of
 
 MEGATRONS_LAYOUTS = ("zigzag", "per_document")

@@ -17,8 +17,9 @@ from ..config.cluster import GIB
 from ..core.comm import on_rank_0
 from ..core.errors import refuse
 from ..inference.engine import LongContextEngine
-from ..inference.sampling import Sampling
-from ..inference.session import Session, check_length
+from ..inference.sampling import Sampling, not_finite
+from ..inference.scheduler import Request, Scheduler
+from ..inference.session import check_length
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize
 from ..models.chat import Chat, ChatMessage, load_chat
 from ..training.broadcast import broadcast_json
@@ -89,7 +90,9 @@ def _converse(job: InferenceJob, groups: Any) -> None:
     with open_engine(job, groups) as (engine, tokenizer):
         chat = load_chat(settings.chat_template, tokenizer) if job.options is None else Chat()
         sampling = Sampling(*drawing, stop=(tokenizer.eod, *chat.stop_tokens))
-        conversation = _Conversation(engine, tokenizer, chat, sampling)
+        # The engine cuts prompts into chunks; the scheduler need not, because there is no other request.
+        scheduler = Scheduler(engine, max_active=1, prefill_chunk=sys.maxsize, keep_sessions=1)
+        conversation = _Conversation(scheduler, tokenizer, chat, sampling)
         for text, at_terminal in _turns(job.options):
             try:
                 conversation.answer(text)
@@ -102,16 +105,18 @@ def _converse(job: InferenceJob, groups: Any) -> None:
 
 @dataclass
 class _Conversation:
-    """One conversation, formatted by the chat's template; without a template, turns simply follow each other."""
+    """One conversation, formatted by the chat's template; without a template, turns simply follow each other.
 
-    engine: LongContextEngine
+    Attributes:
+        tokens: of all turns and answers.
+    """
+
+    scheduler: Scheduler
     tokenizer: Any
     chat: Chat
     sampling: Sampling
     messages: list[ChatMessage] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._session = self.engine.open()
+    tokens: list[int] = field(default_factory=list)
 
     def answer(self, text: str) -> None:
         """Answer a turn; rank 0 prints the answer and a summary.
@@ -119,74 +124,48 @@ class _Conversation:
         Raises:
             ValueError: the turn or its answer does not fit; the conversation is as before.
         """
-        messages, tokens, cached = list(self.messages), list(self._session.tokens), self._session.cached_tokens
-        try:
-            self._answer(text)
-        except ValueError:
-            self.messages = messages
-            if self._session.tokens != tokens:
-                self._session.close()
-                self._session = self.engine.open()
-                if cached:
-                    self._session.append(tokens[:cached])
-                self._session.tokens += tokens[cached:]  # generated last and not computed; they may not fit
-            raise
-
-    def _answer(self, text: str) -> None:
         begin = time.perf_counter()
+        messages = [*self.messages, {"role": "user", "content": text.rstrip("\n")}]
         if self.chat.template is None:
-            begin_of_text = [] if self.messages or self._session.tokens else bos_tokens(self.tokenizer)
-            new = [*begin_of_text, *self.tokenizer.tokenize(self._end_of_answer() + text)]
-            self._check_length(len(self._session.tokens) + len(new))
-            self._session.append(new)
+            # An answer ends as in `Chat.text`: with a newline in place of a stop token.
+            new = self.tokenizer.tokenize("\n" * bool(self.messages) + text)
+            prompt = [*(self.tokens or bos_tokens(self.tokenizer)), *new]
         else:
-            self._extend([*self.messages, {"role": "user", "content": text.rstrip("\n")}])
-        answer, times = self._generate()
-        self.messages.append({"role": "assistant", "content": answer})
+            # On rank 0, because a template may ask for the time.
+            prompt = on_rank_0(lambda: list(self.tokenizer.tokenize(self.chat.text(messages))))
+        self.scheduler.request_limits.check(prompt, self.sampling, _TOGETHER)
+        answer, self.tokens, cached, times = self._generate(prompt)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         if dist.get_rank() == 0:
-            print(_summary(self.engine, self._session, begin, times), file=sys.stderr, flush=True)
+            summary = _summary(self.scheduler.engine, len(self.tokens), cached, begin, times)
+            print(summary, file=sys.stderr, flush=True)
 
-    def _end_of_answer(self) -> str:
-        """Return the end of the answer before this turn as in `Chat.text`: a newline in place of a stop token."""
-        tokens = self._session.tokens
-        if len(tokens) > self._session.cached_tokens and tokens[-1] in self.sampling.stop:
-            del tokens[-1]  # generated last and not computed
-        return "\n" if self.messages else ""
-
-    def _extend(self, messages: list[ChatMessage]) -> None:
-        """Compute the tokens of the conversation that are not cached; all of them if its bos_tokens has changed."""
-        self.messages = messages
-        # On rank 0, because a template may ask for the time.
-        tokens = on_rank_0(lambda: list(self.tokenizer.tokenize(self.chat.text(messages))))
-        self._check_length(len(tokens))
-        cached = self._session.tokens[: self._session.cached_tokens]
-        if len(tokens) > len(cached) and tokens[: len(cached)] == cached:
-            del self._session.tokens[len(cached) :]  # generated last and not computed
-        else:
-            self._session.close()
-            self._session = self.engine.open()
-        self._session.append(tokens[self._session.cached_tokens :])
-
-    def _check_length(self, tokens: int) -> None:
-        check_length(_TOGETHER, tokens + self.sampling.max_new_tokens, self.engine.model.max_positions)
-
-    def _generate(self) -> tuple[str, list[float]]:
-        """Generate and print an answer; return its text and the time of each token."""
+    def _generate(self, prompt: list[int]) -> tuple[str, list[int], int, list[float]]:
+        """Generate and print an answer. Return it, all tokens, how many of the prompt were cached, and the time of each
+        new one."""
         prints = dist.get_rank() == 0
         stream = TextStream(lambda ids: detokenize(self.tokenizer, ids), self.chat.stop_texts)
-        answer, times = "", []
-        for token in self._session.stream(self.sampling):
-            times.append(time.perf_counter())
-            new = stream.feed(token)
-            answer += new
-            if prints:
-                print(new, end="", flush=True)
-            if stream.stopped:
-                break
+        answer, tokens, cached, times = "", list(prompt), 0, []
+        self.scheduler.submit(Request(0, tuple(prompt), self.sampling))
+        while self.scheduler.busy:
+            for event in self.scheduler.advance():
+                if event.finish_reason == "error":
+                    raise not_finite()
+                cached = max(cached, event.cached_tokens)
+                if event.token is None:  # a stop token, or the end after a stop text
+                    continue
+                times.append(time.perf_counter())
+                tokens.append(event.token)
+                new = stream.feed(event.token)
+                answer += new
+                if prints:
+                    print(new, end="", flush=True)
+                if stream.stopped:
+                    self.scheduler.cancel(event.number)
         rest = stream.finish()
         if prints:
             print(rest, flush=True)
-        return answer + rest, times
+        return answer + rest, tokens, cached, times
 
 
 def _turns(prompt: str | None) -> Iterator[tuple[str, bool]]:
@@ -199,23 +178,20 @@ def _turns(prompt: str | None) -> Iterator[tuple[str, bool]]:
         return
     if dist.get_rank() == 0 and isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # such bytes do not end a conversation
-    while True:
-        line: Any = None
-        if dist.get_rank() == 0:
-            at_terminal = sys.stdin.isatty()
-            if at_terminal:
-                print("> ", end="", file=sys.stderr, flush=True)
-            line = [sys.stdin.readline(), at_terminal]
-        text, at_terminal = broadcast_json(line)
-        if not text:
-            return
-        yield text, at_terminal
+
+    def read() -> tuple[str, bool]:
+        if at_terminal := sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        return sys.stdin.readline(), at_terminal
+
+    while (turn := broadcast_json(read() if dist.get_rank() == 0 else None))[0]:
+        yield turn[0], turn[1]
 
 
-def _summary(engine: LongContextEngine, session: Session, begin: float, times: Sequence[float]) -> str:
+def _summary(engine: LongContextEngine, tokens: int, cached: int, begin: float, times: Sequence[float]) -> str:
     """Return the tokens and times of a turn, and the use of the cache."""
     manager = engine.cache_manager
-    parts = [f"{len(session.tokens)} tokens, {session.reused_tokens} of them cached before this turn"]
+    parts = [f"{tokens} tokens, {cached} of them cached before this turn"]
     if times:
         parts.append(f"first token after {times[0] - begin:.3f} s")
     if len(times) > 1:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config.extras import install
 from ..core.errors import refuse
+from ..inference.session import Matcher
 
 _MAX_CHARS = 2**16  # of a grammar: compiling one cannot be interrupted
 _CACHE_BYTES = 2**28
@@ -61,21 +62,17 @@ class Grammars:
         except Exception as error:  # the library raises several classes
             raise ValueError(f"{kind}: expected a grammar that xgrammar compiles ({str(error)[-300:]})") from None
 
-    def __call__(self, grammar: str, stop: Sequence[int]) -> _Matcher:
+    def __call__(self, grammar: str, stop: Sequence[int]) -> Matcher:
         matcher = self._library.GrammarMatcher(self.compile(grammar), override_stop_tokens=list(stop))
-        return _Matcher(matcher, self._library.allocate_token_bitmask(1, self._vocab_size), self._vocab_size)
+        mask, accepted = self._library.allocate_token_bitmask(1, self._vocab_size), 0  # 32 tokens in a word
 
+        def allowed(answer: Sequence[int]) -> Tensor:
+            nonlocal accepted
+            for token in answer[accepted:]:
+                assert matcher.accept_token(token), "only tokens that the mask allows are drawn"
+            accepted = len(answer)
+            matcher.fill_next_token_bitmask(mask)
+            bits: Tensor = mask[0, :, None] >> torch.arange(32, dtype=torch.int32) & 1
+            return bits.bool().flatten()[: self._vocab_size]
 
-class _Matcher:
-    """See `inference.session.Matcher`. mask: the library's, with 32 tokens in a word."""
-
-    def __init__(self, matcher: Any, mask: Tensor, vocab_size: int) -> None:
-        self._matcher, self._mask, self._vocab_size, self._accepted = matcher, mask, vocab_size, 0
-
-    def allowed(self, answer: Sequence[int]) -> Tensor:
-        for token in answer[self._accepted :]:
-            assert self._matcher.accept_token(token), "only tokens that the mask allows are drawn"
-        self._accepted = len(answer)
-        self._matcher.fill_next_token_bitmask(self._mask)
-        bits = self._mask[0, :, None] >> torch.arange(32, dtype=torch.int32) & 1
-        return bits.bool().flatten()[: self._vocab_size]
+        return allowed

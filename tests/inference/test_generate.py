@@ -16,6 +16,7 @@ import pytest
 from megatron_longctx.cli import cli
 from megatron_longctx.config import Config
 from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.inference.scheduler import RequestLimits
 from megatron_longctx.mcore.losses import losses_config
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.models.chat import Chat
@@ -69,10 +70,10 @@ def test_a_chat_with_a_template_computes_only_what_is_not_cached(trained: Config
     template.write_text("{% for m in messages %}{{ m.content }}.{% endfor %}")
     _, stderr = generate(tmp_path, ["parallelism=cp2", *words], "abcdefgh\nabc\n")
     assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, stderr)] == [(9 + 3, 0), (9 + 3 + 1 + 4 + 3, 9 + 2)]
-    # This template later puts a bracket where the answer begins, so the whole conversation is recomputed.
+    # This template later puts a bracket where the answer begins, so all from there on is computed again.
     template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     out, stderr = generate(tmp_path, ["parallelism=single", *words], "abcdefgh\nabc\n")
-    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, stderr)] == [(10 + 3, 0), (10 + 5 + 5 + 3, 0)]
+    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, stderr)] == [(10 + 3, 0), (10 + 5 + 5 + 3, 10)]
     first, second = out.splitlines()
     prompt = f"prompt=[abcdefgh][{first}][abc]"
     again, _ = generate(tmp_path, [run_of(trained), "parallelism=single", prompt, *words[1:2]])
@@ -173,11 +174,11 @@ def test_sizes_need_not_be_those_of_training(trained: Config) -> None:
 
 def test_a_turn_beyond_the_models_length_is_refused_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verb, "on_rank_0", lambda work: work())
-    session = SimpleNamespace(tokens=[], cached_tokens=0, append=lambda tokens: pytest.fail("computed"))
-    engine: Any = SimpleNamespace(open=lambda: session, model=SimpleNamespace(max_positions=10))
+    limits = RequestLimits(10**6, 10, 512)
+    scheduler: Any = SimpleNamespace(request_limits=limits, submit=lambda request: pytest.fail("computed"))
     with_template: Any = SimpleNamespace(template="{{ messages }}", text=lambda messages: "abcdefg", stop_texts=())
     for chat in (Chat(), with_template):
-        conversation = verb._Conversation(engine, build_tokenizer("byte-level"), chat, Sampling(max_new_tokens=4))
+        conversation = verb._Conversation(scheduler, build_tokenizer("byte-level"), chat, Sampling(max_new_tokens=4))
         with pytest.raises(ValueError, match=r"inference.max_new_tokens=11: expected at most 10 tokens"):
             conversation.answer("abcdefg")
         assert not conversation.messages

@@ -19,9 +19,8 @@ from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.inference.choose_cache_mode import find_facts, kv_per_q
-from megatron_longctx.inference.kv_int8 import Int8KV
 from megatron_longctx.inference.paged import Pages
-from megatron_longctx.inference.quantize_kv import pack_kv, packed_shape, unpack_kv
+from megatron_longctx.inference.quantize_kv import Int8KV, pack_kv, packed_shape, unpack_kv
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error

@@ -124,8 +124,3 @@ def test_draws_repeat_by_seed_stream_and_step_and_differ_otherwise() -> None:
 def test_values_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
-
-
-def test_logits_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(ValueError, match="not finite"):
-        sample(torch.tensor([0.0, float("nan")]), Sampling(), 0, 0)

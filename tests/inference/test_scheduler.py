@@ -138,7 +138,7 @@ def requests_wait_for_room(engine: LongContextEngine) -> None:
         for i in range(6):
             scheduler.submit(Request(i, (i + 1,) * (room // 2 - 20), Sampling(max_new_tokens=2)))
         scheduler.advance()
-        assert scheduler.num_waiting >= 4
+        assert scheduler.num_requests["waiting"] >= 4
         assert all(len(tokens_of(events)) in (1, 2) for events in finish(scheduler).values())
 
 
@@ -156,7 +156,7 @@ def short_requests_overtake_one_that_waits_for_room(engine: LongContextEngine) -
                 events += scheduler.advance()
         ended = [event.number for event in events if event.finish_reason]
         assert set(ended) == {2, 3, *range(12, 16)}, "of those that are half as long two at most"
-        assert scheduler.num_waiting == 3
+        assert scheduler.num_requests["waiting"] == 3
         late = [event.number for events in finish(scheduler).values() for event in events if event.finish_reason]
         assert sorted([*ended, *late]) == sorted([0, 1, *range(2, 6), *range(12, 16)])
 
@@ -174,7 +174,7 @@ def other_clients_caches_are_not_found(engine: LongContextEngine) -> None:
         for number, salt in ((5, 1), (6, 2)):
             scheduler.submit(Request(number, tuple(range(110, 160)), sampling, salt))
             scheduler.advance()
-        assert scheduler.num_waiting == 0
+        assert scheduler.num_requests["waiting"] == 0
         assert {event.cached_tokens for event in finish(scheduler)[6]} == {0}
 
 
@@ -234,7 +234,7 @@ def shared_pages_are_promised_once(engine: LongContextEngine) -> None:
             scheduler.submit(Request(i, (*document, i), Sampling(max_new_tokens=8)))
         scheduler.advance()
         scheduler.advance()
-        assert scheduler.num_waiting == 0
+        assert scheduler.num_requests["waiting"] == 0
         assert all(len(tokens_of(events)) >= 6 for events in finish(scheduler).values())
 
 

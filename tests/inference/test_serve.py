@@ -156,31 +156,6 @@ def test_concurrent_requests_get_their_own_answers(client: Client) -> None:
 GOOD = {"prompt": "ab", "max_tokens": 2}
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        ([], 400, "not a JSON object"),
-        ({**GOOD, "prompt": ""}, 400, "a text that is not empty"),
-        ({**GOOD, "prompt": [97, 100000]}, 400, "token=100000: expected an id from 0 to 511"),
-        ({**GOOD, "prompt": "a" * 600}, 400, "the prompt has 600 characters: expected at most 411"),
-        ({**GOOD, "prompt": "a" * 390, "max_tokens": 90}, 400, "prompt and max_tokens=480: expected at most 412"),
-        ({**GOOD, "max_tokens": 10**30}, 400, "expected an integer from 0"),
-        ({**GOOD, "max_tokens": "2"}, 400, "max_tokens='2': expected an integer"),
-        ({**GOOD, "temperature": -1}, 400, "temperature=-1"),
-        ({**GOOD, "temperature": float("nan")}, 400, "temperature=nan"),
-        ({**GOOD, "top_p": True}, 400, "top_p=True: expected a number"),
-        ({**GOOD, "stop": [1]}, 400, "expected a text"),
-        ({**GOOD, "suffix": "a"}, 400, "suffix is not supported"),
-        ({**GOOD, "bad_words": ["a"]}, 400, "bad_words is not supported"),
-        ({**GOOD, "prompt": "a" * 6000}, 413, "expected at most 5000"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_bad_requests_get_the_reason(client: Client, body: Any, status: int, message: str) -> None:
-    found, answer = client.ask("/v1/completions", body)
-    assert found == status and message in answer["error"]["message"]
-
-
 def leave_in_the_middle(client: Client) -> None:
     """Start a stream that would fill most of the cache, and disconnect."""
     body = json.dumps({"prompt": "xyz", "max_tokens": 200, "stream": True}).encode()

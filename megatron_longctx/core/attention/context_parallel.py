@@ -55,7 +55,7 @@ class ContextParallelAttention:
         deterministic: whether to use only kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
         kv_format: makes the format in which keys and values are sent and attended in calls with `inference`, from
-            their head dims and dtype (`inference.kv_int8.int8_kv`, or a class); None to leave them unconverted. One
+            their head dims and dtype (`inference.quantize_kv.int8_kv`, or a class); None to leave them unconverted. One
             rank alone sends nothing and stays exact.
         keep_received: whether calls that will be differentiated keep received blocks, so that backward does not
             exchange them again. None for whether it pays (see `core.plans.backward`).

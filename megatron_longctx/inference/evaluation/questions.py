@@ -35,31 +35,23 @@ class Question:
     answer_tokens: int
 
 
-@dataclass(frozen=True)
-class Format:
-    """How a model reads text.
-
-    Attributes:
-        num_tokens: returns the number of tokens of a text.
-        prompt: makes a prompt from a text and the beginning of its answer.
-    """
-
-    num_tokens: Callable[[str], int]
-    prompt: Callable[[str, str], str] = str.__add__
-
-
 def make_questions(
     names: Sequence[str],
     lengths: Sequence[int],
     samples: int,
     haystack: Haystack,
-    form: Format,
+    num_tokens: Callable[[str], int],
     depths: Sequence[float] = DEPTHS,
     seed: int = 0,
+    prompt: Callable[[str, str], str] = str.__add__,
 ) -> Iterator[Question]:
     """Yield `samples` questions for every task and length, and for every depth if the task uses depths.
 
     A question depends only on the seed, its task, length, depth and number.
+
+    Args:
+        num_tokens: returns the number of tokens of a text.
+        prompt: makes a prompt from a text and the beginning of its answer.
 
     Raises:
         ValueError: a length that is too short for a task, or longer than its words allow.
@@ -68,7 +60,7 @@ def make_questions(
     def make(key: tuple[str, int, float | None, int]) -> Question:
         name, length, depth, number = key
         rng = Random(f"{seed} {name} {length} {depth} {number}")
-        return _question(name, length, TASKS[name].draft(length, haystack, depth, rng), form)
+        return _question(name, length, TASKS[name].draft(length, haystack, depth, rng), num_tokens, prompt)
 
     keys = [
         (name, length, depth, number)
@@ -82,25 +74,25 @@ def make_questions(
         yield from pool.map(make, keys)
 
 
-def _question(name: str, length: int, draft: Draft, form: Format) -> Question:
+def _question(
+    name: str, length: int, draft: Draft, num_tokens: Callable[[str], int], prompt: Callable[[str, str], str]
+) -> Question:
     # Byte-level tokenizers need more tokens for an answer than RULER allows.
-    room = max(TASKS[name].answer_tokens, 2 * form.num_tokens(", ".join(draft.answers)))
+    room = max(TASKS[name].answer_tokens, 2 * num_tokens(", ".join(draft.answers)))
 
     @lru_cache(maxsize=2)
-    def prompt(units: int) -> str:
-        return form.prompt(draft.text(units), draft.opening)
+    def text_of(units: int) -> str:
+        return prompt(draft.text(units), draft.opening)
 
-    def num_tokens(units: int) -> int:
-        return form.num_tokens(prompt(units))
+    def size(units: int) -> int:
+        return num_tokens(text_of(units))
 
-    if num_tokens(draft.least) > length - room:
-        least = num_tokens(draft.least) + room
+    if (least := size(draft.least) + room) > length:
         raise refuse("lengths", length, f"at least {least} tokens for {name}", "Ask for longer texts, or other tasks.")
-    if draft.most is not None and num_tokens(draft.most) <= length - room:
-        most = num_tokens(draft.most) + room
+    if draft.most is not None and (most := size(draft.most) + room) <= length:
         raise refuse("lengths", length, f"at most {most} tokens for {name}", "It has no more words: leave it out.")
-    text = prompt(_most_units(num_tokens, length - room, draft.least))
-    return Question(name, length, draft.depth, text, form.num_tokens(text), draft.answers, room)
+    text = text_of(_most_units(size, length - room, draft.least))
+    return Question(name, length, draft.depth, text, num_tokens(text), draft.answers, room)
 
 
 def _most_units(num_tokens: Callable[[int], int], length: int, least: int) -> int:

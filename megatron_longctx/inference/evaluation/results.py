@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 JSON, TABLES, NEEDLES, CURVES = "eval.json", "eval.md", "needle.png", "loss_by_position.png"
 _FIRST_RANGE = 16  # positions: a shorter range would have few tokens
+_TASK = attrgetter("task")
 Key = TypeVar("Key")
 
 
@@ -72,26 +75,18 @@ def score(question: Question, answer: str) -> Score:
     return Score(question, answer, fmean(expected.lower() in text for expected in question.answers))
 
 
-def mean_scores(scores: Sequence[Score]) -> dict[str, dict[int, float]]:
-    """Return the mean share, keyed by task and length."""
-    tasks = dict.fromkeys(each.question.task for each in scores)
-    return {task: _means((s.question.length, s.share) for s in scores if s.question.task == task) for task in tasks}
-
-
-def by_depth(scores: Iterable[Score]) -> dict[int, dict[float, float]]:
-    """Return the mean share of tasks that use depths, keyed by length and depth."""
-    by_length: dict[int, list[tuple[float, float]]] = {}
+def mean_scores(scores: Iterable[Score], row: Callable[[Question], Key]) -> dict[Key, dict[int, float]]:
+    """Return the mean share, keyed by a property of questions and by their length."""
+    shares: dict[Key, dict[int, list[float]]] = {}
     for each in scores:
-        if TASKS[each.question.task].by_depth and each.question.depth is not None:
-            by_length.setdefault(each.question.length, []).append((each.question.depth, each.share))
-    return {length: _means(shares) for length, shares in by_length.items()}
+        shares.setdefault(row(each.question), {}).setdefault(each.question.length, []).append(each.share)
+    return {key: {length: fmean(own) for length, own in of.items()} for key, of in shares.items()}
 
 
-def _means(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
-    values: dict[Key, list[float]] = {}
-    for key, value in pairs:
-        values.setdefault(key, []).append(value)
-    return {key: fmean(shares) for key, shares in values.items()}
+def by_depth(scores: Iterable[Score]) -> dict[float, dict[int, float]]:
+    """Return the mean share of tasks that use depths, keyed by depth, in ascending order, and length."""
+    found = mean_scores((each for each in scores if TASKS[each.question.task].by_depth), lambda q: q.depth or 0.0)
+    return dict(sorted(found.items()))
 
 
 @dataclass
@@ -124,34 +119,28 @@ class Results:
     def as_dict(self) -> dict[str, Any]:
         tasks: dict[str, Any] = {}
         if self.losses:
-            lengths = {each.length: _losses_dict(each) for each in self.losses}
-            tasks["loss_by_position"] = {"text": self.text, "lengths": lengths}
-        for task, by_length in mean_scores(self.scores).items():
-            scores = [each for each in self.scores if each.question.task == task]
-            depths = by_depth(scores)
-            tasks[task] = {
-                "lengths": {
-                    length: {
-                        "score": mean,
-                        **({"by_depth": depths[length]} if length in depths else {}),
-                        "questions": [_score_dict(each) for each in scores if each.question.length == length],
-                    }
-                    for length, mean in by_length.items()
-                }
-            }
+            of_length = {each.length: _losses_dict(each) for each in self.losses}
+            tasks["loss_by_position"] = {"text": self.text, "lengths": of_length}
+        for task, means in mean_scores(self.scores, _TASK).items():
+            lengths = {}
+            for length, mean in means.items():
+                scores = [s for s in self.scores if (s.question.task, s.question.length) == (task, length)]
+                depths = {depth: row[length] for depth, row in by_depth(scores).items()}
+                lengths[length] = {"score": mean, **({"by_depth": depths} if depths else {})}
+                lengths[length]["questions"] = list(map(_score_dict, scores))
+            tasks[task] = {"lengths": lengths}
         return {"what": "evaluation", "complete": self.complete, **self.about, "tasks": tasks}
 
     def tables(self) -> str:
         """Return all tables, in Markdown."""
         parts = [self.title if self.complete else f"{self.title}. Not finished: results are missing."]
         if self.scores:
-            means = mean_scores(self.scores)
-            counts = [sum(each.question.task == task for each in self.scores) for task in means]
-            least, most = min(counts), max(counts)
+            means, counts = mean_scores(self.scores, _TASK), Counter(each.question.task for each in self.scores)
+            least, most = min(counts.values()), max(counts.values())
             count = f"{least}" if least == most else f"{least} to {most}"
             parts += [f"Answers that were said, in % ({count} questions a task).", _score_table("task", means)]
         if needles := by_depth(self.scores):
-            depths = {f"{100 * depth:g}%": row for depth, row in _transposed(needles).items()}
+            depths = {f"{100 * depth:g}%": row for depth, row in needles.items()}
             parts += ["`needle` by its depth in the text, in %.", _score_table("depth", depths)]
         if self.losses:
             parts += [f"Losses of {self.text}.", _loss_table(self.losses), _position_table(self.losses)]
@@ -168,12 +157,6 @@ def _score_dict(each: Score) -> dict[str, Any]:
     """Return a score without the prompt, which the seed reproduces."""
     question = {key: value for key, value in asdict(each.question).items() if key not in ("task", "length", "prompt")}
     return {**question, "said": each.answer, "score": each.share}
-
-
-def _transposed(needles: Mapping[int, Mapping[float, float]]) -> dict[float, dict[int, float]]:
-    """Key shares by depth and length instead of length and depth."""
-    depths = sorted({depth for shares in needles.values() for depth in shares})
-    return {depth: {length: shares[depth] for length, shares in needles.items() if depth in shares} for depth in depths}
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -230,16 +213,16 @@ def _curves(axes: Axes, losses: Sequence[Losses], title: str) -> None:
     axes.figure.legend(title="tokens of the text", loc="outside right upper", fontsize=8)
 
 
-def _heat_map(axes: Axes, needles: Mapping[int, Mapping[float, float]], title: str) -> None:
-    rows = _transposed(needles)
-    shares = [[100 * row[length] for length in needles] for row in rows.values()]
+def _heat_map(axes: Axes, needles: Mapping[float, Mapping[int, float]], title: str) -> None:
+    lengths = list(dict.fromkeys(length for row in needles.values() for length in row))
+    shares = [[100 * row[length] for length in lengths] for row in needles.values()]
     image = axes.imshow(shares, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
     for row, values in enumerate(shares):
         for column, share in enumerate(values):
             color = "black" if 15 < share < 85 else "white"  # the other cells are dark
             axes.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=8, color=color)
-    axes.set_xticks(range(len(needles)), [f"{length:,}" for length in needles])
-    axes.set_yticks(range(len(rows)), [f"{100 * depth:g}%" for depth in rows])
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(needles)), [f"{100 * depth:g}%" for depth in needles])
     axes.set_xlabel("length of the text and its answer (tokens)")
     axes.set_ylabel("depth of the needle in the text")
     axes.set_title(title, fontsize=9)

@@ -11,6 +11,7 @@ import re
 import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice, pairwise
 from math import pi
 from operator import itemgetter
@@ -121,37 +122,32 @@ def _random_words(count: int, rng: Random) -> list[str]:
     return [f"{_ADJECTIVES[number % len(_ADJECTIVES)]}-{_NOUNS[number // len(_ADJECTIVES)]}" for number in numbers]
 
 
-@dataclass(frozen=True)
-class _Needles:
+def _needles(
+    length: int, haystack: Haystack, depth: float | None, rng: Random, keys: int = 1, values: int = 1, asked: int = 1
+) -> Draft:
     """Hide `keys` keys with `values` numbers each, and ask for `asked` of the keys."""
-
-    keys: int = 1
-    values: int = 1
-    asked: int = 1
-
-    def __call__(self, length: int, haystack: Haystack, depth: float | None, rng: Random) -> Draft:
-        keys = _random_words(self.keys, rng)
-        numbers = [str(number) for number in rng.sample(range(10**6, 10**7), self.keys * self.values)]
-        depths = rng.sample(_DEPTHS, len(numbers)) if depth is None else [depth]
-        asked = rng.sample(range(self.keys), self.asked)
-        names = [keys[i] for i in asked]
-        query = ", ".join(names[:-1]) + f", and {names[-1]}" if len(names) > 1 else names[0]
-        hidden = [
-            (at, f"One of the special magic numbers for {keys[i // self.values]} is: {number}.")
-            for i, (at, number) in enumerate(zip(depths, numbers, strict=True))
-        ]
-        answers = [number for i in asked for number in numbers[i * self.values : (i + 1) * self.values]]
-        one = len(answers) == 1
-        some, things, verb, all_ = ("A", "number", "is", "") if one else ("Some", "numbers", "are", " all")
-        head = f"{some} special magic {things} {verb} hidden within the following text. Make sure to memorize it. "
-        head += f"I will quiz you about the {things} afterwards.\n"
-        subject = f"special magic {things} for {query} mentioned in the provided text"
-        return Draft(
-            lambda units: f"{head}{haystack.text(units, hidden)}\nWhat {verb}{all_} the {subject}?",
-            f" The {subject} {verb}",
-            tuple(answers),
-            depths[asked[0]] if one else None,
-        )
+    names = _random_words(keys, rng)
+    numbers = [str(number) for number in rng.sample(range(10**6, 10**7), keys * values)]
+    depths = rng.sample(_DEPTHS, len(numbers)) if depth is None else [depth]
+    places = rng.sample(range(keys), asked)
+    wanted = [names[i] for i in places]
+    query = ", ".join(wanted[:-1]) + f", and {wanted[-1]}" if len(wanted) > 1 else wanted[0]
+    hidden = [
+        (at, f"One of the special magic numbers for {names[i // values]} is: {number}.")
+        for i, (at, number) in enumerate(zip(depths, numbers, strict=True))
+    ]
+    answers = [number for i in places for number in numbers[i * values : (i + 1) * values]]
+    one = len(answers) == 1
+    some, things, verb, all_ = ("A", "number", "is", "") if one else ("Some", "numbers", "are", " all")
+    head = f"{some} special magic {things} {verb} hidden within the following text. Make sure to memorize it. "
+    head += f"I will quiz you about the {things} afterwards.\n"
+    subject = f"special magic {things} for {query} mentioned in the provided text"
+    return Draft(
+        lambda units: f"{head}{haystack.text(units, hidden)}\nWhat {verb}{all_} the {subject}?",
+        f" The {subject} {verb}",
+        tuple(answers),
+        depths[places[0]] if one else None,
+    )
 
 
 def _variable_tracking(length: int, haystack: Haystack, depth: float | None, rng: Random) -> Draft:
@@ -239,11 +235,11 @@ def _frequent_words(length: int, haystack: Haystack, depth: float | None, rng: R
 
 
 TASKS = {
-    "needle": Task(_Needles(), 128, by_depth=True),
-    "niah_single": Task(_Needles(), 128),
-    "niah_multikey": Task(_Needles(keys=4), 128),
-    "niah_multivalue": Task(_Needles(values=4), 128),
-    "niah_multiquery": Task(_Needles(keys=4, asked=4), 128),
+    "needle": Task(_needles, 128, by_depth=True),
+    "niah_single": Task(_needles, 128),
+    "niah_multikey": Task(partial(_needles, keys=4), 128),
+    "niah_multivalue": Task(partial(_needles, values=4), 128),
+    "niah_multiquery": Task(partial(_needles, keys=4, asked=4), 128),
     "variable_tracking": Task(_variable_tracking, 30),
     "common_words": Task(_common_words, 120),
     "frequent_words": Task(_frequent_words, 50),

@@ -162,7 +162,7 @@ def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
         raise wrong("stream_options", options, "an object")
     refuse_ignored(options, {"include_usage"}, _NEUTRAL_STREAM_OPTIONS, "stream_options.")
     offered, tools = _tools(model, body) if chat else ([], None)
-    prompts = [_chat_prompt(model, body, offered)] if chat else _prompts(model, body)
+    prompts, sources = ([_chat_prompt(model, body, offered)], []) if chat else _prompts(model, body)
     stream, echo = flag(body, "stream"), flag(body, "echo")
     n = count(body, "n", 1, _MAX_PARTS, 1)
     best_of = max(n, count(body, "best_of", 1, _MAX_PARTS, n))
@@ -188,7 +188,7 @@ def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
         stream=stream,
         usage=flag(options, "include_usage"),
         chat=chat,
-        texts=_echoed(model, body, prompts) if echo else (),
+        texts=tuple(s if isinstance(s, str) else model.decode(s) for s in sources) if echo else (),
         n=n,
         best_of=best_of,
         logprobs=logprobs,
@@ -268,13 +268,14 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _prompts(model: Model, body: Mapping[str, Any]) -> list[Sequence[int]]:
-    """Return the tokens of `prompt`: a text, a list of token ids, or a list of either."""
+def _prompts(model: Model, body: Mapping[str, Any]) -> tuple[list[Sequence[int]], list[Any]]:
+    """Return the tokens of `prompt`, a text, a list of token ids, or a list of either; and these one by one."""
     given = body.get("prompt")
     several = isinstance(given, list) and bool(given) and all(isinstance(each, str | list) for each in given)
     most = f"{model.limits.prompt} ({model.limits.key})"
     prompts: list[Sequence[int]] = []
-    for prompt in given if several and isinstance(given, list) else [given]:
+    sources: list[Any] = given if several and isinstance(given, list) else [given]
+    for prompt in sources:
         if isinstance(prompt, list) and len(prompt) > model.limits.tokens:  # before looking at each of them
             raise ApiError(400, f"prompt has {len(prompt)} tokens: expected at most {most}", param="prompt")
         if isinstance(prompt, str):
@@ -283,13 +284,7 @@ def _prompts(model: Model, body: Mapping[str, Any]) -> list[Sequence[int]]:
         if not (prompt and is_ids(prompt)):
             raise wrong("prompt", given, "a text that is not empty, a list of token ids, or a list of either")
         prompts.append(prompt)
-    return prompts
-
-
-def _echoed(model: Model, body: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> tuple[str, ...]:
-    given = body["prompt"]
-    texts = given if isinstance(given, list) and isinstance(given[0], str | list) else [given]
-    return tuple(t if isinstance(t, str) else model.decode(ids) for t, ids in zip(texts, prompts, strict=True))
+    return prompts, sources
 
 
 def _tools(model: Model, body: Mapping[str, Any]) -> tuple[list[Any], Format | None]:
@@ -329,10 +324,10 @@ def _messages(model: Model, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ApiError(400, "messages: expected a list of messages with role and content", param="messages")
     checked = []
     for i, message in enumerate(messages):
-        more = _about_calls(model, message, f"messages[{i}].") if isinstance(message, dict) else {}
-        if isinstance(message, dict):
-            refuse_ignored(message, ("role", "content", *more), _NEUTRAL_IN_MESSAGE, f"messages[{i}].")
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        message = message if isinstance(message, dict) else {}  # refused as one without a role
+        more = _about_calls(model, message, f"messages[{i}].")
+        refuse_ignored(message, ("role", "content", *more), _NEUTRAL_IN_MESSAGE, f"messages[{i}].")
+        role, content = message.get("role"), message.get("content")
         if isinstance(content, list):
             content = _joined(content, f"messages[{i}].content")
         if content is None and "tool_calls" in more:

@@ -22,7 +22,7 @@ from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.core.layout import Layout
 from megatron_longctx.core.plans import MODES, Mask, ModeOptions, build_plan, find_mode
 from megatron_longctx.core.plans.mask import causal, documents
-from megatron_longctx.inference.kv_int8 import int8_kv
+from megatron_longctx.inference.quantize_kv import int8_kv
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv, shard, unshard, visible
 from megatron_longctx.testing.tolerances import assert_as_good_as, relative_error

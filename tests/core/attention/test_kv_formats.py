@@ -15,8 +15,7 @@ from megatron_longctx.core.attention.kv_format import KVFormat
 from megatron_longctx.core.kernels import KernelRequest, choose_kernel
 from megatron_longctx.core.plans import MODES, ModeOptions, build_plan
 from megatron_longctx.core.plans.mask import Mask, causal, documents, full
-from megatron_longctx.inference.kv_int8 import Int8KV, int8_kv
-from megatron_longctx.inference.quantize_kv import pack_kv, packed_shape, unpack_kv
+from megatron_longctx.inference.quantize_kv import Int8KV, int8_kv, pack_kv, packed_shape, unpack_kv
 from megatron_longctx.testing.references import dense_attention, random_qkv, visible
 from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.threads import Inputs, attend

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_longctx.inference.evaluation import Haystack, make_questions, score
-from megatron_longctx.inference.evaluation.questions import Format
 from megatron_longctx.inference.evaluation.results import (
     CURVES,
     JSON,
@@ -24,9 +24,7 @@ from megatron_longctx.inference.evaluation.results import (
     mean_scores,
 )
 
-QUESTIONS = list(
-    make_questions(["needle", "niah_multivalue"], [1_200, 2_400], 2, Haystack.noise(), Format(len), [0.0, 1.0])
-)
+QUESTIONS = list(make_questions(["needle", "niah_multivalue"], [1_200, 2_400], 2, Haystack.noise(), len, [0.0, 1.0]))
 
 
 @given(st.integers(1, 2**30))
@@ -50,10 +48,12 @@ def test_means_are_per_token_and_not_per_range() -> None:
 def test_scores_are_shares_of_answers_by_length_and_depth() -> None:
     assert len(QUESTIONS) == 2 * 2 * 2 + 2 * 2
     scores = [score(q, f"x {q.answers[0]} y") for q in QUESTIONS]
-    assert mean_scores(scores) == {"needle": {1_200: 1.0, 2_400: 1.0}, "niah_multivalue": {1_200: 0.25, 2_400: 0.25}}
+    task = attrgetter("task")
+    expected = {"needle": {1_200: 1.0, 2_400: 1.0}, "niah_multivalue": {1_200: 0.25, 2_400: 0.25}}
+    assert mean_scores(scores, task) == expected
     scores[0] = score(QUESTIONS[0], QUESTIONS[1].answers[0])
-    assert mean_scores(scores)["needle"] == {1_200: 0.75, 2_400: 1.0}
-    assert by_depth(scores) == {1_200: {0.0: 0.5, 1.0: 1.0}, 2_400: {0.0: 1.0, 1.0: 1.0}}
+    assert mean_scores(scores, task)["needle"] == {1_200: 0.75, 2_400: 1.0}
+    assert by_depth(scores) == {0.0: {1_200: 0.5, 2_400: 1.0}, 1.0: {1_200: 1.0, 2_400: 1.0}}
 
 
 def test_scores_are_written_by_task_length_and_depth(tmp_path: Path) -> None:

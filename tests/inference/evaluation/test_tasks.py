@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.inference.evaluation import DEPTHS, TASKS, Haystack, Question, make_questions, score
-from megatron_longctx.inference.evaluation.questions import Format
 
 COUNTS = {
     "bytes": lambda text: len(text.encode()),
@@ -24,7 +23,7 @@ HAYSTACKS = {"noise": Haystack.noise(), "essays": ESSAYS}
 
 
 def ask(name: str, length: int, seed: int = 0, counts: str = "bytes", haystack: str = "noise") -> Question:
-    (question,) = make_questions([name], [length], 1, HAYSTACKS[haystack], Format(COUNTS[counts]), [0.5], seed)
+    (question,) = make_questions([name], [length], 1, HAYSTACKS[haystack], COUNTS[counts], [0.5], seed)
     return question
 
 
@@ -62,7 +61,7 @@ def test_needles_are_hidden_once_and_asked_for(name: str, length: int, seed: int
 
 @given(st.sampled_from(DEPTHS), st.sampled_from(sorted(HAYSTACKS)))
 def test_a_needle_is_at_its_depth_and_before_a_sentence(depth: float, haystack: str) -> None:
-    (question,) = make_questions(["needle"], [6_000], 1, HAYSTACKS[haystack], Format(COUNTS["bytes"]), [depth])
+    (question,) = make_questions(["needle"], [6_000], 1, HAYSTACKS[haystack], COUNTS["bytes"], [depth])
     text = question.prompt.split("afterwards.\n")[1].rsplit("\nWhat", 1)[0]
     before = text.partition("One of")[0]
     assert question.depth == depth and abs(len(before) / len(text) - depth) < 0.03
@@ -116,8 +115,10 @@ def test_lengths_without_room_are_refused_with_the_limit() -> None:
 
 
 def test_a_chat_format_counts_towards_the_length() -> None:
-    form = Format(COUNTS["bytes"], lambda text, opening: f"<user>{text}<model>{opening.lstrip()}")
-    (question,) = make_questions(["needle"], [2_000], 1, Haystack.noise(), form, [0.0])
+    (question,) = make_questions(
+        *(["needle"], [2_000], 1, Haystack.noise(), COUNTS["bytes"], [0.0]),
+        prompt=lambda text, opening: f"<user>{text}<model>{opening.lstrip()}",
+    )
     assert question.prompt.startswith("<user>A special") and "?<model>The special magic" in question.prompt
     assert 1_990 < question.prompt_tokens + question.answer_tokens <= 2_000
 
