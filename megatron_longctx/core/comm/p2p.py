@@ -20,7 +20,7 @@ from torch import Tensor
 from ..plans.plan import NUM_FIELDS, Block
 from ..plans.recording import Recording
 from ..plans.send_layout import SentMessage
-from .collectives import not_owned
+from .collectives import PeerMemoryError, not_owned
 
 Memory = Callable[[int], Tensor]
 """Returns send memory of the given number of bytes that does not move during a pass."""
@@ -126,6 +126,8 @@ class Transport:
         Later passes are refused. But if this rank is out of memory, its messages are exchanged without their content,
         so that the others also get to the end of the pass; if all of them ran out of memory in it, passes go on.
         """
+        if isinstance(error, PeerMemoryError):
+            return  # memory was refused, so no pass has begun on any rank
         self._broken = self._broken or f"{type(error).__name__}: {error}".split("\n", 1)[0]
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             try:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..plans.recording import Recording
 from .collectives import PeerMemoryError, all_or_none, gather_objects
 from .device import synchronize
-from .p2p import NAN_BYTE, Channel, Exchange, Sizes, Transport
+from .p2p import NAN_BYTE, Exchange, Sizes, Transport
 from .symmetric import FlagOperations, allocate, free_cached_memory
 
 _READY, _READ = 0, 1
@@ -107,11 +107,6 @@ class PeerTransport(Transport):
             before.issue(torch.cuda.current_stream(self.device))
         self._unread[self._parity] = unread[self._parity]
         return self._parity
-
-    def abort(self, error: BaseException, channel: Channel, sizes: Sizes) -> None:
-        # No pass has begun, on any rank, if memory is refused.
-        if not isinstance(error, PeerMemoryError):
-            super().abort(error, channel, sizes)
 
     def views(self, parity: int) -> list[Tensor]:
         """Return views of all ranks' memories of this parity."""
