@@ -94,7 +94,7 @@ class Transport:
     _passes = 0  # the number of passes so far, the same on all ranks
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self._group, self.device = not_owned(group), device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._number = group.get_group_store().add(f"attention/{self.rank}", 1)  # the same on all ranks
 
@@ -102,10 +102,6 @@ class Transport:
     def group(self) -> dist.ProcessGroup:
         """The ranks that send to each other; it is not kept alive."""
         return self._group()
-
-    @group.setter
-    def group(self, group: dist.ProcessGroup) -> None:
-        self._group = not_owned(group)
 
     def record_event(self) -> torch.cuda.Event | None:
         """Return an event after all work issued so far to the caller's stream; None on CPU."""
