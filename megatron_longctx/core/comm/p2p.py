@@ -55,7 +55,7 @@ class Channel(Protocol):
         """Start a pass on the caller's stream, and return the parity of its send memory."""
 
     def memory(self) -> Tensor:
-        """Return the send memory of this pass, as bytes."""
+        """Return the send memory of this pass, as bytes, to be filled on the caller's stream before a step sends it."""
 
     def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]) -> Exchange:
         """Start the messages of a step.

@@ -161,7 +161,7 @@ class _Step(NamedTuple):
 
 
 class SymmetricExchange:
-    """The channel of a recording over peer memory.
+    """The channel of a recording over peer memory; see `Channel`.
 
     Call `begin`, fill the send memory, then for each step call `start` and `wait`, or `acquire` and `release`.
 
@@ -182,7 +182,6 @@ class SymmetricExchange:
 
     @property
     def generation(self) -> int:
-        """A count that increases whenever the memory is reallocated."""
         return self._transport.generation
 
     def begin(self) -> int:
@@ -206,7 +205,6 @@ class SymmetricExchange:
         return self._parity
 
     def memory(self) -> Tensor:
-        """Return this rank's send memory, to be filled on the caller's stream before the step that sends it."""
         return self._views[self._parity][self._transport.rank]
 
     def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Any) -> Exchange:
@@ -262,7 +260,6 @@ class SymmetricExchange:
         self._steps[self._parity][step].read.issue(torch.cuda.current_stream(self._transport.device))
 
     def wait(self, exchange: Exchange) -> None:
-        """Make the caller's stream wait until the messages have arrived."""
         if exchange.arrived is not None:
             torch.cuda.current_stream(self._transport.device).wait_event(exchange.arrived)
 
