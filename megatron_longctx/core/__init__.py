@@ -3,6 +3,5 @@
 - `layout`: which rank holds which token. `plans`: masks, modes and backward plans as data, and the proof of each.
 - `kernels`: attention of one process's tensors. `comm`: messages between ranks.
 - `attention`: `ContextParallelAttention`, which runs any plan on any kernel and transport.
-- `trees`: sequences with equal beginnings as trees, which store every beginning once.
 - `errors`: what users are told. `cache`: the folder of files that speed up a later start.
 """

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.errors import refuse
 from ..core.plans.mask import documents as mask_of
-from ..core.trees import Example, merged
+from ..models.trees import Example, merged
 
 
 class TreeBatch(NamedTuple):

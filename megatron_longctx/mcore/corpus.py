@@ -18,7 +18,7 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
 from ..config import Config, DataConfig, files
 from ..core.errors import refuse
-from ..core.trees import Tree
+from ..models.trees import Tree
 from .tokenizer import encoder, tokenizer_digest
 
 logger = logging.getLogger(__name__)

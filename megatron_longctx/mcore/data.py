@@ -19,7 +19,7 @@ from ..config import Config, DataConfig, configured_mode, token_unit
 from ..core.errors import refuse
 from ..core.layout import build_layout
 from ..core.plans.mask import documents as pack_mask
-from ..core.trees import following
+from ..models.trees import following
 from ..planner.flops import Work, training_flops
 from .corpus import SIDES, TokenDataset, check_corpus, check_labels, side_prefix, source_of, split_part, tree_of
 from .dealing import Dealer, DealRule

@@ -16,7 +16,7 @@ from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
 from ..core.plans.mask import Window, documents
-from ..core.trees import Part, parts
+from ..models.trees import Part, parts
 
 _PERIOD = 2**16  # samples after which a blend repeats, so that any sample's place is known
 

@@ -2,8 +2,8 @@
 
 A family is a file in `families/` whose `FAMILY` is a `Family`: the fields that it reads and writes, and its `Weight`s.
 `source` finds the contents of a folder or a file. `huggingface` and `gguf_file` read tensors one by one.
-`rope_frequencies` reads the fields of RoPE and computes its frequencies. `chat` turns messages into text. Nothing here
-depends on ranks or Megatron.
+`rope_frequencies` reads the fields of RoPE and computes its frequencies. `chat` turns messages into text, and `trees`
+stores equal beginnings of sequences once. Nothing here depends on ranks or Megatron.
 """
 
 from .families import FAMILIES, family_of_model, family_of_source

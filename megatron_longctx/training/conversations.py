@@ -12,9 +12,9 @@ from typing import Any
 import numpy
 
 from ..core.errors import refuse
-from ..core.trees import Example, Tree, divided, merged
 from ..mcore.corpus import Document
 from ..models.chat import Chat, load_chat
+from ..models.trees import Example, Tree, divided, merged
 from .text_files import CONVERSATION_KEYS, Piece, Row, content, parsed
 
 # The most tokens at the end of a text that may change when more text follows.

@@ -11,8 +11,8 @@ from typing import Any
 import numpy
 
 from ..core.errors import shown
-from ..core.trees import Example, Tree, merged
 from ..models.chat import Chat
+from ..models.trees import Example, Tree, merged
 from .text_files import Row, content, parsed
 
 ROLLOUT_KEYS = ({"prompt", "responses"}, {"prompt", "children"})

@@ -6,7 +6,9 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import comm
-from ..comm import AttentionTimes, BufferPool, StreamClock, Transport
+from ..comm import AttentionTimes, BufferPool, StreamClock
 from ..comm.collectives import not_owned
 from ..comm.symmetric import on_one_machine
 from ..errors import refuse
@@ -100,7 +102,8 @@ class ContextParallelAttention:
         self._sum_in_node = sum_in_node
         self._summed = backward.node_size_to_sum(sum_in_node, options.cluster, self.world)
         self._measures_times = False
-        self._devices: dict[torch.device, _DeviceState] = {}
+        self._devices: dict[torch.device, Runtime] = {}  # with the kernel of the first call on each
+        self._clocks: list[tuple[StreamClock, StreamClock]] = []  # the `waits` and `passes` of these
         self._runtimes: dict[KernelRequest, Runtime] = {}
         self._bound: OrderedDict[tuple[Mask, _Kind], Passes] = OrderedDict()
         self._kinds: set[_Kind] = set()  # of all calls so far
@@ -112,8 +115,8 @@ class ContextParallelAttention:
     def measure_times(self) -> None:
         """From now on, measure how long this rank waits for messages and computes."""
         self._measures_times = True
-        for state in self._devices.values():
-            state.waits.running = state.passes.running = True
+        for clock in chain.from_iterable(self._clocks):
+            clock.running = True
 
     def times(self) -> AttentionTimes | None:
         """Return the times measured since the last call, after the device has finished its work.
@@ -122,8 +125,8 @@ class ContextParallelAttention:
         """
         if not self._measures_times:
             return None
-        waited = sum(state.waits.take() for state in self._devices.values())
-        return AttentionTimes(waited, sum(state.passes.take() for state in self._devices.values()) - waited)
+        waited = sum(waits.take() for waits, _ in self._clocks)
+        return AttentionTimes(waited, sum(passes.take() for _, passes in self._clocks) - waited)
 
     def plan(self, mask: Mask | int) -> Plan:
         """Return the forward plan of a mask, or of a causal sequence of `mask` tokens.
@@ -281,8 +284,7 @@ class ContextParallelAttention:
         shapes, keep = kind
         runtime = self._runtime(mask, shapes)
         what = self.mode, self.world, mask, None, self._unit, self._layout
-        summed = self._devices[shapes.device].summed
-        plan = build_plan(*what, keep_received=keep, sum_in_node=summed)
+        plan = build_plan(*what, keep_received=keep, sum_in_node=self._summed)
         target = Target(shapes.workload, runtime.kernel.takes, runtime.over_peers)
         passes = Passes(plan, target, self.rank, shapes, runtime)
         with self._lock:
@@ -318,9 +320,10 @@ class ContextParallelAttention:
                 transport = None if group is None else comm.choose_transport(self._transport, group, device)
                 waits, passes = StreamClock(device), StreamClock(device)
                 waits.running = passes.running = self._measures_times
-                self._devices[device] = _DeviceState(transport, BufferPool(device), waits, passes, self._ranks_to_sum())
-            transport, pool, waits, passes, _ = self._devices[device]
-            self._runtimes[request] = Runtime(kernel, transport, pool, waits, passes, self._overlap)
+                self._clocks.append((waits, passes))
+                self._summed = self._ranks_to_sum()
+                self._devices[device] = Runtime(kernel, transport, BufferPool(device), waits, passes, self._overlap)
+            self._runtimes[request] = replace(self._devices[device], kernel=kernel)
         return self._runtimes[request]
 
     def _group_to_send(self) -> dist.ProcessGroup | None:
@@ -350,16 +353,6 @@ class ContextParallelAttention:
 def _uncompiled(attention: ContextParallelAttention, *tensors: Tensor, **options: Any) -> Tensor:
     """Attend, where a compiler may not look. (`torch.compiler.disable` would load the compiler with this module.)"""
     return attention(*tensors, **options)
-
-
-class _DeviceState(NamedTuple):
-    """The state that all calls on a device share. summed: see `Plan.sum_in_node`."""
-
-    transport: Transport | None
-    pool: BufferPool
-    waits: StreamClock
-    passes: StreamClock
-    summed: int
 
 
 def _check_sink(sink: Tensor | None, q: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -107,8 +106,7 @@ class Pass:
 
     def _sizes(self, block: Block) -> list[int]:
         """Return the bytes of a block's fields in a message."""
-        specs = self._shapes.specs(block.kind, block.tokens, block.heads)
-        return [prod(spec.shape) * spec.dtype.itemsize for spec in specs]
+        return [spec.num_bytes for spec in self._shapes.specs(block.kind, block.tokens, block.heads)]
 
     def _prepare(self) -> list[Step]:
         """Return the operations as functions, with allocations before the first use of memory, and with marks."""

@@ -28,6 +28,10 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def empty(self) -> Tensor:
         """Return a contiguous, uninitialized tensor of this shape."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -42,8 +46,7 @@ class KVFormat(ABC):
     @property
     def row_bytes(self) -> int:
         """The bytes of one token and head."""
-        row = self.spec(1, 1, 1, torch.device("cpu"))
-        return math.prod(row.shape) * row.dtype.itemsize
+        return self.spec(1, 1, 1, torch.device("cpu")).num_bytes
 
     @abstractmethod
     def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:

@@ -7,7 +7,6 @@ registers of its rows are filled once. The others are filled by the operations o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from ..comm import BufferPool, Channel
 from ..plans import Heads, Kind
 from ..plans.recording import Memory, Place, Recording, Rows
-from .kv_format import Fields, Shapes, TensorSpec
+from .kv_format import Fields, Shapes
 
 Values = list[Any]
 """The content of all registers."""
@@ -57,7 +56,7 @@ class Registers:
             self._offsets.append([])
             for spec in shapes.specs(kind, tokens, Heads(0, parts)):
                 self._offsets[-1].append(self._held_bytes)
-                self._held_bytes += -(-_num_bytes(spec) // _ALIGNMENT) * _ALIGNMENT
+                self._held_bytes += -(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def begin(self) -> Values:
         """Start a run: return its registers; those in shared memory are filled."""
@@ -164,10 +163,6 @@ class Registers:
             storage, offsets = of[1], self._recording.sends.regions[memory.number].offsets  # type: ignore[assignment]
         specs = self._shapes.specs(memory.kind, memory.tokens, memory.heads)
         return tuple(
-            storage[at : at + _num_bytes(spec)].view(spec.dtype).view(spec.shape)
+            storage[at : at + spec.num_bytes].view(spec.dtype).view(spec.shape)
             for at, spec in zip(offsets, specs, strict=True)
         )
-
-
-def _num_bytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * spec.dtype.itemsize

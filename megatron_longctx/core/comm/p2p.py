@@ -20,7 +20,7 @@ from torch import Tensor
 from ..plans.plan import NUM_FIELDS, Block
 from ..plans.recording import Recording
 from ..plans.send_layout import SentMessage
-from .collectives import not_owned
+from .collectives import PeerMemoryError, not_owned
 
 Memory = Callable[[int], Tensor]
 """Returns send memory of the given number of bytes that does not move during a pass."""
@@ -55,7 +55,7 @@ class Channel(Protocol):
         """Start a pass on the caller's stream, and return the parity of its send memory."""
 
     def memory(self) -> Tensor:
-        """Return the send memory of this pass, as bytes."""
+        """Return the send memory of this pass, as bytes, to be filled on the caller's stream before a step sends it."""
 
     def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]) -> Exchange:
         """Start the messages of a step.
@@ -94,7 +94,7 @@ class Transport:
     _passes = 0  # the number of passes so far, the same on all ranks
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self._group, self.device = not_owned(group), device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._number = group.get_group_store().add(f"attention/{self.rank}", 1)  # the same on all ranks
 
@@ -102,10 +102,6 @@ class Transport:
     def group(self) -> dist.ProcessGroup:
         """The ranks that send to each other; it is not kept alive."""
         return self._group()
-
-    @group.setter
-    def group(self, group: dist.ProcessGroup) -> None:
-        self._group = not_owned(group)
 
     def record_event(self) -> torch.cuda.Event | None:
         """Return an event after all work issued so far to the caller's stream; None on CPU."""
@@ -126,6 +122,8 @@ class Transport:
         Later passes are refused. But if this rank is out of memory, its messages are exchanged without their content,
         so that the others also get to the end of the pass; if all of them ran out of memory in it, passes go on.
         """
+        if isinstance(error, PeerMemoryError):
+            return  # memory was refused, so no pass has begun on any rank
         self._broken = self._broken or f"{type(error).__name__}: {error}".split("\n", 1)[0]
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             try:

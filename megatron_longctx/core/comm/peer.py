@@ -22,7 +22,7 @@ from torch import Tensor
 from ..plans.recording import Recording
 from .collectives import PeerMemoryError, all_or_none, gather_objects
 from .device import synchronize
-from .p2p import NAN_BYTE, Channel, Exchange, Sizes, Transport
+from .p2p import NAN_BYTE, Exchange, Sizes, Transport
 from .symmetric import FlagOperations, allocate, free_cached_memory
 
 _READY, _READ = 0, 1
@@ -108,11 +108,6 @@ class PeerTransport(Transport):
         self._unread[self._parity] = unread[self._parity]
         return self._parity
 
-    def abort(self, error: BaseException, channel: Channel, sizes: Sizes) -> None:
-        # No pass has begun, on any rank, if memory is refused.
-        if not isinstance(error, PeerMemoryError):
-            super().abort(error, channel, sizes)
-
     def views(self, parity: int) -> list[Tensor]:
         """Return views of all ranks' memories of this parity."""
         memory, shape = self._memories[parity], (self._capacity,)
@@ -166,7 +161,7 @@ class _Step(NamedTuple):
 
 
 class SymmetricExchange:
-    """The channel of a recording over peer memory.
+    """The channel of a recording over peer memory; see `Channel`.
 
     Call `begin`, fill the send memory, then for each step call `start` and `wait`, or `acquire` and `release`.
 
@@ -187,7 +182,6 @@ class SymmetricExchange:
 
     @property
     def generation(self) -> int:
-        """A count that increases whenever the memory is reallocated."""
         return self._transport.generation
 
     def begin(self) -> int:
@@ -211,7 +205,6 @@ class SymmetricExchange:
         return self._parity
 
     def memory(self) -> Tensor:
-        """Return this rank's send memory, to be filled on the caller's stream before the step that sends it."""
         return self._views[self._parity][self._transport.rank]
 
     def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Any) -> Exchange:
@@ -267,7 +260,6 @@ class SymmetricExchange:
         self._steps[self._parity][step].read.issue(torch.cuda.current_stream(self._transport.device))
 
     def wait(self, exchange: Exchange) -> None:
-        """Make the caller's stream wait until the messages have arrived."""
         if exchange.arrived is not None:
             torch.cuda.current_stream(self._transport.device).wait_event(exchange.arrived)
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.core.attention import ContextParallelAttention
-from megatron_longctx.core.attention.context_parallel import _DeviceState
-from megatron_longctx.core.comm import BufferPool, PeerMemoryError, PeerTransport, StreamClock, p2p
+from megatron_longctx.core.attention.execute import Runtime
+from megatron_longctx.core.comm import BufferPool, PeerMemoryError, PeerTransport, p2p
 from megatron_longctx.core.comm.collectives import not_owned
 from megatron_longctx.core.kernels.providers.reference import ReferenceKernel
 from megatron_longctx.testing.distributed import run_distributed
@@ -29,7 +29,7 @@ def _transport() -> Any:
 
 def _calls(rank: int) -> list[str]:
     attention = ContextParallelAttention(dist.group.WORLD, schedule="ring", kernel="reference")
-    attention._devices[CPU] = _DeviceState(_transport(), BufferPool(CPU), StreamClock(CPU), StreamClock(CPU), 0)
+    attention._devices[CPU] = Runtime(ReferenceKernel(), _transport(), BufferPool(CPU))
     q = torch.zeros(4, 1, 2, 8)
     errors = []
     for _ in range(2):

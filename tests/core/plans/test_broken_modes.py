@@ -46,35 +46,25 @@ def without(items: Sequence, item: object) -> list:
 broken = settings(max_examples=80, deadline=None)
 
 
-@broken
-@given(plans(), st.data())
-def test_a_dropped_send(plan: Plan, data: st.DataObject) -> None:
-    assume(moves_of(plan))
-    t, _, move = data.draw(st.sampled_from(moves_of(plan)))
-    with pytest.raises(
-        PlanError, match=r"before it arrives|does not hold it yet|never reaches its home|never receives"
-    ):
-        verify(with_moves(plan, t, lambda moves: without(moves, move)))
+SENDS: dict[str, tuple[Callable[[Move, int], list[Move]], str | None]] = {
+    "dropped": (lambda move, _: [], "before it arrives|does not hold it yet|never reaches its home|never receives"),
+    "to another rank": (lambda move, other: [move._replace(destination=other)], None),
+    "twice": (lambda move, _: [move, move], "reaches rank . twice|more often|nothing of it computed"),
+}
+"""What a send is replaced by, given another rank, and the message."""
 
 
+@pytest.mark.parametrize("how", SENDS)
 @broken
 @given(plans(), st.data())
-def test_a_send_to_the_wrong_rank(plan: Plan, data: st.DataObject) -> None:
-    assume(moves_of(plan) and plan.n > 2)
+def test_a_broken_send(how: str, plan: Plan, data: st.DataObject) -> None:
+    change, message = SENDS[how]
+    assume(moves_of(plan) and (plan.n > 2 or how != "to another rank"))
     t, i, move = data.draw(st.sampled_from(moves_of(plan)))
     others = [rank for rank in range(plan.n) if rank not in (move.source, move.destination)]
-    wrong = move._replace(destination=data.draw(st.sampled_from(others)))
-    with pytest.raises(PlanError):
-        verify(with_moves(plan, t, lambda moves: [*moves[:i], wrong, *moves[i + 1 :]]))
-
-
-@broken
-@given(plans(), st.data())
-def test_a_send_done_twice(plan: Plan, data: st.DataObject) -> None:
-    assume(moves_of(plan))
-    t, _, move = data.draw(st.sampled_from(moves_of(plan)))
-    with pytest.raises(PlanError, match=r"reaches rank . twice|more often|nothing of it computed"):
-        verify(with_moves(plan, t, lambda moves: [*moves, move]))
+    instead = change(move, data.draw(st.sampled_from(others or [-1])))
+    with pytest.raises(PlanError, match=message):
+        verify(with_moves(plan, t, lambda moves: [*moves[:i], *instead, *moves[i + 1 :]]))
 
 
 @broken

@@ -226,17 +226,6 @@ def test_only_needed_rows_travel(mask: Mask, n: int) -> None:
         assert trim(plan) == plan
 
 
-@pytest.mark.parametrize("schedule", MODES)
-def test_documents_on_one_rank_do_not_move(schedule: str) -> None:
-    """Except if ranks share the heads: then queries and keys of all tokens are exchanged."""
-    per_rank = 2 if MODES[schedule].layout == "zigzag" else 1
-    plan = build_plan(schedule, 4, documents([32 // per_rank] * 4 * per_rank))
-    if schedule == "striped" or MODES[schedule].splits_heads:
-        assert moves_of(plan)
-    else:
-        assert not moves_of(plan) and {len(step.attends[0]) for step in plan.steps} <= {0, 1}
-
-
 def test_trim_keeps_rows_that_are_passed_on() -> None:
     # Rank 2 needs a part of the block of rank 0 and gets it by way of rank 1, which does not need it, nor does rank 3.
     block, part = (Block(Kind.KV, 0, 0, stop) for stop in (3, 2))

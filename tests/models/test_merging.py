@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_longctx.core.plans import build_plan, kernel_calls
 from megatron_longctx.core.plans.kernel_calls import fa4_takes
 from megatron_longctx.core.plans.mask import documents
-from megatron_longctx.core.trees import Example, Tree, divided, following, merged, parts
+from megatron_longctx.models.trees import Example, Tree, divided, following, merged, parts
 
 
 def example(tokens: list[int], weights: list[float] | None = None, values: list[float] | None = None) -> Example:
