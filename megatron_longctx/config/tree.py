@@ -203,7 +203,9 @@ class ServeConfig:
     # loopback address only names and addresses of this host, otherwise any.
     allowed_hosts: str | None = text(None, max_bytes=2000)
     # Origins of web pages that may call the server (CORS), such as https://chat.example, separated by commas.
-    allowed_origins: str | None = text(None, "origins with commas between", rf"{_ORIGIN}(, *{_ORIGIN})*", 2000)
+    allowed_origins: str | None = text(
+        None, "origins with commas between", rf"{_ORIGIN}(, *{_ORIGIN})*", 2000, "https://chat.example"
+    )
     served_model_name: str | None = text(None, max_bytes=200)  # the model's name for clients; null: the run's folder
     max_active: int = number(16, 1, 4096)  # sequences computed together
     max_waiting: int = number(64, 1, 10**6)  # open requests, including active ones; more get 429
