@@ -352,8 +352,8 @@ def _run(arguments: argparse.Namespace) -> int | None:
         return _HERE[arguments.verb](arguments)
     module, function, names = _ELSEWHERE[arguments.verb]
     given = [arguments] if names is None else [getattr(arguments, name) for name in names]
-    code: int | None = getattr(import_module(module, __package__), function)(*given)
-    return code
+    result: object = getattr(import_module(module, __package__), function)(*given)
+    return result if isinstance(result, int) else None  # exit codes; other functions return what they have written
 
 
 def _printable(text: str) -> str:
