@@ -318,71 +318,42 @@ def _submit(arguments: argparse.Namespace) -> None:
     submit(arguments.kind, words, arguments.dry_run, parse)
 
 
-_OF_SETTINGS = {
-    "serve": ("..serving.serve", "serve"),
-    "eval": (".evaluate", "evaluate"),
-    "logprobs": (".logprobs", "logprobs"),
-    "demo": (".check", "demo"),
+def _data(arguments: argparse.Namespace) -> None:
+    from ..training.text import Source, prepare
+
+    name, *more = arguments.source
+    source = Source(name, arguments.glob, arguments.join, tuple(more), arguments.text_key)
+    template, shared, library = arguments.chat_template, arguments.share_prefixes, arguments.tokenizer
+    prepare(source, arguments.out, library, arguments.tokenizer_path, template, shared, arguments.workers)
+
+
+_HERE = {"train": _train, "submit": _submit, "data": _data, "wandb": wandb_runs.run}
+_ELSEWHERE: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
+    "plan": (".plan", "run", None),
+    "calibrate": ("..training.calibrate.machine", "run", ("settings", "max_tokens", "links")),
+    "check": (".check", "check", ("settings", "steps", "tolerance")),
+    "demo": (".check", "demo", ("settings",)),
+    "generate": ("..serving.generate", "generate", ("settings", "chat")),
+    "serve": ("..serving.serve", "serve", ("settings",)),
+    "eval": (".evaluate", "evaluate", ("settings",)),
+    "logprobs": (".logprobs", "logprobs", ("settings",)),
+    "import": (".conversion", "import_model", ("source", "settings")),
+    "export": (".conversion", "export_model", ("words",)),
+    "compare": ("..training.compare", "compare", ("runs", "out", "rows", "html")),
+    "keys": (".keys", "show", ("patterns",)),
+    "doctor": (".doctor", "main", ()),
 }
-"""The module and function of such a verb."""
+"""The module, the function and its arguments, by their names in the namespace; None: the namespace itself."""
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
     """Run the parsed verb. Imports only its module, because Megatron takes seconds to import."""
-    match arguments.verb:
-        case "train":
-            _train(arguments)
-        case "submit":
-            _submit(arguments)
-        case "plan":
-            from .plan import run
-
-            return run(arguments)
-        case "calibrate":
-            from ..training.calibrate import machine
-
-            machine.run(arguments.settings, arguments.max_tokens, arguments.links)
-        case "check":
-            from .check import check
-
-            return check(arguments.settings, arguments.steps, arguments.tolerance)
-        case "generate":
-            from ..serving.generate import generate
-
-            generate(arguments.settings, arguments.chat)
-        case "import":
-            from .conversion import import_model
-
-            import_model(arguments.source, arguments.settings)
-        case "export":
-            from .conversion import export_model
-
-            export_model(arguments.words)
-        case "data":
-            from ..training.text import Source, prepare
-
-            name, *more = arguments.source
-            source = Source(name, arguments.glob, arguments.join, tuple(more), arguments.text_key)
-            template, shared, library = arguments.chat_template, arguments.share_prefixes, arguments.tokenizer
-            prepare(source, arguments.out, library, arguments.tokenizer_path, template, shared, arguments.workers)
-        case "compare":
-            from ..training.compare import compare
-
-            compare(arguments.runs, arguments.out, arguments.rows, arguments.html)
-        case "wandb":
-            wandb_runs.run(arguments)
-        case "keys":
-            from .keys import show
-
-            show(arguments.patterns)
-        case "doctor":
-            from . import doctor
-
-            return doctor.main()
-        case verb:  # those that have settings alone
-            module, function = _OF_SETTINGS[verb]
-            getattr(import_module(module, __package__), function)(arguments.settings)
-    return None
+    if arguments.verb in _HERE:
+        return _HERE[arguments.verb](arguments)
+    module, function, names = _ELSEWHERE[arguments.verb]
+    given = [arguments] if names is None else [getattr(arguments, name) for name in names]
+    result: object = getattr(import_module(module, __package__), function)(*given)
+    return result if isinstance(result, int) else None  # exit codes; other functions return what they have written
 
 
 def _printable(text: str) -> str:

@@ -69,7 +69,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
         data=replace(base.data, seq_length=seq_length),
         train=replace(base.train, precision=precision),
     )
-    with new_folder("out", own.get("out")) as (folder, final):
+    with new_folder(own.get("out")) as (folder, final):
         published.write_tokenizer(folder / _TOKENIZER)
         if (folder / _TOKENIZER).is_dir():
             data = replace(base.data, tokenizer="huggingface", tokenizer_path=str(final / _TOKENIZER))
@@ -131,7 +131,7 @@ def export_model(words: Sequence[str]) -> None:
     places = [weight.place(layer, dims)[0] for weight, layer in in_file_order(weights, model)]
     for key in reader.unread(places):
         raise refuse("checkpoint", key, f"the weights of the family {family.name}", "It has no place for this one.")
-    with new_folder("out", own.get("out")) as (folder, final):
+    with new_folder(own.get("out")) as (folder, final):
         _write_weights(folder, reader, weights, dims, shard_bytes)
         dtype = _DTYPES[reader.dtype(places[0])]
         token_ids = {key: value for key, value in original.items() if key.endswith("_token_id")}
@@ -152,7 +152,7 @@ def check_import(source: str, words: Sequence[str]) -> None:
     config = override_config(replace(Config(), model=model), settings)
     check_same_function(config.model, model, source)
     _check_tensors(published, family.weights(config.model), Dims(config.model, model.vocab_size or 0))
-    _final_folder("out", own.get("out"))
+    _final_folder(own.get("out"))
 
 
 def check_export(words: Sequence[str]) -> None:
@@ -162,7 +162,7 @@ def check_export(words: Sequence[str]) -> None:
     config = load_config(run / RESOLVED)
     preflight.check_saved_weights("checkpoint", run, config, iteration)
     family_of_model(config.model)
-    _final_folder("out", own.get("out"))
+    _final_folder(own.get("out"))
 
 
 def _open_source(path: Path) -> Source:
@@ -290,16 +290,13 @@ def _import_identity(source: Path, folder: Path) -> str:
 
 
 @contextmanager
-def new_folder(key: str, name: str | None) -> Iterator[tuple[Path, Path]]:
+def new_folder(out: str | None) -> Iterator[tuple[Path, Path]]:
     """Provide a partial folder, which is renamed when the context ends and removed if it fails.
-
-    Args:
-        key: the setting that `name` comes from.
 
     Returns:
         the partial folder, and its final path.
     """
-    final = _final_folder(key, name)
+    final = _final_folder(out)
     folder = final.with_name(f"{final.name}.{os.getpid()}.partial")
     folder.mkdir(parents=True)
     try:
@@ -312,13 +309,13 @@ def new_folder(key: str, name: str | None) -> Iterator[tuple[Path, Path]]:
         raise
 
 
-def _final_folder(key: str, name: str | None) -> Path:
-    """Return the path of a new folder, which the setting `key` names."""
-    if not name:
-        raise refuse(key, name or "", f"{key}=FOLDER, a new one", "Give it a name.")
-    final = Path(os.path.abspath(name))
+def _final_folder(out: str | None) -> Path:
+    """Return the path of a new folder, which the setting `out` names."""
+    if not out:
+        raise refuse("out", "", "out=FOLDER, a new one", "Give it a name.")
+    final = Path(os.path.abspath(out))
     if final.exists():
-        raise refuse(key, name, "a new folder; this one already exists", "Give another name, or delete it.")
+        raise refuse("out", out, "a new folder; this one already exists", "Give another name, or delete it.")
     return final
 
 

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from tempfile import gettempdir
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import NamedTuple
 from urllib.parse import urlparse
 
-from ..config.extras import EXTRAS, absent, install
+from ..config.extras import EXTRAS, absent, install, version_of
 from ..config.files import bundled
 
 _ON_GPUS = (2, 11)  # the release of torch that is tested on GPUs
@@ -79,7 +79,7 @@ def _one_line(error: BaseException) -> str:
 
 def _system() -> Iterator[Finding]:
     yield Finding("Python", None, f"{platform.python_version()} ({platform.platform(terse=True)})")
-    yield Finding("megatron-longctx", None, _version("megatron-longctx") or "not installed, run from a checkout")
+    yield Finding("megatron-longctx", None, version_of("megatron-longctx") or "not installed, run from a checkout")
     import torch
 
     build = torch.version.cuda or torch.version.hip
@@ -210,11 +210,14 @@ def _extras() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
+    from ..core.kernels.providers.fa4 import VERSION, package_problem
+
     # Only its version: importing megatron.core takes seconds, and only the wing mcore may.
-    megatron = _version("megatron-core")
+    megatron = version_of("megatron-core")
     yield Finding("Megatron-Core", megatron is not None, megatron or "not installed")
     yield _transformer_engine()
-    yield _flash_attention()
+    problem = package_problem()
+    yield Finding("flash-attn-4", problem is None, problem or VERSION)
     yield _apex()
     for name in ("triton", "wandb", "starlette", "uvicorn"):
         yield _package(name, name, name)
@@ -257,13 +260,6 @@ def _transformer_engine() -> Finding:
     return _package("TransformerEngine", "transformer_engine.pytorch", "transformer-engine")
 
 
-def _flash_attention() -> Finding:
-    from ..core.kernels.providers.fa4 import VERSION, package_problem
-
-    problem = package_problem()
-    return Finding("flash-attn-4", problem is None, problem or VERSION)
-
-
 def _package(name: str, module: str, distribution: str) -> Finding:
     """Import `module`: an installed package may still be broken."""
     if importlib.util.find_spec(module.split(".")[0]) is None:
@@ -272,7 +268,7 @@ def _package(name: str, module: str, distribution: str) -> Finding:
         imported: ModuleType = importlib.import_module(module)
     except Exception as error:  # compiled packages raise anything from ImportError to undefined symbols
         return Finding(name, False, f"installed, but its import fails: {_one_line(error)}")
-    return Finding(name, True, _version(distribution) or str(getattr(imported, "__version__", "unknown version")))
+    return Finding(name, True, version_of(distribution) or str(getattr(imported, "__version__", "unknown version")))
 
 
 def _apex() -> Finding:
@@ -286,10 +282,3 @@ def _apex() -> Finding:
     if importlib.util.find_spec("amp_C") is None:
         return Finding("Apex", False, "NVIDIA Apex without its CUDA extensions (amp_C is missing)")
     return _package("Apex", "apex.optimizers", "apex")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..core.errors import refuse
 from .files import bundled, read_yaml
-from .rings import Rings, choose_rings
 
 GIB = 2**30
 _MAX = 10**6  # GiB, GiB/s, TFLOP/s, seconds, nodes: more than any cluster has
@@ -174,11 +173,6 @@ class Cluster:
     def network_is_slower(self) -> bool:
         """Whether a rank's share of the network is slower than its links within its node. False for one node."""
         return self.nodes > 1 < self.ranks_per_node and self.route(0, 1).gibps > self.network_share_gibps
-
-    def rings(self) -> tuple[Rings, str]:
-        """Return the rings over which all ranks pass on blocks in the least time together, and the reason, to log."""
-        decomposition, why = choose_rings(self)
-        return decomposition.rings, why
 
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node

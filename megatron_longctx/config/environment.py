@@ -8,12 +8,12 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from . import Config, files, gpus, layout_of
+from .extras import version_of
 
 _FILE = "environment.json"
 _PACKAGES = (
@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "python": platform.python_version(),
-        "packages": {name: installed for name in _PACKAGES if (installed := _version(name))},
+        "packages": {name: installed for name in _PACKAGES if (installed := version_of(name))},
         "device": "cpu",
         "cpu_threads_per_rank": torch.get_num_threads(),
     }
@@ -88,13 +88,6 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):  # no git: the numbers are still worth recording
         return os.environ.get("LONGCTX_COMMIT")
     return str(head) + ("+" if changed else "")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.metadata import PackageNotFoundError, version
 
 EXTRAS = {
     "megatron": ("megatron", "psutil", "packaging", "einops"),
@@ -34,6 +35,14 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # its package is missing
         return False
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def install(extra: str) -> str:

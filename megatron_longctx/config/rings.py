@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from ..core.plans.plan import Links
+from .cluster import Cluster, Resource
 from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
 
 Rings = tuple[tuple[int, ...], ...]
@@ -15,20 +15,6 @@ Rings = tuple[tuple[int, ...], ...]
 
 _MAX_OF_A_MESH = 64  # ranks; for more, cycles take seconds to find and have never been faster
 _LEAST_GAIN = 1.01  # several rings must be faster than one ring by more than this factor
-
-
-class LinksWithRates(Links, Protocol):
-    """A `Cluster`, which uses this module."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def n(self) -> int: ...
-
-    def route(self, source: int, destination: int) -> Any: ...
-
-    def capacity(self, resource: Any) -> float: ...
 
 
 @lru_cache(maxsize=64)
@@ -53,12 +39,12 @@ def multi_node_rings(m: int, u: int) -> Rings:
     return tuple(tuple(node * m + rank for node in range(u) for rank in path) for path in hamiltonian_paths(m))
 
 
-def seconds_per_gib(cluster: LinksWithRates, rings: Rings) -> float:
+def seconds_per_gib(cluster: Cluster, rings: Rings) -> float:
     """Return the time in which every rank passes on 1 GiB, split over the rings, which all move together.
 
     Messages that share a resource share its rate; the busiest resource sets the time. Latency is not counted.
     """
-    load: defaultdict[Any, float] = defaultdict(float)
+    load: defaultdict[Resource, float] = defaultdict(float)
     for ring in rings:
         for source, destination in zip(ring, (*ring[1:], ring[0]), strict=True):
             for resource in cluster.route(source, destination).resources if source != destination else ():
@@ -74,7 +60,7 @@ class Decomposition(NamedTuple):
     seconds: float
 
 
-def decompositions(cluster: LinksWithRates) -> list[Decomposition]:
+def decompositions(cluster: Cluster) -> list[Decomposition]:
     """Return the sets of rings that TASP can use on a cluster of several ranks.
 
     These are one ring, all of `multi_node_rings`, and for up to 64 ranks on several nodes the cycles of all ranks as
@@ -88,7 +74,7 @@ def decompositions(cluster: LinksWithRates) -> list[Decomposition]:
     return [Decomposition(name, rings, seconds_per_gib(cluster, rings)) for name, rings in sets.items()]
 
 
-def choose_rings(cluster: LinksWithRates) -> tuple[Decomposition, str]:
+def choose_rings(cluster: Cluster) -> tuple[Decomposition, str]:
     """Return the decomposition that passes blocks on in the least time over a cluster's links, and the reason.
 
     One ring is preferred unless others are faster by more than 1%, because every ring adds a message to each step.

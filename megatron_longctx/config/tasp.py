@@ -17,7 +17,7 @@ from ..core.plans.plan import Block, Kind, Move, Plan, Step
 from ..core.plans.visibility import Visibility
 from .cluster import Cluster
 from .hamiltonian import hamiltonian_cycles
-from .rings import Rings
+from .rings import Rings, choose_rings
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ class Tasp(Mode):
         if options.cluster is None:
             return cls(hamiltonian_cycles(n))
         assert isinstance(options.cluster, Cluster)
-        rings, why = options.cluster.rings()
+        chosen, why = choose_rings(options.cluster)
         logger.info("tasp uses %s", why)
-        return cls(rings)
+        return cls(chosen.rings)
 
     def num_messages(self, n: int, length: int) -> int:
         return n * n * len(self.rings)

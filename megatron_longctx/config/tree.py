@@ -138,7 +138,7 @@ class TrainConfig:
     keep_best: bool = False  # also keep the one with the lowest validation loss, which checkpoints/best.json names
     # A command for every finished checkpoint, which rank 0 starts beside training. {path}, {name} (of its folder),
     # {step} and {run} are replaced. A failure is reported and costs nothing else.
-    upload_command: str | None = text(None, max_bytes=4000, example="cp -r {path} /backup")
+    upload_command: str | None = text(None, max_bytes=4000, example="rclone copy {path} remote:bucket")
     log_interval: int = number(1, 1, _MAX_COUNT)  # steps per record, which has the means over these steps
     # Steps between losses of the validation part of data.split (`loss/validation`); null: never.
     eval_interval: int | None = number(None, 1, _MAX_COUNT)
@@ -204,7 +204,7 @@ class ServeConfig:
     allowed_hosts: str | None = text(None, max_bytes=2000)
     # Origins of web pages that may call the server (CORS), such as https://chat.example, separated by commas.
     allowed_origins: str | None = text(
-        None, "origins with commas between", rf"{_ORIGIN}(, *{_ORIGIN})*", 2000, example="https://chat.example"
+        None, "origins with commas between", rf"{_ORIGIN}(, *{_ORIGIN})*", 2000, "https://chat.example"
     )
     served_model_name: str | None = text(None, max_bytes=200)  # the model's name for clients; null: the run's folder
     max_active: int = number(16, 1, 4096)  # sequences computed together

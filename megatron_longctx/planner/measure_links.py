@@ -19,25 +19,21 @@ from torch import Tensor
 
 from ..config.cluster import GIB, Cluster, Device, Intra, Mesh, Network, Switch
 
-SIZES = (8, 64 * 2**20)
+_PING_BYTES = 8
 _MESH_SHARE = 0.6  # a mesh delivers at least this share of all its links together; a switch about 1 / (ranks - 1)
 _SMALLEST = 1e-6  # GiB/s; keeps a description valid if a clock cannot resolve a transfer
 
 
 class Sample(NamedTuple):
-    """One measured rate: `gibps` from `source` to `destination`. The list that it is in defines the load."""
+    """One measured rate: `gibps` from `source` to `destination`. The list that it is in defines the load.
+
+    latency_s: of small messages in one direction; only measured for pairs that are alone.
+    """
 
     source: int
     destination: int
     gibps: float
-
-
-class Ping(NamedTuple):
-    """The one-way latency of small messages between two ranks."""
-
-    source: int
-    destination: int
-    seconds: float
+    latency_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,14 +41,13 @@ class LinkMeasurements:
     """The results of `measure_links`.
 
     hosts: the name of every rank's node.
-    pings, alone: pairs measured while all other ranks are silent.
+    alone: pairs measured while all other ranks are silent.
     rounds: all ranks together, each sending to one rank and receiving from one: the k-th next of its node, for each k,
         or its counterpart in the k-th next node.
     inside: every rank sends to all ranks of its node together; the total rate of each (destination: itself).
     """
 
     hosts: tuple[str, ...]
-    pings: tuple[Ping, ...] = ()
     alone: tuple[Sample, ...] = ()
     rounds: tuple[Sample, ...] = ()
     inside: tuple[Sample, ...] = ()
@@ -79,7 +74,7 @@ def measure_links(
     group: dist.ProcessGroup,
     device: torch.device,
     *,
-    sizes: Sequence[int] = SIZES,
+    size: int = 64 * 2**20,
     repeats: int = 5,
     host: str | None = None,
 ) -> LinkMeasurements:
@@ -88,35 +83,32 @@ def measure_links(
     Args:
         group: gloo with a CPU device, NCCL with this rank's CUDA device.
         device: the device of the messages.
-        sizes: bytes of the small message (latency) and of the large one (rate).
-        repeats: how often each is sent; the median counts.
+        size: bytes of a message whose rate is measured.
+        repeats: how often each message is sent; the median counts.
         host: the name of this rank's node; None for the host's name.
 
     Raises:
-        ValueError: fewer than 2 ranks, sizes that do not rise, or hosts with unequal numbers of ranks.
+        ValueError: fewer than 2 ranks, or hosts with unequal numbers of ranks.
     """
     if dist.get_world_size(group) < 2:
         raise ValueError("group of 1 rank: expected at least 2 to measure links. Start more ranks.")
-    if len(sizes) < 2 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-        raise ValueError(f"sizes={tuple(sizes)}: expected two or more rising numbers of bytes. Use {SIZES}.")
-    links = _Links(group, device, sizes[-1], max(1, repeats))
+    links = _Links(group, device, size, repeats)
     hosts = tuple(map(str, links.gather(host or socket.gethostname())))
     nodes = LinkMeasurements(hosts).nodes()
-    links.all_to_all(range(links.n), sizes[0])  # connect all ranks before the clock runs
-    pings, alone = [], []
+    links.all_to_all(range(links.n), _PING_BYTES)  # connect all ranks before the clock runs
+    alone = []
     for a, b in probe_pairs(nodes):
-        for source, destination in ((a, b), (b, a)):
-            pings.append(Ping(source, destination, links.one_way(source, destination, sizes[0])))
-            seconds = links.one_way(source, destination, sizes[-1])
-            alone.append(Sample(source, destination, sizes[-1] / seconds / GIB))
+        for pair in ((a, b), (b, a)):
+            latency, seconds = (links.one_way(*pair, num_bytes) for num_bytes in (_PING_BYTES, size))
+            alone.append(Sample(*pair, size / seconds / GIB, latency))
     own_node = next(node for node in nodes if links.rank in node)
     column = [node[own_node.index(links.rank)] for node in nodes]  # this rank's counterparts in all nodes
     rounds = []
     for ranks in (own_node, column):
         for shift in range(1, len(ranks)):
-            rounds += links.shifted(ranks, shift, sizes[-1])
-    inside = links.all_to_all(own_node, sizes[-1]) if len(own_node) > 1 else []
-    return LinkMeasurements(hosts, *map(tuple, links.gather((pings, alone, rounds, inside))[0]))
+            rounds += links.shifted(ranks, shift, size)
+    inside = links.all_to_all(own_node, size) if len(own_node) > 1 else []
+    return LinkMeasurements(hosts, *map(tuple, links.gather((alone, rounds, inside))[0]))
 
 
 class _Links:
@@ -194,15 +186,15 @@ class _Links:
             torch.cuda.synchronize(self.device)
 
 
-def probe_pairs(nodes: Sequence[Sequence[int]], most: int = 64) -> tuple[tuple[int, int], ...]:
+def probe_pairs(nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     """Return the pairs to measure alone: all of the first node, and its first rank with one rank of every other node.
 
-    At most `most` of each sort, evenly picked, so that large groups are measured in seconds.
+    At most 64 of each sort, evenly picked, so that large groups are measured in seconds.
     """
     first = nodes[0]
     inside = [(a, b) for i, a in enumerate(first) for b in first[i + 1 :]]
     across = [(first[0], node[0]) for node in nodes[1:]]
-    return tuple(pair for pairs in (inside, across) for pair in pairs[:: max(1, -(-len(pairs) // most))])
+    return tuple(pair for pairs in (inside, across) for pair in pairs[:: max(1, -(-len(pairs) // 64))])
 
 
 def to_cluster(measured: LinkMeasurements, name: str = "measured", device: Device | None = None) -> Cluster:
@@ -228,10 +220,8 @@ def to_cluster(measured: LinkMeasurements, name: str = "measured", device: Devic
 
 
 def _intra(measured: LinkMeasurements, m: int) -> Intra:
-    alone = _median(s.gibps for s in measured.alone if _same_node(s, m))
-    together = _median(s.gibps for s in measured.rounds if _same_node(s, m))
+    alone, together, latency = _medians(measured, m, within=True)
     to_all = _median(s.gibps for s in measured.inside)
-    latency = _median(p.seconds for p in measured.pings if _same_node(p, m))
     if m == 2:  # one link in each direction: a mesh and a switch measure the same
         return Mesh(together, latency)
     if to_all >= _MESH_SHARE * (m - 1) * together:
@@ -241,16 +231,20 @@ def _intra(measured: LinkMeasurements, m: int) -> Intra:
 
 
 def _network(measured: LinkMeasurements, m: int) -> Network:
-    alone = _median(s.gibps for s in measured.alone if not _same_node(s, m))
-    per_node = m * _median(s.gibps for s in measured.rounds if not _same_node(s, m))
+    alone, together, latency = _medians(measured, m, within=False)
+    per_node = m * together
     divisors = [k for k in range(1, m + 1) if m % k == 0]
     nics = min(divisors, key=lambda k: abs(k - per_node / alone))
-    latency = _median(p.seconds for p in measured.pings if not _same_node(p, m))
     return Network(nics, per_node / nics, latency)
 
 
-def _same_node(link: Sample | Ping, m: int) -> bool:
-    return link.source // m == link.destination // m
+def _medians(measured: LinkMeasurements, m: int, within: bool) -> tuple[float, float, float]:
+    """Return the rates alone and together, and the latency, of links within nodes or between them."""
+    alone, rounds = (
+        [s for s in samples if (s.source // m == s.destination // m) is within]
+        for samples in (measured.alone, measured.rounds)
+    )
+    return _median(s.gibps for s in alone), _median(s.gibps for s in rounds), _median(s.latency_s for s in alone)
 
 
 def _median(values: Iterable[float]) -> float:

@@ -232,7 +232,7 @@ def test_existing_folders_are_not_overwritten(published: Published, runs: dict[s
 
 def test_the_partial_folder_of_a_killed_import_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.1.partial").mkdir()
-    with new_folder("out", str(tmp_path / "run")):
+    with new_folder(str(tmp_path / "run")):
         pass
     assert f"{tmp_path / 'run.1.partial'} is of another import or export into run: delete it if" in caplog.text
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.1.partial"}

@@ -173,12 +173,11 @@ def draw(bars: Sequence[tuple[str, Prediction]], path: Path, title: str, capacit
     Raises:
         OSError: `path` cannot be written.
     """
-    import matplotlib
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import colormaps, pyplot
-
-    figure, axes = pyplot.subplots(figsize=(11.5, 1.9 + 0.62 * len(bars)))
+    figure = Figure(figsize=(11.5, 1.9 + 0.62 * len(bars)))
+    axes = figure.subplots()
     names = list(dict.fromkeys(term.name for _, prediction in bars for term in prediction.terms))
     colours = dict(zip(names, colormaps["tab20"].colors, strict=False))  # type: ignore[attr-defined]
     labelled = set()
@@ -204,4 +203,3 @@ def draw(bars: Sequence[tuple[str, Prediction]], path: Path, title: str, capacit
     axes.set_title(title, fontsize=10.5, loc="left")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)

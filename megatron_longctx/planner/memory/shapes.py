@@ -43,21 +43,12 @@ class Job:
         own = slice(stage * self.num_layers, (stage + 1) * self.num_layers)
         return Counter(zip(self.config.model.expert_layers[own], self.config.model.recurrent_layers[own], strict=True))
 
-    def expert_layers(self, stage: int) -> int:
-        """Return how many layers of a pipeline stage have experts."""
-        return sum(count for (experts, _), count in self.kinds(stage).items() if experts)
-
     @cached_property
     def plan(self) -> Plan:
         """The forward plan of one attention call, for the layer with the largest mask."""
         if self.config.parallelism.schedule == "auto":
             raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
         return configured_plan(self.config, planned_mask(self.config))
-
-    @cached_property
-    def backward(self) -> Plan:
-        """The backward plan of one attention call."""
-        return backward_plan(self.plan)
 
     @cached_property
     def target(self) -> Target:
@@ -71,7 +62,7 @@ class Job:
         """The forward and backward recordings of all ranks, or of six typical ranks if there are more than 16."""
         n = self.plan.n
         ranks = range(n) if n <= 16 else sorted({0, 1, n // 2 - 1, n // 2, n - 2, n - 1})
-        forward, backward = Recorder(self.plan, self.target), Recorder(self.backward, self.target)
+        forward, backward = Recorder(self.plan, self.target), Recorder(backward_plan(self.plan), self.target)
         return [forward.record(rank) for rank in ranks], [backward.record(rank) for rank in ranks]
 
     @cached_property
@@ -95,14 +86,11 @@ class Job:
         """The tokens of a hidden state between tensor-parallel layers, which sequence parallelism shards."""
         return -(-self.tokens // token_unit(self.config.parallelism))
 
-    @property
-    def num_micro_batches(self) -> int:
-        train = self.config.train
-        return max(1, train.global_batch_size // (train.micro_batch_size * self.data_parallel_size))
-
     def in_flight(self, stage: int) -> int:
         """Return the number of micro-batches whose activations a pipeline stage holds at the same time (1F1B)."""
-        return min(self.num_micro_batches, self.config.parallelism.pipeline_parallel_size - stage)
+        train = self.config.train
+        num_micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * self.data_parallel_size))
+        return min(num_micro_batches, self.config.parallelism.pipeline_parallel_size - stage)
 
 
 def stage_parameters(job: Job, stage: int) -> int:
@@ -122,8 +110,9 @@ def stage_parameters(job: Job, stage: int) -> int:
 
 def stage_experts(job: Job, stage: int) -> int:
     """Return how many of `stage_parameters` expert parallelism shards; fewer ranks are data-parallel for these."""
-    sharded = job.config.parallelism.expert_model_parallel_size > 1
-    return job.expert_layers(stage) * expert_parameters(job) if sharded else 0
+    if job.config.parallelism.expert_model_parallel_size == 1:
+        return 0
+    return expert_parameters(job) * sum(count for (experts, _), count in job.kinds(stage).items() if experts)
 
 
 def mlp_weights(job: Job) -> tuple[int, int]:
@@ -168,9 +157,7 @@ def layer_parameters(job: Job, experts: bool = False, recurrent: bool = False) -
         sharded += model.num_attention_heads
     normed = 2 * model.kv_channels if model.kv_lora_rank is None else model.kv_lora_rank + (model.q_lora_rank or 0)
     whole += norm * (normed * (model.qk_norm and not recurrent) + 2 * model.hidden_size * model.post_norms)
-    if (
-        model.implementation == "transformer_engine" and not recurrent
-    ):  # its ranks do not shard the down projections of latents
+    if model.implementation == "transformer_engine" and not recurrent:  # it does not shard latents' down projections
         sharded, whole = sharded - model.down_weights, whole + model.down_weights
     return sharded // tp + whole + (expert_parameters(job) + router_parameters(job) if experts else 0)
 

@@ -27,10 +27,10 @@ _REPEATS = 12
 
 def measured_cluster(group: dist.ProcessGroup, device: torch.device) -> Cluster:
     """Return the links between the ranks of `group`. All of them call this."""
-    sizes = (8, 2**26) if device.type == "cuda" else (8, 2**20)
+    size = 2**26 if device.type == "cuda" else 2**20
     memory = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
     described = Device(str(environment()["device"]), memory_gib=memory)
-    return to_cluster(measure_links(group, device, sizes=sizes), "measured", described)
+    return to_cluster(measure_links(group, device, size=size), "measured", described)
 
 
 class MessageBenchmark:

@@ -167,7 +167,7 @@ class OneModel:
         del output
         return {
             "saved": num_bytes,
-            "predicted": layer_bytes(self.job, self.job.expert_layers(0) > 0, self.config.model.recurrent).total,
+            "predicted": layer_bytes(self.job, any(self.config.model.expert_layers), self.config.model.recurrent).total,
             "parameters": sum(p.numel() for p in self.gpt.parameters()),
             "predicted parameters": stage_parameters(self.job, 0),
         }
