@@ -83,7 +83,7 @@ def _adjust() -> None:
         # distributed/param_and_grad_buffer.py (offloading buffers).
         pin_memory=lambda self, *args, **kwargs: self,
         # optimizer/cpu_offloading/hybrid_optimizer.py, transformer/transformer_layer.py.
-        to=_to_cpu(torch.Tensor.to),
+        to=_on_cpu(torch.Tensor.to),
         # optimizer/optimizer.py, optimizer/distrib_optimizer.py and optimizer/clip_grads.py sort parameters and check
         # gradients by the string of their type.
         type=_cuda_type_names(torch.Tensor.type),
@@ -169,33 +169,19 @@ def _replace(owner: Any, **values: Any) -> None:
         setattr(owner, name, value)
 
 
-def _names_cuda(device: Any) -> bool:
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, torch.device) and device.type == "cuda"
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(factory)
+def _on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)  # without an accelerator, torch has no allocator of pinned memory
-        return factory(*args, **kwargs)
+        return function(*map(_cpu, args), **{key: _cpu(value) for key, value in kwargs.items()})
 
     return wrapper
 
 
-def _to_cpu(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and _names_cuda(args[0]):
-            args = (_CPU, *args[1:])
-        if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        return original(self, *args, **kwargs)
-
-    return to
+def _cpu(value: Any) -> Any:
+    """Return the CPU in the place of a CUDA device, and any other value unchanged."""
+    named = value.type if isinstance(value, torch.device) else value
+    return _CPU if isinstance(named, str) and named.startswith("cuda") else value
 
 
 def _cuda_type_names(original: Callable[..., Any]) -> Callable[..., Any]:
