@@ -23,7 +23,6 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
@@ -31,12 +30,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
-from torch.distributed.checkpoint.api import CheckpointException
 
-from ..core.comm import gather_objects, on_rank_0
+from ..core.comm import on_rank_0
 from . import checkpoint_folder, checkpoint_optimizer, checkpoint_reader
-from .checkpoint_folder import REMEDY, TRACKER, Retention, examine, iteration_directory, latest
-from .checkpoint_reader import first_line
+from .checkpoint_folder import TRACKER, Retention, examine, iteration_directory, latest
 from .checkpoint_writer import HostCopies, PendingSave, SaveStrategy, delete
 from .version import SAVE_ARGUMENTS
 
@@ -160,7 +157,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
         layer_state = {key: None for key, value in sharded["model"].items() if isinstance(value, ShardedObject)}
         for key in layer_state:
             del sharded["model"][key]
-    loaded = _load_together(sharded, path)
+    loaded = checkpoint_reader.load(sharded, path)
     _model(state).load_state_dict(loaded["model"] | layer_state)
     if state.optimizer is not None:
         checkpoint_optimizer.load(state.optimizer, loaded["optimizer"])
@@ -173,19 +170,6 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
     elif state.optimizer is not None and dist.get_rank() == 0:
         _logger.warning("random states not restored: checkpoint was saved at %s, now %s", content["layout"], _layout())
     return Saved(int(loaded["iteration"]), loaded["extra"], content["optimizer"], content["fingerprint"], with_rng)
-
-
-def _load_together(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Load like `checkpoint_reader.load`, but fail on all ranks if one fails: in 0.19 every rank reads alone."""
-    loaded: dict[str, Any] = {}
-    failure = None
-    try:
-        loaded = checkpoint_reader.load(sharded, path)
-    except (CheckpointingException, CheckpointException) as error:
-        failure = first_line(error)
-    if failures := [each for each in gather_objects(dist.group.WORLD, failure) if each is not None]:
-        raise ValueError(f"{path} cannot be loaded ({failures[0]}), expected a complete checkpoint: {REMEDY}")
-    return loaded
 
 
 def check(

@@ -24,14 +24,13 @@ from megatron.core.dist_checkpointing.core import maybe_load_config
 from ..config import files
 from ..core.comm import gather_objects, on_rank_0
 from . import checkpoint_reader
-from .checkpoint_reader import first_line
+from .checkpoint_reader import REMEDY, first_line
 
 _logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best.json"
 DIGESTS = "digests.json"
-REMEDY = "restore the checkpoint, or choose another iteration or directory"
 
 # The fastest algorithm of hashlib on processors with SHA instructions, which servers have.
 _ALGORITHM = "sha256"
@@ -204,12 +203,8 @@ def examine(
 
 def _examine(directory: Path, iteration: int, collective: bool, tensor_files: bool) -> tuple[Path, dict[str, Any]]:
     path = iteration_directory(directory, iteration)
-    if collective:
-        own = _damage(path, dist.get_rank(), dist.get_world_size(), tensor_files)
-        damage = next(filter(None, gather_objects(dist.group.WORLD, own)), None)
-    else:
-        damage = _damage(path, 0, 1, tensor_files)
-    if damage:
+    group, part, parts = (dist.group.WORLD, dist.get_rank(), dist.get_world_size()) if collective else (None, 0, 1)
+    for damage in filter(None, gather_objects(group, _damage(path, part, parts, tensor_files))):
         raise DamagedCheckpoint(damage)
     return path, on_rank_0(lambda: _read(path)) if collective else _read(path)
 

@@ -17,7 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint._traverse import set_element
@@ -27,7 +29,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.utils import _ReaderView
 
+from ..core.comm import gather_objects
 from .version import common_state_loader
+
+REMEDY = "restore the checkpoint, or choose another iteration or directory"
 
 # The classes that torch 2.11 to 2.15 and Megatron-Core 0.16 and 0.19 write into `.metadata`, besides dtypes.
 _METADATA_CLASSES = (
@@ -160,16 +165,22 @@ def load(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
     """Call `dist_checkpointing.load` with safe readers. Collective over the world.
 
     Raises:
-        CheckpointException, CheckpointingException: the checkpoint is damaged, or holds objects that are not plain
-            values.
+        ValueError: the checkpoint is damaged, or holds objects that are not plain values. If it is raised on one rank,
+            it is on all: in 0.19 every rank reads alone.
     """
+    loaded: dict[str, Any] = {}
+    failure = None
     with (  # Megatron has no parameters for its readers and planners
         patch.object(torch_dist, "_get_filesystem_reader", lambda path, **_: _Reader(path)),
         patch.object(torch_dist, "MCoreLoadPlanner", _Planner),
         patch.object(*common_state_loader(), lambda *args: read_common(Path(args[-1]))),
     ):
-        strategy = torch_dist.TorchDistLoadShardedStrategy()
-        loaded: dict[str, Any] = dist_checkpointing.load(sharded, str(path), strategy)
+        try:
+            loaded = dist_checkpointing.load(sharded, str(path), torch_dist.TorchDistLoadShardedStrategy())
+        except (CheckpointingException, CheckpointException) as error:
+            failure = first_line(error)
+    if failures := [each for each in gather_objects(dist.group.WORLD, failure) if each is not None]:
+        raise ValueError(f"{path} cannot be loaded ({failures[0]}), expected a complete checkpoint: {REMEDY}")
     return loaded
 
 

@@ -212,7 +212,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
-        self._sequence = sequence
+        self.sequence = sequence
         self._tape: AttentionTape | None = None
 
     def _make_sinks(self, config: TransformerConfig) -> None:
@@ -246,10 +246,6 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             tp_group=self._tp,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
-
-    def check_rope(self, packed_seq_params: PackedSeqParams | None) -> None:
-        """Refuse queries that Megatron's own RoPE has rotated, unless it fits the layout."""
-        self._sequence.check_megatrons_rope(packed_seq_params)
 
     @contextmanager
     def taped(self, tape: AttentionTape) -> Iterator[None]:
@@ -301,7 +297,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
                 remedy = "Documents, windows and causal or full attention need no tensor."
                 raise refuse(name, type(given).__name__, "None", remedy)
         _check_window(self.window, causal[mask_type])
-        sequence = self._sequence
+        sequence = self.sequence
         pack = sequence.pack_of(packed_seq_params, query.shape[0])
         sequence.check_slices(pack, packed_seq_params)
         if query.ndim == 3:
@@ -321,7 +317,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         return out.flatten(2)
 
     def _check_tokens(self, query: Tensor, pack: Pack) -> None:
-        attention = self._sequence.attention
+        attention = self.sequence.attention
         if len(query) != pack.num_local_tokens:
             raise ValueError(
                 f"query has {len(query)} tokens: expected {pack.num_local_tokens}, the share of rank "

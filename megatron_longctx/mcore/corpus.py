@@ -6,7 +6,7 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -50,17 +50,6 @@ class Corpus:
     source: str | None = None
 
 
-def write_corpus(documents: Iterable[Iterable[str]], prefix: Path, tokenizer: MegatronTokenizerText) -> Corpus:
-    """Write texts like `write_documents`, each followed by the end-of-document token.
-
-    Args:
-        documents: the texts, such as files, of every document. They are one sequence of tokens.
-    """
-    encode = encoder(tokenizer)
-    ids = ([token for text in texts for token in (*encode(text), tokenizer.eod)] for texts in documents)
-    return write_documents(((tokens, None) for tokens in ids), prefix, tokenizer, masked=False)
-
-
 class Counts(NamedTuple):
     """The number of documents, of their tokens, and of the tokens that a mask does not mark with 0."""
 
@@ -69,30 +58,36 @@ class Counts(NamedTuple):
     learned: int = 0
 
 
-def write_documents(
-    documents: Iterable[Document], prefix: Path, tokenizer: MegatronTokenizerText, masked: bool
-) -> Corpus:
-    """Write documents of tokens in Megatron's indexed form. Files get their names only when they are complete.
+def write_corpus(documents: Iterable[Iterable[str]], prefix: Path, tokenizer: MegatronTokenizerText) -> Corpus:
+    """Write texts in Megatron's indexed form. Files get their names only when they are complete.
 
     Args:
+        documents: the texts, such as files, of every document. They are one sequence of tokens, in which the
+            end-of-document token follows each text.
         prefix: a path without suffix; `.bin`, `.idx` and `.json` are written.
         tokenizer: from `build_tokenizer`; recorded for the check at load time.
-        masked: whether documents say which tokens are learned. Then `<prefix>.mask.*` is written too: an indexed
-            dataset of the same lengths, with one byte per token.
 
     Raises:
         ValueError: no document has a token.
     """
-    return _write(_with_mask(documents), prefix, tokenizer, _mask_side(masked))
+    encode = encoder(tokenizer)
+    ids = ([token for text in texts for token in (*encode(text), tokenizer.eod)] for texts in documents)
+    return _publish(partial(_write_files, ((tokens, {}) for tokens in ids)), prefix, tokenizer, {})
 
 
 def write_shard(documents: Iterable[Document], shard: Path, tokenizer: MegatronTokenizerText, masked: bool) -> Counts:
-    """Write the files of a part of the documents, for `join_shards`."""
-    return _write_files(_with_mask(documents), str(shard), _dtypes(tokenizer, _mask_side(masked)))
+    """Write the files of a part of the documents, for `join_shards`.
+
+    Args:
+        masked: whether documents say which tokens are learned. Then `.mask.*` is written too: an indexed dataset of the
+            same lengths, with one byte per token.
+    """
+    sides = ((ids, {"mask": mask}) for ids, mask in documents)
+    return _write_files(sides, str(shard), _dtypes(tokenizer, _mask_side(masked)))
 
 
 def join_shards(shards: Mapping[Path, Counts], prefix: Path, tokenizer: MegatronTokenizerText, masked: bool) -> Corpus:
-    """Write what `write_documents` writes, of the results of `write_shard` in their order."""
+    """Write the results of `write_shard`, in their order, as `write_corpus` writes texts."""
 
     def write(partial: str, dtypes: Mapping[str, Any]) -> Counts:
         gc.freeze()  # Megatron's builder calls the garbage collector for every shard
@@ -108,10 +103,6 @@ def join_shards(shards: Mapping[Path, Counts], prefix: Path, tokenizer: Megatron
     return _publish(write, prefix, tokenizer, _mask_side(masked))
 
 
-def _with_mask(documents: Iterable[Document]) -> Iterator[tuple[Sequence[int], Mapping[str, Any]]]:
-    return ((ids, {"mask": mask}) for ids, mask in documents)
-
-
 def _mask_side(masked: bool) -> dict[str, Any]:
     return {"mask": numpy.uint8} if masked else {}
 
@@ -123,7 +114,7 @@ def write_trees(
     columns: Sequence[str] = (),
     source: str | None = None,
 ) -> Corpus:
-    """Write trees of tokens like `write_documents`, one document each.
+    """Write trees of tokens like `write_corpus`, one document each.
 
     Args:
         trees: each with the line of `source` that it is from.
@@ -135,17 +126,6 @@ def write_trees(
          | dict(zip(columns, tree.values.T, strict=True)))
         for line, tree in trees
     )  # fmt: skip
-    return _write(documents, prefix, tokenizer, sides, source)
-
-
-def _write(
-    documents: Iterable[tuple[Sequence[int], Mapping[str, Any]]],
-    prefix: Path,
-    tokenizer: MegatronTokenizerText,
-    sides: Mapping[str, Any],
-    source: str | None = None,
-) -> Corpus:
-    """Write documents of tokens, each with the values of its `sides`, whose dtypes are given."""
     return _publish(partial(_write_files, documents), prefix, tokenizer, sides, source)
 
 
@@ -157,6 +137,7 @@ def _dtypes(tokenizer: MegatronTokenizerText, sides: Mapping[str, Any]) -> dict[
 def _write_files(
     documents: Iterable[tuple[Sequence[int], Mapping[str, Any]]], prefix: str, dtypes: Mapping[str, Any]
 ) -> Counts:
+    """Write documents of tokens, each with the values of its sides."""
     builders = {kind: IndexedDatasetBuilder(f"{prefix}{kind}.bin", dtype=dtype) for kind, dtype in dtypes.items()}
     count = tokens = learned = 0
     for ids, values in documents:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def _adjust() -> None:
         # distributed/param_and_grad_buffer.py (offloading buffers).
         pin_memory=lambda self, *args, **kwargs: self,
         # optimizer/cpu_offloading/hybrid_optimizer.py, transformer/transformer_layer.py.
-        to=_to_cpu(torch.Tensor.to),
+        to=_on_cpu(torch.Tensor.to),
         # optimizer/optimizer.py, optimizer/distrib_optimizer.py and optimizer/clip_grads.py sort parameters and check
         # gradients by the string of their type.
         type=_cuda_type_names(torch.Tensor.type),
@@ -103,38 +104,6 @@ def _adjust_rng() -> None:
     """Let the tracked generator of `tensor_parallel/random.py` be the CPU's default generator."""
     from megatron.core.tensor_parallel import random as mcore_random
 
-    class CpuRNGStatesTracker(mcore_random.CudaRNGStatesTracker):  # type: ignore[misc]
-        """Named random states of the CPU generator, with the interface of Megatron's CUDA tracker."""
-
-        def add(self, name: str, seed: int) -> None:
-            """Track a new state called `name` that starts at a new `seed`."""
-            self._is_initialized = True
-            if seed in self.seeds_:
-                raise Exception(f"seed {seed} already exists")
-            if name in self.states_:
-                raise Exception(f"rng state {name} already exists")
-            self.seeds_.add(seed)
-            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
-
-        @contextlib.contextmanager
-        def fork(self, name: str = mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-            """Draw from the state called `name` inside the context, and leave the outer state untouched."""
-            if name not in self.states_:
-                raise Exception(f"rng state {name} is not added")
-            outer = torch.get_rng_state()
-            # A nested fork of the same name continues the stream instead of replaying it.
-            outer_name: str = self._current_state_name  # type: ignore[has-type]
-            self._current_state_name = name
-            if outer_name != "default-rng":
-                self.states_[outer_name] = outer
-            torch.set_rng_state(self.states_[name])
-            try:
-                yield
-            finally:
-                self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(self.states_[outer_name] if outer_name != "default-rng" else outer)
-                self._current_state_name = outer_name
-
     def get_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         assert not graph_safe, "graph-safe random states exist on CUDA only"
         return torch.get_rng_state()
@@ -143,14 +112,12 @@ def _adjust_rng() -> None:
         assert not graph_safe, "graph-safe random states exist on CUDA only"
         torch.set_rng_state(new_state)
 
-    # initialize_rng_tracker looks the class up at call time. checkpoint() and CheckpointWithoutOutput use the two
-    # functions, so dropout under recomputation repeats exactly.
-    _replace(
-        mcore_random,
-        CudaRNGStatesTracker=CpuRNGStatesTracker,
-        _get_cuda_rng_state=get_state,
-        _set_cuda_rng_state=set_state,
-    )
+    # CudaRNGStatesTracker, checkpoint() and CheckpointWithoutOutput use these, so dropout under recomputation repeats
+    # exactly.
+    _replace(mcore_random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
+    _replace(torch.cuda, get_rng_state=get_state, manual_seed=torch.manual_seed)
+    # The tracker warns that the CPU's state has changed, which is now the purpose.
+    logging.getLogger(mcore_random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.msg)
 
 
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -202,33 +169,19 @@ def _replace(owner: Any, **values: Any) -> None:
         setattr(owner, name, value)
 
 
-def _names_cuda(device: Any) -> bool:
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, torch.device) and device.type == "cuda"
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(factory)
+def _on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)  # without an accelerator, torch has no allocator of pinned memory
-        return factory(*args, **kwargs)
+        return function(*map(_cpu, args), **{key: _cpu(value) for key, value in kwargs.items()})
 
     return wrapper
 
 
-def _to_cpu(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and _names_cuda(args[0]):
-            args = (_CPU, *args[1:])
-        if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        return original(self, *args, **kwargs)
-
-    return to
+def _cpu(value: Any) -> Any:
+    """Return the CPU in the place of a CUDA device, and any other value unchanged."""
+    named = value.type if isinstance(value, torch.device) else value
+    return _CPU if isinstance(named, str) and named.startswith("cuda") else value
 
 
 def _cuda_type_names(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -138,7 +138,7 @@ def _row_parallel(linear: RowParallelLinear, x: Tensor) -> Tensor:
     """Apply a row-parallel layer: the product, its sum over the tensor-parallel ranks, and the bias."""
     out = functional.linear(x, linear.weight)
     if isinstance(linear, ReducedRowParallelLinear):
-        out = linear.all_reduce(out)
+        out = linear.reducer.all_reduce(out, overwrite=True)
     elif linear.tp_group.size() > 1:
         dist.all_reduce(out, group=linear.tp_group)
     return out if linear.bias is None else out + linear.bias

@@ -150,9 +150,9 @@ class _ChecksRope:
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Call Megatron's layer, which gets `rotary_pos_emb` only if the model has Megatron's own RoPE."""
-        check = getattr(self.core_attention, "check_rope", None)  # none if the core attention was replaced again
-        if check is not None and kwargs.get("rotary_pos_emb") is not None:
-            check(kwargs.get("packed_seq_params"))
+        sequence = getattr(self.core_attention, "sequence", None)  # none if the core attention was replaced again
+        if sequence is not None and kwargs.get("rotary_pos_emb") is not None:
+            sequence.check_megatrons_rope(kwargs.get("packed_seq_params"))
         return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -140,10 +140,6 @@ class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        """Return the sum of all ranks' products, without gradients, in `partial`'s memory if that saves a copy."""
-        return self.reducer.all_reduce(partial, overwrite=True)
-
 
 class _StraightThroughSum(torch.autograd.Function):
     """The reducer's sum, with the gradient of the exact sum."""

@@ -197,11 +197,7 @@ class AttentionTape:
         self._store = store
         store.begin_run()
         self._results: deque[StoredTensors] = deque()
-        self._replaying = False
-
-    @property
-    def replaying(self) -> bool:
-        return self._replaying
+        self.replaying = False
 
     def storing_input(self, layer_input: Tensor) -> saved_tensors_hooks:
         """Return a context in which autograd saves the layer's input `[s, b, h]` in the store, all else unchanged."""
@@ -215,7 +211,7 @@ class AttentionTape:
 
     def rewind(self) -> None:
         """End the recording: later calls of `attend` replay it."""
-        self._replaying = True
+        self.replaying = True
 
     def attend(
         self,
@@ -234,7 +230,7 @@ class AttentionTape:
         Raises:
             RuntimeError: the replay has more calls than the recording.
         """
-        if not self._replaying:
+        if not self.replaying:
             result = attention.forward(*qkv, mask=mask, scale=scale, sink=sink)
             self._results.append(self._store.put(*result))
             return result.out

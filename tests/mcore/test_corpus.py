@@ -15,10 +15,10 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron_longctx.config import Config, DataConfig, TrainConfig
-from megatron_longctx.mcore.corpus import Corpus, check_corpus, check_tokenizer, write_corpus, write_documents
+from megatron_longctx.mcore.corpus import Corpus, check_corpus, check_tokenizer, write_corpus
 from megatron_longctx.mcore.data_identity import dataset_digest, identity, identity_error
 from megatron_longctx.mcore.tokenizer import build_tokenizer, tokenizer_digest
-from tests.shared.training import tiny_corpus
+from tests.shared.training import tiny_corpus, write_documents
 
 TOKENIZER = build_tokenizer("byte-level")
 
@@ -132,7 +132,7 @@ def test_the_training_part_of_the_split_must_be_long_enough(tmp_path: Path) -> N
 
 
 def _masked(prefix: Path, *documents: tuple[list[int], list[bool]]) -> Corpus:
-    return write_documents(documents, prefix, TOKENIZER, masked=True)
+    return write_documents(documents, prefix, masked=True)
 
 
 def test_a_mask_is_a_dataset_beside_its_tokens(tmp_path: Path) -> None:

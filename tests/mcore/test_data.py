@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron_longctx.config import Config
-from megatron_longctx.mcore.corpus import check_corpus, write_corpus, write_documents
+from megatron_longctx.mcore.corpus import check_corpus, write_corpus
 from megatron_longctx.mcore.data import (
     TrainingBatch,
     TrainingData,
@@ -26,7 +26,7 @@ from megatron_longctx.mcore.data import (
     micro_batches,
 )
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
-from tests.shared.training import changed, tiny_config, tiny_corpus
+from tests.shared.training import changed, tiny_config, tiny_corpus, write_documents
 
 TOKENIZER = build_tokenizer("byte-level")
 LENGTH = 32
@@ -181,7 +181,7 @@ def test_labels_never_cross_a_document(
     documents = [[next(ids) for _ in range(length)] for length in [*lengths, LENGTH + 1]]
     learned = [[random.Random(token).random() < 0.5 for token in document] for document in documents]
     masks = learned if masked else [None] * len(documents)
-    write_documents(zip(documents, masks, strict=True), root / "corpus", TOKENIZER, masked)
+    write_documents(zip(documents, masks, strict=True), root / "corpus", masked)
     data = _data(_config(root, {"data.packing": packing}, seed=seed), next(ids))
     counted = []
     for sample in range(_size(data)):
@@ -218,7 +218,7 @@ def test_first_pack_returns_the_documents_of_the_first_micro_batch(root: Path, p
 
 def test_packs_too_short_for_the_ranks_are_refused(tmp_path: Path) -> None:
     for name, lengths in (("short", (LENGTH, LENGTH, 5)), ("long", (LENGTH, LENGTH - 1, 8)), ("ones", [1] * LENGTH)):
-        write_documents((([7] * length, None) for length in lengths), tmp_path / name, TOKENIZER, masked=False)
+        write_documents((([7] * length, None) for length in lengths), tmp_path / name)
     zigzag = {"data.packing": "best_fit", "parallelism.context_parallel_size": 4, "parallelism.schedule": "zigzag"}
 
     def check(prefix: str, **more: Any) -> None:
@@ -247,12 +247,12 @@ def test_packs_too_short_for_the_ranks_are_refused(tmp_path: Path) -> None:
 def test_documents_without_a_next_token_are_refused(tmp_path: Path, packing: str) -> None:
     """Otherwise a run would train on nothing, with a loss of 0."""
     one = [([number], None) for number in range(100)]
-    write_documents(one, tmp_path / "corpus", TOKENIZER, masked=False)
+    write_documents(one, tmp_path / "corpus")
     config = _config(tmp_path, {"data.packing": packing})
     with pytest.raises(ValueError, match=r"all 100 in part 1 of .*corpus have one, so that none has a next token"):
         check_corpus(config.data)
     assert check_corpus(changed(config, {"data.packing": "none"}).data) == 100
-    write_documents([([1] * 50, None), ([2] * 50, None), *one], tmp_path / "corpus", TOKENIZER, masked=False)
+    write_documents([([1] * 50, None), ([2] * 50, None), *one], tmp_path / "corpus")
     config = changed(config, {"data.split": "50,50,0"})
     assert check_corpus(config.data) == 200
     with pytest.raises(ValueError, match=r"all 51 in part 2 of .*corpus have one, so that none has a next token"):

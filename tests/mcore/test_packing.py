@@ -12,10 +12,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_longctx.mcore.corpus import write_documents
 from megatron_longctx.mcore.data import read_tokens
 from megatron_longctx.mcore.packing import Blend, Packs, SampleOrder, Stream, best_fit
 from megatron_longctx.mcore.tokenizer import build_tokenizer
+from tests.shared.training import write_documents
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 ORDERS = (Stream, Packs)
@@ -35,7 +35,7 @@ def _spans(order: SampleOrder, samples: range) -> list[list[tuple[int, int, int]
 def test_the_stream_is_megatrons(tmp_path: Path, seed: int) -> None:
     random, tokenizer = numpy.random.RandomState(0), build_tokenizer("byte-level")
     documents = [(random.randint(1, 200, length).tolist(), None) for length in (1, 30, 7, 1, 2, 64, 100, 9, 32, 33)]
-    write_documents(documents, tmp_path / "corpus", tokenizer, masked=False)
+    write_documents(documents, tmp_path / "corpus")
     dataset = IndexedDataset(str(tmp_path / "corpus"))
     for length in (1, 8, 31):
         order = Stream(numpy.array(dataset.sequence_lengths[:9]), length, seed)

@@ -6,9 +6,10 @@ import dataclasses
 import os
 import random
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron_longctx.config import Config, ParallelismConfig, validate
 from megatron_longctx.mcore import checkpoint, groups, model
-from megatron_longctx.mcore.corpus import Corpus, write_corpus
+from megatron_longctx.mcore.corpus import Corpus, Document, join_shards, write_corpus, write_shard
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.testing.distributed import run_distributed
@@ -76,6 +77,14 @@ def tiny_corpus(prefix: Path, documents: int = 40, seed: int = 0) -> Corpus:
     words = ["".join(source.choices("abcdefgh", k=source.randint(2, 6))) for _ in range(12)]
     texts = [[" ".join(source.choices(words, k=source.randint(5, 40)))] for _ in range(documents)]
     return write_corpus(texts, prefix, build_tokenizer("byte-level"))
+
+
+def write_documents(documents: Iterable[Document], prefix: Path, masked: bool = False) -> Corpus:
+    """Write documents of byte-level tokens, as one shard."""
+    tokenizer = build_tokenizer("byte-level")
+    with TemporaryDirectory() as folder:
+        shard = Path(folder, "shard")
+        return join_shards({shard: write_shard(documents, shard, tokenizer, masked)}, prefix, tokenizer, masked)
 
 
 def tiny_config(root: Path, name: str, settings: Mapping[str, Any] | None = None) -> Config:

@@ -10,12 +10,12 @@ import pytest
 
 from megatron_longctx.cli import cli
 from megatron_longctx.config import MAX_TOKENS
-from megatron_longctx.mcore.corpus import write_documents
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.planner.memory import SAFE_SHARE, Job, check, max_length, predict, report, summary
 from megatron_longctx.planner.memory.reports import planned_job
 from megatron_longctx.training import preflight
 from megatron_longctx.training.compose import compose_config
+from tests.shared.training import write_documents
 
 GIB = 2**30
 LLAMA = ("model=llama3_8b", "parallelism=cp8", "data.seq_length=1048576", "parallelism.cluster=h200_x8")
@@ -250,7 +250,7 @@ def test_ranks_without_tokens_are_refused_before_a_run(tmp_path: Path, monkeypat
     assert message.startswith(
         "data.seq_length=5: expected 8 or more, so that each of the 4 context-parallel ranks has some"
     )
-    write_documents([([7] * 5, None)], tmp_path / "short", build_tokenizer("byte-level"), masked=False)
+    write_documents([([7] * 5, None)], tmp_path / "short")
     words = (*cp4, f"data.prefix={tmp_path}/short", "data.packing=best_fit", "data.split='1,0,0'")
     message = _refused_before_a_run(monkeypatch, *words, world_size=4)
     assert message.startswith("data.packing=best_fit: expected packs of 8 tokens") and "short has one of 5." in message
