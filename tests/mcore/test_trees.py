@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ from megatron_longctx.mcore.pack import tree_of
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.step import TrainStep
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.references import random_qkv
 from tests.mcore.test_packed import Sharded
 from tests.shared.sequences import sequence_of
 from tests.shared.training import LATENTS, tiny_config
@@ -210,7 +210,9 @@ def test_positions_follow_the_branch_and_the_layout_counts_its_pairs() -> None:
 @pytest.mark.parametrize("schedule", ["all_gather", "ring", "zigzag", "helper", "usp", "double_ring", "tasp"])
 def test_keys_of_a_prefix_move_once_and_plans_are_proven(schedule: str) -> None:
     plan = build_plan(schedule, 8, documents([640, *[31] * 64], parents=[-1, *[0] * 64]))
+    begun = time.thread_time()  # of this thread alone: other processes do not count
     verify(plan)
+    assert time.thread_time() - begun < 1
     verify(backward_plan(plan), plan)
     moved = Counter((move.destination, move.block.home, slot) for step in plan.steps for move in step.moves
                     if move.block.kind is Kind.KV for slot in range(move.block.start, move.block.stop))  # fmt: skip
@@ -249,13 +251,3 @@ def test_parents_that_are_not_earlier_documents_are_refused(parents: list[int], 
         sequence_of().pack_of(params)
     with pytest.raises(ValueError, match=r"parents"):
         sequence_of().pack([5, 3, 4], parents)
-
-
-def test_a_branch_that_is_left_out_changes_nothing_elsewhere() -> None:
-    sequence = sequence_of(kernel="auto")
-    whole, less = sequence.pack([6, 4, 5], [-1, 0, 0]), sequence.pack([6, 5], [-1, 0])
-    q, k, v, _ = random_qkv(15, 1, 2, 1, 8, torch.float64)
-    kept = torch.tensor([*range(6), *range(10, 15)])
-    expected = sequence.attention(q, k, v, mask=whole.mask())[kept]
-    found = sequence.attention(q[kept], k[kept], v[kept], mask=less.mask())
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
