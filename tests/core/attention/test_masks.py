@@ -241,8 +241,8 @@ def check_case(name: str, case: Case) -> None:
             assert error < 1e-9
 
 
-# As in MagiAttention's tests: ranges with overlapping queries, each between two diagonals; and consecutive full, causal,
-# inverse causal and bi-causal ones. `documents` makes no such masks.
+# As in MagiAttention's tests: ranges with overlapping queries, each between two diagonals; and consecutive ones, full,
+# causal, inverse causal and bi-causal. `documents` makes no such masks.
 SLICES = {
     "overlapping queries": [
         (0, 64, 0, 96, 0, 32), (0, 64, 128, 160, 96, 128), (64, 160, 64, 128, -64, -16),
