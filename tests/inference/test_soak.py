@@ -149,7 +149,7 @@ class Soak:
                 lambda: self.engine.continue_all([good, good], Sampling()) if good.tokens else good.append([]),
                 lambda: good.fork(len(good.tokens) + 1),
                 lambda: closed.fork(),
-                lambda: Sampling(max_new_tokens=0),
+                lambda: Sampling(max_new_tokens=-1),
             ]
         )()
         raise AssertionError("a bad request was served")
