@@ -180,23 +180,6 @@ def test_random_operations_neither_leak_nor_corrupt(n: int, page: int, pages: in
     assert manager.used_pages() == 0
 
 
-def test_a_prefix_is_held_once_until_the_last_holder_closes() -> None:
-    manager = CacheManager(2, 50, 4)
-    first = manager.open()
-    manager.append({first: 83})  # 41 or 42 per rank: 10 full pages and a partial one
-    forks = [manager.fork(first, 83).session for _ in range(5)]
-    assert manager.used_pages() == 2 * (10 + 1 + 5)
-    assert manager.held_pages([first, *forks], 0) == 16 and manager.held_pages(forks[:1], 0) == 11
-    manager.close(first)
-    assert manager.used_pages() == 2 * (10 + 5)
-    for fork in forks[1:]:
-        manager.evict(fork)
-    manager.append({forks[0]: 1})
-    assert manager.used_pages() == 2 * 11 and manager.length(forks[0]) == 84
-    manager.close(forks[0])
-    assert manager.used_pages() == 0
-
-
 def test_a_fork_continues_where_its_source_would() -> None:
     """The same history leads to the same places, whatever the session's number."""
     manager = CacheManager(3, 200, 4)
@@ -207,19 +190,6 @@ def test_a_fork_continues_where_its_source_would() -> None:
     for count in (1, 5, 7, 1):
         one, other = manager.append({first: count, fork: count})
         assert one.new_spans == other.new_spans and one.cached_positions == other.cached_positions
-
-
-def test_a_fork_that_does_not_fit_changes_nothing() -> None:
-    manager = CacheManager(2, 3, 4)
-    session = manager.open()
-    manager.append({session: 22})
-    with pytest.raises(CacheFull, match="a fork needs 1 page on rank 0: expected one that is free, of 3"):
-        manager.fork(session, 22)
-    with pytest.raises(ValueError, match="tokens of the fork=23: expected at most the 22 that are cached"):
-        manager.fork(session, 23)
-    assert manager.sessions == (session,) and manager.used_pages() == 6
-    fork = manager.fork(session, 0)
-    assert manager.length(fork.session) == 0 and manager.used_pages() == 6
 
 
 def test_decoded_tokens_go_round_robin_from_the_sessions_number_on() -> None:
@@ -292,11 +262,3 @@ def test_errors_name_what_was_expected() -> None:
             use(session)
     with pytest.raises(ValueError, match="page_tokens=0"):
         CacheManager(2, 3, 0)
-
-
-def test_a_batch_that_does_not_fit_as_a_whole_changes_nothing() -> None:
-    manager = CacheManager(2, 3, 4)
-    first, second = manager.open(), manager.open()
-    with pytest.raises(CacheFull):
-        manager.append({first: 8, second: 20})
-    assert manager.used_pages() == 0 and manager.length(first) == manager.length(second) == 0

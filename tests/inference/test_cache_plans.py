@@ -108,14 +108,6 @@ def test_joined_calls_do_not_depend_on_where_tokens_are_stored(mode: str, monkey
     assert calls(True, True) == calls(True, False) == calls(False, False) != calls(False, True)
 
 
-@pytest.mark.parametrize("mode", CACHE_MODES)
-@pytest.mark.parametrize("new", [(1, 0, 0), (1, 1, 1), (2, 3, 1)], ids=str)
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
-def test_prompts_shorter_than_the_ranks(mode: str, new: tuple[int, ...], n: int) -> None:
-    for pasts in ([(), (), ()], CHAT["pasts"]):
-        verify(batch_with_past(n, pasts, new).plan(mode))
-
-
 def test_messages_are_not_padded() -> None:
     """Ring pass-KV sends every cached and new key at most n-1 times, pass-Q every query and its partial results."""
     batch = batch_with_past(4, [(40,), (3,)], (8, 2))

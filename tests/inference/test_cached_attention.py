@@ -163,28 +163,6 @@ def test_the_caches_size_is_what_its_shape_says() -> None:
     assert sum(layer.nbytes for layer in attention._layers) == 10 * shape.token_bytes == 10 * 3 * 2 * 2 * 16 * 2
 
 
-def test_new_tokens_are_stored_in_one_run_of_slots_or_in_several() -> None:
-    manager, case = CacheManager(1, 12, 4), Case(HEADS[0])
-    attention = CachedAttention(
-        None, CacheShape(1, *case.heads, case.head_dim, case.dtype), manager.slots_per_rank, CPU
-    )
-    sessions = [manager.open(), manager.open()]
-    tensors = [case.tensors(16, seed) for seed in (1, 2)]
-    truths = [dense_attention(*qkv, causal=True)["out"] for qkv in tensors]
-    done, in_one_run = [0, 0], []
-    for counts in ((5, 0), (3, 6), (0, 1), (4, 0), (1, 1)):
-        chunks = manager.append({sessions[i]: count for i, count in enumerate(counts) if count})
-        slots = [slot for chunk in chunks for run in chunk.new_slots[0] for slot in run]
-        in_one_run.append(slots == list(range(slots[0], slots[0] + len(slots))))
-        attention.begin(Batch(1, manager.slots_per_rank, chunks), "pass_kv")
-        at = [slice(start, start + count) for start, count in zip(done, counts, strict=True)]
-        q, k, v = (torch.cat([tensors[i][x][at[i]] for i in range(2)]) for x in range(3))
-        wanted = torch.cat([truths[i][at[i]] for i in range(2)])
-        assert torch.allclose(attention(0, q, k, v).double(), wanted, atol=1e-5), counts
-        done = [start + count for start, count in zip(done, counts, strict=True)]
-    assert set(in_one_run) == {True, False}
-
-
 def fall_back(rank: int) -> list[str]:
     """Return the warnings of this rank when memory for merges cannot be allocated."""
     warnings: list[str] = []

@@ -264,52 +264,44 @@ def test_a_requests_salt_is_its_client() -> None:
             assert answer_on(connection)[0] == 200
 
 
+CACHE, POSITIONS = RequestLimits(10, None, 1000), RequestLimits(10, 6, 1000)
+
+
 @pytest.mark.parametrize(
-    ("parameters", "message"),
+    ("limits", "parameters", "message"),
     [
-        (
-            {"prompt": "a" * 40},
-            r"the prompt has 40 characters: .* 36, because a prompt may have 9 tokens \(inference.cache_",
-        ),
-        ({"messages": [{"role": "user", "content": "a" * 20}] * 2}, "the prompt has 40 characters"),
-        ({"prompt": [1] * 11}, "prompt has 11 tokens: expected at most 9"),
-        ({"prompt": "a" * 8, "max_tokens": 3}, "prompt and max_tokens=11: expected at most 10 tokens together"),
-        ({"prompt": [1, 1000], "max_tokens": 3}, "token=1000: expected an id from 0 to 999"),
+        (CACHE, {"prompt": "a" * 40},
+         r"the prompt has 40 characters: .* 36, because a prompt may have 9 tokens \(inference.cache_"),
+        (CACHE, {"messages": [{"role": "user", "content": "a" * 20}] * 2}, "the prompt has 40 characters"),
+        (CACHE, {"prompt": [1] * 11}, "prompt has 11 tokens: expected at most 9"),
+        (CACHE, {"prompt": "a" * 8, "max_tokens": 3}, "prompt and max_tokens=11: expected at most 10 tokens together"),
+        (CACHE, {"prompt": [1, 1000], "max_tokens": 3}, "token=1000: expected an id from 0 to 999"),
+        (POSITIONS, {"prompt": "a" * 30},
+         r"the prompt has 30 characters: expected at most 20, .* 5 tokens \(inference.max_model_len"),
+        (POSITIONS, {"prompt": [1] * 8},
+         "prompt and max_tokens=9: expected at most 6 tokens .inference.max_model_len"),
+        (POSITIONS, {"prompt": "a" * 4, "max_tokens": 3}, "prompt and max_tokens=7: expected at most 6 tokens"),
     ],
     ids=str,
-)
-def test_prompts_that_are_too_long_are_refused_early(parameters: dict[str, Any], message: str) -> None:
+)  # fmt: skip
+def test_prompts_that_are_too_long_are_refused_early(
+    limits: RequestLimits, parameters: dict[str, Any], message: str
+) -> None:
     """Before they are tokenized, and before they are sent to the ranks."""
 
     def short(text: str) -> list[int]:
         assert len(text) <= 36
         return encode(text)
 
-    model = Model("m", short, decode, 0, Chat(), 1, RequestLimits(10, None, 1000), max_token_chars=4)
+    model = Model("m", short, decode, 0, Chat(), 5 if limits is POSITIONS else 1, limits, max_token_chars=4)
     with pytest.raises(ApiError, match=f"^{message}") as caught:
         parse_request(model, json.dumps(parameters).encode(), chat="messages" in parameters)
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        (
-            {"prompt": "a" * 30},
-            r"the prompt has 30 characters: expected at most 20, .* 5 tokens \(inference.max_model_len",
-        ),
-        ({"prompt": [1] * 8}, "prompt and max_tokens=9: expected at most 6 tokens .inference.max_model_len"),
-        ({"prompt": "a" * 4, "max_tokens": 3}, "prompt and max_tokens=7: expected at most 6 tokens"),
-    ],
-    ids=str,
-)
-def test_prompts_beyond_the_models_length_are_refused(parameters: dict[str, Any], message: str) -> None:
-    model = Model("m", encode, decode, 0, Chat(), 5, RequestLimits(10, 6, 1000), max_token_chars=4)
-    with pytest.raises(ApiError, match=f"^{message}") as caught:
-        parse_request(model, json.dumps(parameters).encode(), chat=False)
-    assert caught.value.status == 400
-    sampling = parse_request(model, b'{"prompt": "abcd"}', chat=False).sampling
-    assert sampling.max_new_tokens == 2, "the default is lowered to what is left"
+def test_the_default_length_of_an_answer_is_lowered_to_what_is_left() -> None:
+    model = Model("m", encode, decode, 0, Chat(), 5, POSITIONS, max_token_chars=4)
+    assert parse_request(model, b'{"prompt": "abcd"}', chat=False).sampling.max_new_tokens == 2
 
 
 def test_the_largest_body_that_a_prompt_can_need() -> None:

@@ -19,14 +19,11 @@ from typing import Any
 
 import psutil
 import pytest
-import torch.distributed as dist
 
 from megatron_longctx.cli import cli
-from megatron_longctx.config import Config, ServeConfig
-from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.config import Config
 from megatron_longctx.serving import inference_job, serve
-from megatron_longctx.serving.http_api.inbox import Inbox
-from megatron_longctx.serving.inference_job import InferenceJob, build_job, start
+from megatron_longctx.serving.inference_job import InferenceJob
 from tests.shared.jobs import CLI, PATIENCE_S, TORCHRUN, Job, clean_environment, started
 from tests.shared.processes import SLOW_START
 from tests.shared.training import changed
@@ -98,12 +95,6 @@ def client(trained: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("serve")
     with serving(trained, folder, *settings, quick=False, MEGATRON_LONGCTX_API_KEY=KEY) as found:
         yield found
-
-
-def test_models_are_listed(client: Client) -> None:
-    status, models = client.ask("/v1/models")
-    assert status == 200 and [(m["id"], m["max_model_len"]) for m in models["data"]] == [("trained", 412)]
-    assert client.ask("/v1/models/trained")[1]["object"] == "model"
 
 
 def test_a_streamed_completion_has_the_same_text(client: Client) -> None:
@@ -212,44 +203,6 @@ def test_a_stopped_rank_is_reported_until_it_continues(trained: Config, tmp_path
         client.wait_for_health(200, status="ok")
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_a_signal_ends_a_round_at_its_next_layer(trained: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round over a long prompt can take minutes on a slow machine. Every layer tells that it makes progress."""
-    listening: list[socket.socket] = []
-    beats: list[float | None] = []
-    listen, append, beat = serve._listen, LongContextEngine.append, Inbox.beat
-
-    def note_listener(settings: ServeConfig) -> socket.socket:
-        listening.append(listen(settings))
-        return listening[-1]
-
-    def compute(engine: LongContextEngine, new: Any) -> None:
-        if listening:  # not in the warm-up
-            monkeypatch.setattr(Inbox, "beat", stop_at_first_layer)
-        append(engine, new)
-
-    def stop_at_first_layer(inbox: Inbox) -> None:
-        beats.append(inbox.last_beat)
-        beat(inbox)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def ask() -> int:
-        while not listening:
-            time.sleep(0.01)
-        port = listening[0].getsockname()[1]
-        return Client(port, None).ask("/v1/completions", {"prompt": "abc"})[0]
-
-    monkeypatch.setattr(serve, "_listen", note_listener)
-    monkeypatch.setattr(LongContextEngine, "append", compute)
-    job = build_job({"checkpoint": str(Path(trained.run.root, trained.run.name))}, ["serve.port=0"], "trained")
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask)
-        start(job, serve._serve)
-        assert answer.result(PATIENCE_S) == 503
-    assert len(beats) == 1 and beats[0] is not None and trained.model.num_layers > 1
-    assert not dist.is_initialized()
-
-
 STOPPED_IN_A_LAYER = """
 import os, signal, sys
 from megatron_longctx.cli import cli
@@ -327,31 +280,6 @@ def test_other_ranks_end_before_this_one_closes_its_connections(monkeypatch: pyt
 
     inference_job.start(InferenceJob(Config(), Path()), work)
     assert done == ["destroy", "kill", "is_initialized", "destroy_process_group", "end"]
-
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>"
-    "{% endif %}"
-)
-
-
-def test_a_chat_with_a_template_reuses_its_cache(
-    trained: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MEGATRON_LONGCTX_API_KEY", raising=False)
-    (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    with serving(trained, tmp_path, "parallelism=single", f"inference.chat_template={tmp_path}/chat.jinja") as client:
-        messages = [{"role": "user", "content": "abcdefghabcdefgh"}]
-        body = {"messages": messages, "max_tokens": 6, "temperature": 0}
-        first = client.ask("/v1/chat/completions", body)[1]
-        prompt = "<user>abcdefghabcdefgh</s><assistant>"
-        assert first["usage"]["prompt_tokens"] == len(prompt)
-        alone = client.ask("/v1/completions", {"prompt": prompt, "max_tokens": 6, "temperature": 0})[1]
-        assert alone["choices"][0]["text"] == first["choices"][0]["message"]["content"]
-        messages += [first["choices"][0]["message"], {"role": "user", "content": "and?"}]
-        second = client.ask("/v1/chat/completions", body)[1]
-        details = second["usage"]["prompt_tokens_details"]
-        assert details["cached_tokens"] == first["usage"]["total_tokens"] - 1  # the last one was never computed
 
 
 @pytest.mark.parametrize("where", [".", "checkpoints/..", "../trained/"])

@@ -159,16 +159,6 @@ def a_fork_that_does_not_fit_changes_nothing(engine: LongContextEngine) -> None:
     close(source, filler)
 
 
-def evicted_sessions_are_recomputed(engine: LongContextEngine) -> None:
-    old = opened(engine, PROMPTS[2])
-    logits = engine.next_logits([old])
-    new = opened(engine, [97] * (engine.cache_manager.n * engine.cache_manager.slots_per_rank - 8))
-    assert old.cached_tokens == 0
-    assert old.tokens == PROMPTS[2]
-    assert torch.allclose(engine.next_logits([old]), logits, atol=1e-5) and new.cached_tokens == 0
-    close(old, new)
-
-
 def requests_that_can_never_fit_evict_nothing(engine: LongContextEngine) -> None:
     """However they arise, and in however many passes."""
     own, manager = engine.settings, engine.cache_manager
@@ -309,7 +299,6 @@ def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
         a_fork_that_does_not_fit_changes_nothing(engine)
         logits = engine.next_logits([opened(engine, PROMPTS[2])])
     with engine_of(changed(config, {"inference.evict": True})) as engine:
-        evicted_sessions_are_recomputed(engine)
         requests_that_can_never_fit_evict_nothing(engine)
         a_batch_does_not_evict_its_own_sessions(engine)
     learned = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}

@@ -29,7 +29,7 @@ from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.mcore.version import RELEASE
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.tolerances import relative_error
-from tests.mcore.tiny_gpt import DenseAttention, Layout, model_config
+from tests.mcore.tiny_gpt import DenseAttention, Layout, megatrons_share, model_config
 
 VOCABULARY, DOCUMENTS = 64, (9, 14, 4)
 
@@ -62,17 +62,7 @@ def _padded(lengths: tuple[int, ...], world: int) -> list[int]:
 
 
 def _slices(lengths: list[int], rank: int, world: int) -> Tensor:
-    """Return a rank's tokens of a pack by the definition of `thd_get_partitioned_indices`.
-
-    Every document has 2 * world equal chunks, and a rank has the chunk of its number from each end.
-    """
-    tokens, start = [], 0
-    for length in lengths:
-        chunk = length // (2 * world)
-        for number in (rank, 2 * world - 1 - rank):
-            tokens += range(start + chunk * number, start + chunk * (number + 1))
-        start += length
-    return torch.tensor(tokens)
+    return torch.tensor(megatrons_share(lengths, rank, world))
 
 
 def _params(lengths: list[int], **others: Any) -> PackedSeqParams:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from megatron_longctx.mcore.spec import with_context_parallel
 from megatron_longctx.mcore.version import mlp_spec
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.test_settings import OTHER
-from tests.mcore.tiny_gpt import Layout, model_config
+from tests.mcore.tiny_gpt import Layout, megatrons_share, model_config
 
 LENGTH, VOCABULARY = 24, 64
 
@@ -42,22 +41,12 @@ def _thd(*padded: int, stops: tuple[int, ...] | None = None) -> PackedSeqParams:
     return PackedSeqParams("thd", sums, sums, wide, wide)
 
 
-def _partitioned(padded: tuple[int, ...], world: int, rank: int) -> list[int]:
-    """What TransformerEngine's `thd_get_partitioned_indices` returns: chunks r and 2n-1-r of each padded document."""
-    tokens: list[int] = []
-    for start, stop in pairwise(padded):
-        size = (stop - start) // (2 * world)
-        for piece in (rank, 2 * world - 1 - rank):
-            tokens += range(start + piece * size, start + (piece + 1) * size)
-    return tokens
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_shares_of_padded_packs_are_transformer_engines(world: int) -> None:
     padded, stops = (0, 12, 36, 48), (0, 7, 30, 30)  # the last document has padding alone
     for rank in range(world):
         pack = _sequence(rank, world, layout="per_document").pack_of(_thd(*padded, stops=stops))
-        assert pack.tokens(torch.device("cpu")).tolist() == _partitioned(padded, world, rank)
+        assert pack.tokens(torch.device("cpu")).tolist() == megatrons_share((12, 24, 12), rank, world)
         for causal in (True, False):
             assert pack.layout == _sequence(rank, world, layout="per_document").attention.layout(pack.mask(causal))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -183,3 +184,16 @@ def _forward_step(samples: Any, model: Any) -> tuple[torch.Tensor, Any]:
         return loss, {"loss": loss.detach().clone()}
 
     return output, loss_of
+
+
+def megatrons_share(lengths: Sequence[int], rank: int, world: int) -> list[int]:
+    """Return a rank's tokens of a pack by the definition of TransformerEngine's `thd_get_partitioned_indices`.
+
+    Every document has 2 * world equal chunks, and a rank has the chunk of its number from each end.
+    """
+    tokens: list[int] = []
+    for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
+        chunk = length // (2 * world)
+        for number in (rank, 2 * world - 1 - rank):
+            tokens += range(start + chunk * number, start + chunk * (number + 1))
+    return tokens

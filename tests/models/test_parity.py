@@ -55,7 +55,7 @@ CASES: dict[int, tuple[dict[str, int], ...]] = {
     4: ({"context": 4}, {"tensor": 2, "context": 2}),
 }
 # Generated tokens, keyed by the number of ranks, for the last of their cases.
-GENERATED = {1: 80, 2: 40, 3: 24, 4: 24}
+GENERATED = {1: 40, 2: 20, 3: 12, 4: 12}
 TOKENS = torch.randint(5, 290, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 
 

@@ -25,6 +25,7 @@ from megatron_longctx.core.plans import (
     MODES,
     KernelCall,
     KernelSupport,
+    Mask,
     ModeOptions,
     Plan,
     backward,
@@ -35,11 +36,12 @@ from megatron_longctx.core.plans import (
     sums,
     verify,
 )
-from megatron_longctx.core.plans.mask import documents
+from megatron_longctx.core.plans.mask import Document, documents
 from megatron_longctx.core.plans.modes import outer_modes
-from megatron_longctx.core.plans.slices import FAR
+from megatron_longctx.core.plans.slices import FAR, Slice
 from megatron_longctx.testing.references import dense_attention, random_qkv, visible
 from megatron_longctx.testing.tolerances import relative_error
+from tests.core.plans.masks import pairs_of
 from tests.shared.plans import helper_plan, one_sided_plan, tangled_plan
 from tests.shared.threads import Inputs, attend
 
@@ -237,6 +239,36 @@ def check_case(name: str, case: Case) -> None:
             error = relative_error(found[key][part], truth[part])
             note(f"{key} of head {head} is {error} off")
             assert error < 1e-9
+
+
+# As in MagiAttention's tests: ranges with overlapping queries, each between two diagonals; and consecutive ones, full,
+# causal, inverse causal and bi-causal. `documents` makes no such masks.
+SLICES = {
+    "overlapping queries": [
+        (0, 64, 0, 96, 0, 32), (0, 64, 128, 160, 96, 128), (64, 160, 64, 128, -64, -16),
+        (64, 160, 160, 210, 16, 75), (160, 210, 0, 50, -160, -160), (160, 210, 160, 210, -16, 0),
+    ],
+    "consecutive": [
+        (0, 50, 0, 50, -FAR, FAR), (50, 105, 50, 105, -FAR, 0), (105, 160, 105, 160, 0, FAR),
+        (160, 240, 100, 210, -60, -30),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SLICES)
+@pytest.mark.parametrize("name", MODES)
+def test_masks_of_any_slices(name: str, kind: str) -> None:
+    slices = tuple(found for each in SLICES[kind] if (found := Slice(*each).tight()))
+    length = slices[-1].q_stop
+    mask = Mask(length, slices, (Document(0, length, 0),))
+    whole = random_qkv(length, 1, 4, 4, 8, torch.float64)
+    seen = torch.from_numpy(pairs_of(slices, length, length) > 0)
+    expected = dense_attention(*whole, seen=seen)
+    inputs = Inputs(*(x.requires_grad_() for x in whole[:3]), whole[3])
+    request = KernelRequest("cpu", torch.float64, 8, 4, 4, windows=True)
+    kernel = functools.partial(choose_kernel, "auto", request)  # some queries see nothing
+    found = attend(build_plan(name, 4, mask, ModeOptions()), inputs, 8**-0.5, kernel)
+    assert all(relative_error(found[key], truth) < 1e-11 for key, truth in expected.items())
 
 
 @pytest.mark.parametrize("peers", [False, True])

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from megatron_longctx.core.layout import Layout, contiguous, striped, zigzag
 from megatron_longctx.core.plans import (
     MODES,
-    Document,
     KernelSupport,
     Kind,
     Mask,
     ModeOptions,
     Plan,
-    Slice,
     Target,
     Workload,
     backward_plan,
@@ -230,16 +228,3 @@ def test_caches_stay_within_their_bounds() -> None:
         found = cache.cache_info()
         assert found.maxsize is not None and found.currsize <= found.maxsize
         assert cache.__name__ not in ("_build_cached", "visibility") or found.currsize == found.maxsize == 64
-
-
-def test_a_new_kind_of_mask_is_one_function() -> None:
-    """Modes and proofs know nothing of a mask but its slices."""
-
-    def every_other_block(length: int, size: int) -> Mask:
-        starts = range(0, length, size)
-        seen = [Slice(q, q + size, k, k + size) for q in starts for k in starts if (q - k) // size % 2 == 0]
-        return Mask(length, tuple(seen), (Document(0, length, 0),), "every other block")
-
-    mask = every_other_block(24, 2)
-    for schedule in MODES:
-        check(build_plan(schedule, 4, mask))

@@ -232,20 +232,12 @@ def test_a_run_root_that_cannot_be_written(workplace: Path, no_ranks: Callable[.
     )
 
 
-def test_a_run_folder_that_cannot_be_written(workplace: Path, no_ranks: Callable[..., str]) -> None:
+@pytest.mark.parametrize("name", ["resolved.yaml", "log.txt"])
+def test_a_run_folder_that_cannot_be_written(workplace: Path, no_ranks: Callable[..., str], name: str) -> None:
     run = workplace / "runs/default"
     (run / "checkpoints").mkdir(parents=True)
-    (run / "resolved.yaml").mkdir()
+    (run / name).mkdir()
     (run / "lock").touch()
-    err = no_ranks()
-    assert err.startswith("run.root=runs: expected to be able to write runs/default (Is a directory).")
-
-
-def test_a_log_that_cannot_be_opened(workplace: Path, no_ranks: Callable[..., str]) -> None:
-    run = workplace / "runs/default"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "lock").touch()
-    (run / "log.txt").mkdir()
     err = no_ranks()
     assert err.startswith("run.root=runs: expected to be able to write runs/default (Is a directory).")
 

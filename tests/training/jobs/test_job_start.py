@@ -170,14 +170,6 @@ def test_a_checkpoint_of_another_model_is_refused(resuming: list[str], capsys: p
     assert Path("runs/first/resolved.yaml").read_text() == before, "a refused job has changed the run"
 
 
-def test_another_batch_size_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    message = refused([*resuming, "train.global_batch_size=2"], capsys)
-    assert message == (
-        "train.global_batch_size=2: expected 1, with which runs/first has been trained so far. "
-        "Set it back, or start a run of another run.name."
-    )
-
-
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
