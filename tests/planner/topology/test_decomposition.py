@@ -88,6 +88,14 @@ def test_fewer_paths_where_no_more_exist(m):
     assert_disjoint_cycles([(*path, m) for path in paths], m + 1)
 
 
+@pytest.mark.parametrize("m", [1, *range(2, 66, 2)])
+def test_squares_are_latin_and_row_complete(m):
+    square = row_complete_latin_square(m)
+    symbols = list(range(m))
+    assert all(sorted(row) == symbols for row in square)
+    assert all(sorted(column) == symbols for column in zip(*square, strict=True))
+    neighbours = [pair for row in square for pair in pairwise(row)]
+    assert sorted(neighbours) == sorted(permutations(symbols, 2))
 
 
 @pytest.mark.parametrize("build", [hamiltonian_cycles, hamiltonian_paths])
