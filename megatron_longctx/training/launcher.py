@@ -200,7 +200,7 @@ def _join(config: Config, place: RankInfo) -> None:
         worker.run(worker.Job.from_dict(accepted))
     except Exception as error:
         folder = RunFolder.of(config)
-        reason = folder.error_of(place.rank) or f"rank {place.rank} failed: {error}"
+        reason = folder.first_error(place.rank) or f"rank {place.rank} failed: {error}"
         raise JobFailed(_with_cause(reason, folder, [], config)) from None
 
 
