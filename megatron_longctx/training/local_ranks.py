@@ -138,7 +138,8 @@ class RankProcesses:
     def _signal(self, number: signal.Signals) -> None:
         for process, code in zip(self._processes, self._exit_codes(), strict=True):
             if code is None:
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # a fork server has seen its end first
+                    os.kill(process.pid, number)
 
     def _join(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
