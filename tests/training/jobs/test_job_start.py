@@ -26,6 +26,7 @@ OURS = (
     r"starting 2 cpu ranks; run folder runs/first",
     r"\d\d:\d\d:\d\d transformer layers: Megatron-Core \(local\)",
     r"\d\d:\d\d:\d\d attention kernel: cpu",
+    r"\d\d:\d\d:\d\d W&B: offline in (runs/first/wandb/offline-run-\w+-\w+); to send it: wandb sync \1",
     r"\d\d:\d\d:\d\d first step: connects the ranks and compiles kernels, which a new machine does once",
     r"\d\d:\d\d:\d\d first step: [\d.]+ s forward and backward, [\d.]+ s data, [\d.]+ s optimizer",
     r"\d\d:\d\d:\d\d random states not restored: .*",
