@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from megatron_longctx.core.errors import refuse
 from megatron_longctx.core.kernels import auto_order
 from megatron_longctx.core.kernels.interface import PROVIDERS
 from megatron_longctx.core.plans import MODES, Mode
-from megatron_longctx.training.calibrate.passes import candidate_modes
+from megatron_longctx.core.plans.modes import SearchContext
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
 from .cases import Case, cases, packs
@@ -155,8 +156,11 @@ def _one_device(n: int, device_type: str) -> list[Contender]:
 def _modes(group: dist.ProcessGroup, case: Case, options: Options) -> list[Contender]:
     """Return this package's modes, each with its relevant options."""
     n = dist.get_world_size(group)
-    candidates = candidate_modes(n, Cluster("here", 1, n, Mesh(1.0)), case.length)
-    chosen = [mode for mode in candidates if mode.name in options.modes]
+    context = SearchContext(n, case.length, Cluster("here", 1, n, Mesh(1.0)))
+    chosen: list[Mode] = []
+    for name, mode in MODES.items():
+        with suppress(ValueError):  # it cannot run on `n` ranks
+            chosen += mode.candidates(context) if name in options.modes else ()
     return [Contender(str(mode), partial(_ours, group, mode, options), ours=True) for mode in chosen]
 
 

@@ -27,9 +27,9 @@ from ..serving.inference_job import checkpoint_of
 from ..training import launcher
 from ..training.auto import predicted_step_s
 from ..training.compose import RESOLVED, compose_config, load_config, override_config, save_config
-from ..training.job import Job as TrainingJob
 from ..training.run_folder import RunFolder
 from ..training.sweep import sweep
+from ..training.worker import Job as TrainingJob
 from . import conversion
 from .slurm import Request, check_limits, split_options
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from importlib.metadata import PackageNotFoundError, version
 
 EXTRAS = {
@@ -13,7 +12,7 @@ EXTRAS = {
     "serve": ("starlette", "uvicorn", "prometheus_client", "xgrammar"),
     "models": ("safetensors", "gguf", "transformers", "tokenizers", "sentencepiece", "tiktoken"),
     "transformers": ("transformers",),
-    "data": ("pyarrow", *(("backports.zstd",) if sys.version_info < (3, 14) else ())),
+    "data": ("pyarrow",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb_workspaces",),
     "docs": ("sphinx", "myst_parser", "furo"),

@@ -35,14 +35,11 @@ from .preflight import device_type
 logger = logging.getLogger(__name__)
 
 
-def resolve_schedule(config: Config, folder: Path | None = None) -> tuple[Config, str | None]:
+def resolve_schedule(config: Config) -> tuple[Config, str | None]:
     """Replace `auto` by the fastest mode in simulation, and log the ranking. Any other mode is returned unchanged.
 
     The simulation uses the calibration of this device, number of ranks and heads if there is one, otherwise
     `parallelism.cluster`. For packed data it uses the mask of the first pack.
-
-    Args:
-        folder: the folder of calibrations; None for the user's cache.
 
     Returns:
         the configuration, and the ranking as text; None if nothing was chosen.
@@ -58,7 +55,7 @@ def resolve_schedule(config: Config, folder: Path | None = None) -> tuple[Config
     if for_other_nodes() and (par.cluster or not torch.cuda.is_available()):  # this host has no calibration of theirs
         resolved, ranking = resolve_for_cluster(config)
         return resolved, table(ranking)
-    cluster, costs, source = _figures(config, folder)
+    cluster, costs, source = _figures(config)
     pack = () if config.data.packing == "none" else first_pack(config)
     ranking = _ranking(config, cluster, costs, pack, on_gpus=device_type(config) == "cuda")
     reason = f"parallelism.schedule=auto takes {ranking[0].name}, priced by {source}:\n{table(ranking)}"
@@ -139,12 +136,12 @@ def _with_mode(config: Config, best: Candidate) -> Config:
     return replace(config, parallelism=par)
 
 
-def _figures(config: Config, folder: Path | None) -> tuple[Cluster, Costs | None, str]:
+def _figures(config: Config) -> tuple[Cluster, Costs | None, str]:
     """Return the cluster, the calibrated costs if there are any, and where they come from."""
     par = config.parallelism
     device = "cpu" if device_type(config) == "cpu" else str(environment()["device"])
     n, transport = par.context_parallel_size, config.attention.transport
-    path = find_calibration(device, n, workload_of(config), transport, folder)
+    path = find_calibration(device, n, workload_of(config), transport)
     if path.is_file():
         calibration = load_calibration(path)
         return calibration.cluster, calibration.costs, str(path)

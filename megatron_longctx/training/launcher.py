@@ -23,7 +23,6 @@ from . import forks, rendezvous, worker
 from .broadcast import broadcast_json
 from .compose import compose_config, load_config, override_config
 from .heartbeat import enable_flight_recorder, last_operations, suspects
-from .job import Job
 from .local_ranks import RankFailed, RankProcesses, explain_failure, stopped_ranks
 from .rendezvous import RankInfo
 from .run_folder import RunFolder, RunLock
@@ -63,7 +62,7 @@ def train(overrides: Sequence[str], resolved: Path | None = None) -> None:
         _join(config, place)
 
 
-def preflight_only(config: Config, world_size: int, gpus: int | None = None) -> Job:
+def preflight_only(config: Config, world_size: int, gpus: int | None = None) -> worker.Job:
     """Refuse what a job of `world_size` ranks would refuse, without asking a device. Start and write nothing.
 
     Args:
@@ -111,7 +110,7 @@ def _start_ranks(config: Config) -> None:
         _run_ranks(job, folder, lock)
 
 
-def _accept(config: Config, world_size: int | None = None) -> Job:
+def _accept(config: Config, world_size: int | None = None) -> worker.Job:
     """Choose the mode, and refuse a job that cannot run.
 
     Args:
@@ -122,11 +121,11 @@ def _accept(config: Config, world_size: int | None = None) -> Job:
     with Progress("checking the job"):
         config, reason = auto.resolve_schedule(config)
         world_size = world_size or preflight.local_world_size(config)
-        resumed_step, identity = preflight.check_and_identify(config, world_size)
-    return Job(config, world_size, preflight.device_type(config), resumed_step, reason, identity)
+        resumed_step, identity = preflight.check(config, world_size)
+    return worker.Job(config, world_size, preflight.device_type(config), resumed_step, reason, identity)
 
 
-def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
+def _run_ranks(job: worker.Job, folder: RunFolder, lock: RunLock) -> None:
     config, count = job.config, job.world_size
     with contextlib.ExitStack() as cleanup:
         # Ranks inherit the blocked signals: one that arrives before a rank handles it stays pending.
@@ -198,10 +197,10 @@ def _join(config: Config, place: RankInfo) -> None:
             raise refusal
         _exit_after_rank_0()
     try:
-        worker.run(Job.from_dict(accepted))
+        worker.run(worker.Job.from_dict(accepted))
     except Exception as error:
         folder = RunFolder.of(config)
-        reason = folder.error_of(place.rank) or f"rank {place.rank} failed: {error}"
+        reason = folder.first_error(place.rank) or f"rank {place.rank} failed: {error}"
         raise JobFailed(_with_cause(reason, folder, [], config)) from None
 
 

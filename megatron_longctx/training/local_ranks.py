@@ -33,32 +33,28 @@ _TRACEBACK_CHARS = 30_000  # less than a pipe takes without a reader
 class RankFailed(Exception):
     """The process of a rank ended with an error.
 
-    Attributes:
+    Args:
         exitcode: negative: the signal that killed it.
         traceback: of its exception; empty if it had none.
+
+    Attributes:
+        signal_name: the signal that killed it, as `SIGKILL`; None if none did.
+        summary: one line: `rank 1 failed: ValueError: …`, `rank 1 was killed by SIGKILL`, `rank 1 ended with exit
+            code 3`.
     """
 
     def __init__(self, rank: int, exitcode: int, traceback: str = "") -> None:
-        self.rank, self.exitcode, self.traceback = rank, exitcode, traceback
-        super().__init__(f"rank {rank} {self._what()}{traceback and chr(10)}{traceback}")
-
-    @property
-    def signal_name(self) -> str | None:
-        """The signal that killed it, as `SIGKILL`."""
-        known = {int(number): number.name for number in signal.Signals}
-        return known.get(-self.exitcode, f"signal {-self.exitcode}") if self.exitcode < 0 else None
-
-    @property
-    def summary(self) -> str:
-        """One line: `rank 1 failed: ValueError: …`, `rank 1 was killed by SIGKILL`, `rank 1 ended with exit code 3`."""
-        return f"rank {self.rank} {self._what()}"
-
-    def _what(self) -> str:
-        if self.signal_name:
-            return f"was killed by {self.signal_name}"
+        self.rank = rank
+        self.signal_name: str | None = None
         # The last line of a traceback is `module.Class: message`.
-        kind, colon, message = self.traceback.rstrip().rpartition("\n")[2].partition(":")
-        return f"failed: {kind.rpartition('.')[2]}{colon}{message}" if kind else f"ended with exit code {self.exitcode}"
+        kind, colon, message = traceback.rstrip().rpartition("\n")[2].partition(":")
+        what = f"failed: {kind.rpartition('.')[2]}{colon}{message}" if kind else f"ended with exit code {exitcode}"
+        if exitcode < 0:
+            known = {int(number): number.name for number in signal.Signals}
+            self.signal_name = known.get(-exitcode, f"signal {-exitcode}")
+            what = f"was killed by {self.signal_name}"
+        self.summary = f"rank {rank} {what}"
+        super().__init__(f"{self.summary}\n{traceback}" if traceback else self.summary)
 
 
 class RankProcesses:
@@ -142,7 +138,8 @@ class RankProcesses:
     def _signal(self, number: signal.Signals) -> None:
         for process, code in zip(self._processes, self._exit_codes(), strict=True):
             if code is None:
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # a fork server has seen its end first
+                    os.kill(process.pid, number)
 
     def _join(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -139,7 +139,7 @@ def profiled(folder: Path, step: int) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(folder / f"step_{step}.trace.json.gz"))
     result = profile_of(_spans(profiler.events(), on_gpu))
-    files.write_text(folder / f"step_{step}.json", json.dumps(result.as_dict(), indent=2) + "\n")
+    files.write_text(folder / f"step_{step}.json", json.dumps(vars(result), indent=2) + "\n")
     files.write_text(folder / f"step_{step}.md", result.table() + "\n")
     logger.info("profile of step %d in %s\n%s", step, folder, result.table())
 

@@ -67,13 +67,8 @@ def local_world_size(config: Config) -> int:
     return config.parallelism.model_parallel_size * (config.parallelism.data_parallel_size or 1)
 
 
-def check(config: Config, world_size: int) -> int | None:
-    """Refuse a job that cannot run. Return the step that the run resumes from; None for a new run."""
-    return check_and_identify(config, world_size)[0]
-
-
-def check_and_identify(config: Config, world_size: int) -> tuple[int | None, Identity]:
-    """Like `check`. Return also the identity of the data."""
+def check(config: Config, world_size: int) -> tuple[int | None, Identity]:
+    """Refuse a job that cannot run. Return the step it resumes from, None for a new run, and its data's identity."""
     device = device_type(config)
     data_parallel_size(config, world_size)
     _check_host(config, world_size)

@@ -31,11 +31,11 @@ class Curves:
 
 
 class RecordedTrainer(Trainer):
-    """The trainer with a record of losses and gradient norms."""
+    """The trainer with a record of losses and gradient norms. It writes the gradients of `steps`, counted from 0."""
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
+    def __init__(self, config: Config, folder: RunFolder, steps: Collection[int] = ()) -> None:
         super().__init__(config, folder, StopRequest())
-        self.curves = Curves([], [])
+        self.curves, self._steps = Curves([], []), steps
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients, keyed by parameter; see `mcore.optimizer.whole_gradients`."""
@@ -67,14 +67,6 @@ class RecordedTrainer(Trainer):
             self.curves.grad_norms.append(result.grad_norm)
         return result
 
-
-class _ExportingTrainer(RecordedTrainer):
-    """Writes the gradients of some steps."""
-
-    def __init__(self, config: Config, folder: RunFolder, steps: Collection[int]) -> None:
-        super().__init__(config, folder)
-        self._steps = steps
-
     def _before_optimizer_step(self) -> None:
         if self.step in self._steps:
             self.write_gradients(self.folder.path / _GRADIENTS)
@@ -90,7 +82,7 @@ def record(rank: int, config: Config, steps: Collection[int], keep_weights: bool
     """
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True, exist_ok=True)
-    trainer = _ExportingTrainer(config, folder, steps)
+    trainer = RecordedTrainer(config, folder, steps)
     if keep_weights:
         trainer.write_weights(folder.checkpoints)
     trainer.train()

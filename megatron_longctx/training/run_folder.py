@@ -97,27 +97,17 @@ class RunFolder:
         summary = f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):  # the caller raises `error` in any case
             self.errors.mkdir(parents=True, exist_ok=True)
-            files.write_text(self._error_path(rank), f"{time.time():.6f}\n{summary}\n\n{text}")
+            files.write_text(self.errors / f"rank_{rank}.txt", f"{time.time():.6f}\n{summary}\n\n{text}")
             self.status.fail(f"rank {rank} failed: {summary}")
 
-    def first_error(self) -> str | None:
-        """Return the earliest recorded error as `rank k failed: …`, or None."""
-        records = [(float(path.read_text().partition("\n")[0]), path) for path in self.errors.glob("rank_*[0-9].txt")]
-        return self._error_message(min(records)[1]) if records else None
-
-    def error_of(self, rank: int) -> str | None:
-        """Return the recorded error of `rank` as `rank k failed: …`, or None."""
-        path = self._error_path(rank)
-        return self._error_message(path) if path.is_file() else None
-
-    def _error_path(self, rank: int) -> Path:
-        return self.errors / f"rank_{rank}.txt"
-
-    @staticmethod
-    def _error_message(path: Path) -> str:
-        _, _, rest = path.read_text().partition("\n")
-        summary = rest.split("\n\n", 1)[0]
-        return f"{path.stem.replace('_', ' ')} failed: {summary}\n(its traceback: {path})"
+    def first_error(self, rank: int | None = None) -> str | None:
+        """Return the earliest recorded error, or that of `rank`, as `rank k failed: …`; None if there is none."""
+        found = []
+        for path in self.errors.glob("rank_*[0-9].txt" if rank is None else f"rank_{rank}.txt"):
+            when, _, rest = path.read_text().partition("\n")
+            summary = rest.split("\n\n", 1)[0]
+            found.append((float(when), f"{path.stem.replace('_', ' ')} failed: {summary}\n(its traceback: {path})"))
+        return min(found)[1] if found else None
 
 
 class RunStatus:
@@ -235,9 +225,12 @@ class RunLock:
             os.close(self._fd)
             self._fd = -1
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> Any:
         assert self._fd >= 0, "released"
-        return _inherited_lock, (reduction.DupFd(self._fd),)
+        return reduction.DupFd(self._fd)
+
+    def __setstate__(self, inherited: Any) -> None:
+        self._fd = inherited.detach()
 
 
 def _processes_with(path: Path) -> list[int]:
@@ -248,12 +241,6 @@ def _processes_with(path: Path) -> list[int]:
             if os.readlink(fd) == target:
                 found.add(int(fd.parts[2]))
     return sorted(found - {os.getpid()})
-
-
-def _inherited_lock(fd: Any) -> RunLock:
-    lock = RunLock.__new__(RunLock)
-    lock._fd = fd.detach()
-    return lock
 
 
 class DiskFull(OSError):

@@ -66,30 +66,19 @@ class Source:
     def __str__(self) -> str:
         return " ".join((self.name, *self.more))
 
-    def conversations(self) -> bool:
-        """Whether all files have lines or rows, and the first has a conversation without `text`.
+    @cached_property
+    def kind(self) -> str:
+        """`rollouts`, `conversations` or `text`, by the first line or row if all files have some and no key is given.
 
         Raises:
             ValueError: as `files`.
         """
-        keys = self._keys()
-        return "text" not in keys and bool(keys & CONVERSATION_KEYS)
-
-    def rollouts(self) -> list[Path]:
-        """Return the files if all are JSONL, and the first line is a prompt with responses or children.
-
-        Raises:
-            ValueError: as `files`.
-        """
-        found = any(needed <= self._keys() for needed in ROLLOUT_KEYS) and all(map(is_jsonl, self.files))
-        return self.files if found else []
-
-    def _keys(self) -> set[str]:
-        """Return the keys of the first line or row if all files have some, unless one is given."""
-        files = [] if self.text_key or not self.has_files else self.files
-        if not files or not all(map(has_rows, files)):
-            return set()
-        return first_keys(next(file for file in files if file.stat().st_size))
+        if self.text_key or not self.has_files or not all(map(has_rows, self.files)):
+            return "text"
+        keys = first_keys(next(file for file in self.files if file.stat().st_size))
+        if any(needed <= keys for needed in ROLLOUT_KEYS) and all(map(is_jsonl, self.files)):
+            return "rollouts"
+        return "conversations" if "text" not in keys and keys & CONVERSATION_KEYS else "text"
 
     def documents(self) -> Iterator[list[str]] | None:
         """Return the texts of every document if one may be of several files, in the order of their names; else None."""
@@ -169,13 +158,13 @@ def prepare(
         remedy = "Give their path, or use --tokenizer byte-level."
         raise ValueError(f"--tokenizer-path {tokenizer_path}: expected the files of a {library} tokenizer. {remedy}")
     tokenizer = build_tokenizer(library, tokenizer_path)
-    encode, paths, documents = encoder(tokenizer), source.rollouts(), source.documents()
-    is_chat = not paths and documents is None and source.conversations()
-    together = bool(paths or documents or share_prefixes)
+    encode, documents, is_trees = encoder(tokenizer), source.documents(), source.kind == "rollouts"
+    is_chat = documents is None and source.kind == "conversations"
+    together = bool(is_trees or documents or share_prefixes)
     _check_options(source, chat_template, share_prefixes, workers, is_chat, together)
     with Progress("tokenizing", unit="documents", told=together) as progress:
-        if paths:
-            rollouts = Rollouts(paths, encode, tokenizer.eod, partial(chat_of, chat_template, tokenizer))
+        if is_trees:
+            rollouts = Rollouts(source.files, encode, tokenizer.eod, partial(chat_of, chat_template, tokenizer))
             if chat_template and rollouts.chat is None:
                 expected = "none for rollouts whose prompts are no messages: their texts are tokenized as they are"
                 raise refuse("--chat-template", chat_template, expected, "Leave it out.")
@@ -211,7 +200,7 @@ def _check_options(
     if share_prefixes is not None and (share_prefixes < 1 or not is_chat):
         expected = f"a number of tokens from 1 on, and conversations to share; {source} has other documents"
         raise refuse("--share-prefixes", share_prefixes, expected, "Leave it out; rollouts share their prompts anyway.")
-    if chat_template and not is_chat and not source.rollouts():
+    if chat_template and not is_chat and source.kind != "rollouts":
         expected = f"conversations to lay out; the first line of {source} is none"
         raise refuse("--chat-template", chat_template, expected, "Leave it out, or give a .jsonl file of `messages`.")
     if source.text_key and not (source.has_files and any(map(has_rows, source.files))):

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,8 +25,8 @@ Row = bytes | Mapping[str, Any]
 JSONL, TEXT, TABLES = ".jsonl", (".md", ".py", ".rst", ".tex", ".txt"), (".parquet", ".arrow")
 ENDINGS = f"{JSONL}, {', '.join(TEXT)}, these with .gz or .zst, {' or '.join(TABLES)}"
 CONVERSATION_KEYS = {"messages", "prompt", "completion"}
-_ZSTD = "backports.zstd"  # in Python's own library from 3.14 on
 _MAX_BYTES = 2**30  # of a document in memory: a compressed file may be a million times as large as it looks
+_BUFFER_BYTES = 2**18
 _ROWS = 64  # of a table that are in memory at once
 _CARD = "README.md"  # describes a dataset of the Hugging Face hub
 _SPLIT = re.compile(r"(?<![a-z0-9])(train(?:ing)?|test(?:ing)?|eval(?:uation)?|val(?:id(?:ation)?)?|dev)(?![a-z0-9])")
@@ -245,19 +244,29 @@ def _rows_before(piece: Piece) -> int:
 @contextmanager
 def _table(path: Path) -> Iterator[Any]:
     """Open a table: a `ParquetFile`, or the reader of a stream of batches."""
+    with _pyarrow(path) as pyarrow, open(path, "rb") as file:
+        opener = pyarrow.parquet.ParquetFile if path.suffix == ".parquet" else pyarrow.ipc.open_stream
+        with opener(file) as table:
+            yield table
+
+
+@contextmanager
+def _pyarrow(path: Path) -> Iterator[Any]:
+    """Provide pyarrow to read a file. Without the package, or if the file is damaged, the error is a ValueError."""
     try:
-        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+        pyarrow, _ = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
         raise ValueError(f"{path}: expected the package pyarrow. Run {install('data')}.") from None
     try:
-        opener = parquet.ParquetFile if path.suffix == ".parquet" else pyarrow.ipc.open_stream
-        with open(path, "rb") as file, opener(file) as table:
-            yield table
+        yield pyarrow
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # of the system, not of pyarrow
             raise
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"{path}: damaged, or not a file in {path.suffix} ({reason}). Fetch it again.") from None
+        raise _damaged(path, str(error).split("\n")[0]) from None
+
+
+def _damaged(path: Path, reason: object) -> ValueError:
+    return ValueError(f"{path}: damaged, or not a file in {path.suffix} ({reason}). Fetch it again.")
 
 
 def _keys(line: str | bytes) -> set[str]:
@@ -271,26 +280,13 @@ def _keys(line: str | bytes) -> set[str]:
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, decompressed if its name ends in .gz or .zst."""
-    broken: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
-    opener: Any = open
-    if path.suffix == ".gz":
-        opener = gzip.open
-    elif path.suffix == ".zst":
-        zstd = _zstd(path)
-        opener, broken = zstd.open, (*broken, zstd.ZstdError)
+    if path.suffix == ".zst":
+        with _pyarrow(path) as pyarrow, pyarrow.input_stream(path, compression="zstd") as stream:
+            yield io.BufferedReader(stream, _BUFFER_BYTES)
+        return
+    opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as file:
             yield file
-    except broken as error:
-        raise ValueError(f"{path}: damaged, or not a file in {path.suffix} ({error}). Fetch it again.") from None
-
-
-def _zstd(path: Path) -> Any:
-    if sys.version_info >= (3, 14):
-        return import_module("compression.zstd")
-    try:
-        return import_module(_ZSTD)
-    except ImportError:
-        raise ValueError(
-            f"{path}: expected the package {_ZSTD}. Run {install('data')}, or decompress the file."
-        ) from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _damaged(path, error) from None

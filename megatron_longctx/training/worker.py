@@ -7,19 +7,51 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from ..config import Config
 from ..config.gpus import uses_cuda
+from .compose import config_from_dict
 from .heartbeat import Heartbeat, enable_flight_recorder
-from .job import Job
 from .local_ranks import interrupt_with_parent, parent_has_ended
 from .rendezvous import RankInfo, connect_store, host_store, join_group
 from .run_folder import RunFolder, RunLock, disk_full
 from .signals import StopRequest
 
 logger = logging.getLogger("megatron_longctx")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job that the preflight has accepted, which every rank runs.
+
+    Attributes:
+        config: the configuration, with the mode that `parallelism.schedule=auto` chose.
+        device: `cpu` or `cuda`.
+        resumed_step: the step of the checkpoint that the run resumes from; None for a new run.
+        mode_reason: why `auto` chose the mode; None for other settings.
+        identity: what the samples and their order depend on (`mcore.corpus.identity`).
+    """
+
+    config: Config
+    world_size: int
+    device: str
+    resumed_step: int | None
+    mode_reason: str | None
+    identity: dict[str, dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the job as JSON values, for `from_dict`."""
+        return vars(self) | {"config": self.config.as_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Job:
+        return cls(**{**values, "config": config_from_dict(values["config"])})
 
 
 def run_local(local_rank: int, job: Job, listener: socket.socket, lock: RunLock) -> None:

@@ -152,12 +152,11 @@ def test_a_folder_of_jsonl_has_one_document_per_line(tmp_path: Path, data: Run) 
 def test_zstandard_is_read_or_its_package_named(tmp_path: Path, data: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     path, corpus = tmp_path / "a.jsonl.zst", tmp_path / "corpus"
     path.write_bytes(base64.b64decode(TWO_FRAMES))
-    if sys.version_info < (3, 14):
-        with monkeypatch.context() as without:
-            without.setitem(sys.modules, "backports.zstd", None)
-            message = f"{path}: expected the package backports.zstd. Run pip install 'megatron-longctx[data]'"
-            assert message in data(path, corpus, code=2)
-        pytest.importorskip("backports.zstd")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pyarrow", None)
+        message = f"{path}: expected the package pyarrow. Run pip install 'megatron-longctx[data]'"
+        assert message in data(path, corpus, code=2)
+    pytest.importorskip("pyarrow")
     data(path, corpus)
     assert documents(corpus) == [[b"one"], [b"two"]]
     path.write_bytes(path.read_bytes()[:-5])

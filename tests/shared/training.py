@@ -6,7 +6,7 @@ import dataclasses
 import os
 import random
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,8 @@ from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.compose import save_config
 from megatron_longctx.training.loop import StepResult, Trainer
-from megatron_longctx.training.recorded import RecordedTrainer
+from megatron_longctx.training.recorded import Curves, RecordedTrainer
+from megatron_longctx.training.recorded import record as record_run
 from megatron_longctx.training.run_folder import RunFolder
 
 Gradients = dict[str, Tensor]
@@ -238,6 +239,15 @@ class RecordingTrainer(RecordedTrainer):
             return
         self.write_gradients(self._export_folder)
         self._exports.append(self.step)
+
+
+def record_all(rank: int, root: Path, jobs: Mapping[str, dict[str, Any]], steps: Collection[int]) -> dict[str, Curves]:
+    """Worker for `run_distributed`: the curves of runs by name, whose folders have `-` for spaces. See `record`."""
+    found = {}
+    for name, settings in jobs.items():
+        found[name] = record_run(rank, tiny_config(root, name.replace(" ", "-"), settings), steps, keep_weights=True)
+        groups.destroy()
+    return found
 
 
 def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Record]:

@@ -110,6 +110,13 @@ def _rank(rank):
     return rank
 
 
+def test_a_process_whose_end_was_not_seen_yet_is_not_missed(monkeypatch):
+    processes = RankProcesses(_rank, (), range(1), start_method="fork")
+    assert processes.wait(60)
+    monkeypatch.setattr(processes, "_exit_codes", lambda: [None])  # as if a fork server had reaped it just now
+    processes._signal(signal.SIGKILL)
+
+
 def test_concurrent_runs_are_independent():
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(run_distributed, _rank, 2) for _ in range(2)]

@@ -24,23 +24,29 @@ from tests.shared.training import changed, tiny_corpus
 ON_CLUSTER = "parallelism.cluster=h200_x8"
 
 
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No calibrations, whatever this user has."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def config(*words: str, parallelism: str = "cp4") -> Config:
     return compose_config(["train.device=cpu", f"parallelism={parallelism}", "parallelism.schedule=auto", *words])
 
 
-def test_any_other_mode_is_unchanged(tmp_path: Path) -> None:
+def test_any_other_mode_is_unchanged() -> None:
     striped = compose_config(["parallelism=cp4", "parallelism.schedule=striped"])
-    assert resolve_schedule(striped, tmp_path) == (striped, None)
+    assert resolve_schedule(striped) == (striped, None)
 
 
-def test_one_rank_needs_no_choice(tmp_path: Path) -> None:
-    resolved, reason = resolve_schedule(config(parallelism="single"), tmp_path)
+def test_one_rank_needs_no_choice() -> None:
+    resolved, reason = resolve_schedule(config(parallelism="single"))
     assert resolved.parallelism.schedule == "zigzag" and reason is None
 
 
-def test_a_named_cluster_suffices_and_the_ranking_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_named_cluster_suffices_and_the_ranking_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        resolved, _ = resolve_schedule(config(ON_CLUSTER), tmp_path)
+        resolved, _ = resolve_schedule(config(ON_CLUSTER))
     chosen = resolved.parallelism.schedule
     assert chosen not in ("auto", "ring")
     assert f"parallelism.schedule=auto takes {chosen}" in caplog.text
@@ -48,24 +54,24 @@ def test_a_named_cluster_suffices_and_the_ranking_is_logged(tmp_path: Path, capl
     assert caplog.text.index(f"  {chosen}") < caplog.text.index("  ring ")
 
 
-def test_a_calibration_is_preferred_to_a_cluster(tmp_path: Path) -> None:
+def test_a_calibration_is_preferred_to_a_cluster() -> None:
     workload = workload_of(config(ON_CLUSTER))
     slow = Calibration("cpu", "cpu", "p2p", Cluster("slow", 1, 4, Mesh(0.01)), workload, Costs(0.1, 0.1))
-    path = calibration_path("cpu", 4, workload, "p2p", tmp_path)
+    path = calibration_path("cpu", 4, workload, "p2p")
     save_calibration(slow, path)
-    _, reason = resolve_schedule(config(ON_CLUSTER), tmp_path)
+    _, reason = resolve_schedule(config(ON_CLUSTER))
     assert reason and f"priced by {path}" in reason
 
 
-def test_neither_calibration_nor_cluster_is_refused(tmp_path: Path) -> None:
+def test_neither_calibration_nor_cluster_is_refused() -> None:
     with pytest.raises(ValueError, match=r"schedule='?auto'?: expected a calibration .* or parallelism\.cluster=NAME"):
-        resolve_schedule(config(), tmp_path)
+        resolve_schedule(config())
 
 
-def test_the_memory_bound_limits_the_choice(tmp_path: Path) -> None:
+def test_the_memory_bound_limits_the_choice() -> None:
     tight = changed(config(ON_CLUSTER), {"parallelism.max_attention_gib": 1e-9})
     with pytest.raises(ValueError, match="no mode can run"):
-        resolve_schedule(tight, tmp_path)
+        resolve_schedule(tight)
 
 
 def test_packed_data_is_simulated_with_its_first_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +86,11 @@ def test_packed_data_is_simulated_with_its_first_pack(tmp_path: Path, monkeypatc
     words = (ON_CLUSTER, "data.seq_length=512", f"data.prefix={tmp_path}/corpus")
     for packing in ("none", "best_fit"):
         packed = config(*words, f"data.packing={packing}")
-        resolve_schedule(packed, tmp_path)
+        resolve_schedule(packed)
     assert [len(problem.mask.documents) for problem in problems] == [1, len(first_pack(packed)[0])]
     assert len(first_pack(packed)[0]) > 1
     (tmp_path / "tree.jsonl").write_text(json.dumps({"prompt": "a" * 101, "responses": ["b" * 9, "c" * 19]}))
     prepare(Source(f"{tmp_path}/tree.jsonl"), tmp_path / "corpus", "byte-level")
-    resolve_schedule(config(*words, "data.packing=best_fit", "data.format=rollouts"), tmp_path)
+    resolve_schedule(config(*words, "data.packing=best_fit", "data.format=rollouts"))
     alone = sum(length * (length + 1) // 2 for length in (100, 11, 21))  # with the prompt's last token and the end
     assert problems[-1].mask.pairs == alone + 100 * (11 + 21)

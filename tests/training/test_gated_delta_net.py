@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import inference_config
 from megatron_longctx.mcore.version import RELEASE
 from megatron_longctx.planner.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import recorded
-from tests.shared.training import LATENTS, tiny_config, tiny_corpus
+from tests.shared.training import LATENTS, record_all, tiny_config, tiny_corpus
 
 CP, TP, PP, EP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline", "expert_model"))
 LAYOUT, SCHEDULE, RECOMPUTE = "parallelism.layout", "parallelism.schedule", "recompute.mode"
@@ -42,17 +41,9 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-def _record(rank: int, root: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, recorded.Curves]:
-    found = {}
-    for name, settings in jobs.items():
-        found[name] = recorded.record(rank, tiny_config(root, name.replace(" ", "-"), settings), (0, 9), True)
-        groups.destroy()
-    return found
-
-
 def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
     tiny_corpus(tmp_path / "corpus")
-    alone = run_distributed(_record, 1, tmp_path, MODELS)[0]
+    alone = run_distributed(record_all, 1, tmp_path, MODELS, (0, 9))[0]
     found: dict[str, recorded.Curves] = {}
     for world in (2, 6):
         jobs = {
@@ -60,7 +51,7 @@ def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
             for name, (ranks, model, settings) in CASES.items()
             if ranks == world
         }
-        found |= run_distributed(_record, world, tmp_path, jobs)[0]
+        found |= run_distributed(record_all, world, tmp_path, jobs, (0, 9))[0]
     for name, curves in found.items():
         model = CASES[name][1]
         assert curves.losses == pytest.approx(alone[model].losses, rel=1e-6), name

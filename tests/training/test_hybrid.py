@@ -16,7 +16,7 @@ from megatron_longctx.mcore.version import RELEASE
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import preflight, recorded
 from megatron_longctx.training.run_folder import RunFolder
-from tests.shared.training import LATENTS, Job, run_jobs, tiny_config, tiny_corpus
+from tests.shared.training import LATENTS, Job, record_all, run_jobs, tiny_config, tiny_corpus
 
 CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
 HYBRID = {"model.builder": "hybrid"}
@@ -51,25 +51,18 @@ def _folder(name: str) -> str:
     return name.replace(" ", "-")
 
 
-def _record(rank: int, root: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, recorded.Curves]:
-    found = {}
-    for name, settings in jobs.items():
-        found[name] = recorded.record(rank, tiny_config(root, _folder(name), settings), (0, 2), keep_weights=True)
-        groups.destroy()
-    return found
-
-
 @only_019
 def test_losses_and_gradients_are_those_of_the_gpt(tmp_path: Path) -> None:
     tiny_corpus(tmp_path / "corpus")
-    gpt = run_distributed(_record, 1, tmp_path, MODELS)[0]
+    gpt = run_distributed(record_all, 1, tmp_path, MODELS, (0, 2))[0]
     # Both builders draw the same weights on one rank; the cases load those of the GPT.
     alone = {f"hybrid {name}": {**settings, **HYBRID} for name, settings in MODELS.items()}
     cases = {
         name: {**MODELS[model], **settings, **HYBRID, "train.init_from": str(tmp_path / _folder(model))}
         for name, (model, settings) in CASES.items()
     }
-    found = run_distributed(_record, 1, tmp_path, alone)[0] | run_distributed(_record, 2, tmp_path, cases)[0]
+    found = run_distributed(record_all, 1, tmp_path, alone, (0, 2))[0]
+    found |= run_distributed(record_all, 2, tmp_path, cases, (0, 2))[0]
     for name, curves in found.items():
         model = CASES[name][0] if name in CASES else name.removeprefix("hybrid ")
         assert curves.losses == pytest.approx(gpt[model].losses, rel=1e-5), name

@@ -89,7 +89,7 @@ def test_a_runs_own_checkpoints_have_priority(imported: tuple[Path, Any]) -> Non
     (first, second, whole) = run_distributed(run_jobs, 1, [*jobs, once])[0]
     assert (second.first_step, second.last_step) == (2, 3)
     assert first.losses + second.losses == whole.losses
-    assert preflight.check(config_of(root, "resumed", "train.steps=4"), 1) == 3
+    assert preflight.check(config_of(root, "resumed", "train.steps=4"), 1)[0] == 3
 
 
 def test_model_and_tokenizer_are_the_runs_by_default(imported: tuple[Path, Any]) -> None:
@@ -157,9 +157,8 @@ def test_another_run_with_other_sizes_padding_and_optimizer(tmp_path: Path) -> N
         rows[name] = checkpoint_weights.Reader(path).read(EMBEDDING, None, (size, 32))
     assert torch.equal(rows["wider"][:512], rows["source"]) and not rows["wider"][512:].any()
     assert torch.equal(rows["back"], rows["source"])
-    assert (
-        preflight.check(dataclasses.replace(configs[2], run=dataclasses.replace(configs[2].run, name="new")), 2) is None
-    )
+    new = dataclasses.replace(configs[2], run=dataclasses.replace(configs[2].run, name="new"))
+    assert preflight.check(new, 2)[0] is None
 
 
 def test_a_vocabulary_without_a_row_for_every_token_is_refused(imported: tuple[Path, Any]) -> None:
@@ -172,7 +171,7 @@ def test_a_vocabulary_without_a_row_for_every_token_is_refused(imported: tuple[P
 
 
 def test_other_rope_settings_and_lengths_are_allowed(imported: tuple[Path, Any]) -> None:
-    assert preflight.check(config_of(imported[0], "new", "model.rope_base=5e5", "data.seq_length=64"), 1) is None
+    assert preflight.check(config_of(imported[0], "new", "model.rope_base=5e5", "data.seq_length=64"), 1)[0] is None
 
 
 def test_a_missing_run_and_a_run_with_weights_alone_are_refused(

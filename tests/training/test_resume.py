@@ -194,7 +194,7 @@ def test_refusals_name_both_values(root: Path, runs: Runs) -> None:
 
 def test_refused_before_any_rank_starts(root: Path, runs: Runs) -> None:
     config = tiny_config(root, "chain", RUN)
-    assert preflight.check(config, 1) == STEPS
-    assert preflight.check(changed(config, {"run.name": "new"}), 1) is None
+    assert preflight.check(config, 1)[0] == STEPS
+    assert preflight.check(changed(config, {"run.name": "new"}), 1)[0] is None
     with pytest.raises(ValueError, match=r"attention\.transport=peer: expected auto or p2p on CPUs"):
         preflight.check(changed(config, {"attention.transport": "peer"}), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -138,7 +139,8 @@ def test_a_killed_worker_ends_the_job_and_keeps_the_finished_shards(
 
     def kill(processes: Any, timeout: float) -> bool:
         if list((tmp_path / "cut/corpus.shards").glob("*.json")):
-            os.kill(processes.pids[0], signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it was killed by the previous call
+                os.kill(processes.pids[0], signal.SIGKILL)
         return wait(processes, timeout)
 
     with monkeypatch.context() as patch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -15,10 +14,9 @@ from ...core.attention import ContextParallelAttention
 from ...core.attention.execute import Pass, Runtime
 from ...core.attention.kv_format import Shapes
 from ...core.comm import BufferPool, gather_objects
-from ...core.plans import MODES, Kind, Mode, Recorder, Target
+from ...core.plans import Kind, Recorder, Target
 from ...core.plans.cache_modes import CACHE_MODES
 from ...core.plans.mask import causal
-from ...core.plans.modes import SearchContext
 from ...inference.batch import Batch
 from ...inference.cache_manager import CacheManager
 from ...inference.cached_attention import CacheShape
@@ -81,16 +79,6 @@ def _pass_seconds(testbed: Testbed, batch: Batch, recorder: Recorder, shape: Cac
     return statistics.median(mean_seconds(run, testbed.device, _PASSES) for _ in range(3))
 
 
-def candidate_modes(n: int, cluster: Cluster, length: int = 0) -> list[Mode]:
-    """Return all modes that `auto` considers for `n` ranks."""
-    context = SearchContext(n, length, cluster)
-    modes: list[Mode] = []
-    for mode in MODES.values():
-        with suppress(ValueError):
-            modes += mode.candidates(context)
-    return modes
-
-
 def modes_to_measure(ranking: Sequence[Candidate]) -> list[Candidate]:
     """Return the modes of a ranking that are close to the fastest, as many as the time permits."""
     if not ranking:
@@ -113,8 +101,7 @@ def mode_samples(testbed: Testbed, cluster: Cluster, costs: Costs, lengths: Sequ
     target, samples = Target(testbed.workload, testbed.choose_kernel().takes, testbed.transport.over_peers), []
     for length in lengths:
         problem = Problem(testbed.n, causal(length), target, keep_received=None)
-        modes = candidate_modes(testbed.n, cluster, length)
-        ranking = [each for each in rank_modes(problem, cluster, costs, candidates=modes) if not each.reason]
+        ranking = [each for each in rank_modes(problem, cluster, costs) if not each.reason]
         # Rank 0's choice, because costs may differ among ranks.
         chosen = gather_objects(testbed.group, [each.name for each in modes_to_measure(ranking)])[0]
         for candidate in sorted((each for each in ranking if each.name in chosen), key=lambda each: each.name):

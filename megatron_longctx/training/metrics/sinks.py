@@ -13,6 +13,7 @@ import shlex
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -164,13 +165,7 @@ class ConsoleSink:
 
 def clock_text(seconds: float | None) -> str:
     """Return `h:mm:ss`, with days in front from 24 hours on; a dash for None."""
-    if seconds is None:
-        return "—"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    prefix = f"{days} day{'s' * (days > 1)} " if days else ""
-    return f"{prefix}{hour}:{minute:02}:{second:02}"
+    return "—" if seconds is None else str(timedelta(seconds=round(seconds))).replace(",", "")
 
 
 class WandbSink:

@@ -23,6 +23,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 OTHER = "elementwise and other"
 IDLE = "nothing runs"
+_LONGEST = 12
 
 
 class Span(NamedTuple):
@@ -36,26 +37,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The time of a step on one rank."""
+    """The time of a step on one rank, in types of JSON."""
 
     seconds: float  # from the beginning of the first operation to the end of the last
-    busy: dict[str, float]  # seconds on the compute stream by kind; with `IDLE` they add up to `seconds`
-    beside: dict[str, float]  # seconds on other streams by kind; they overlap with `busy`
-    longest: tuple[tuple[str, float, int], ...]  # name, seconds, calls of the longest on the compute stream
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds,
-            "busy_seconds": self.busy,
-            "beside_seconds": self.beside,
-            "longest": [{"name": n, "seconds": s, "calls": c} for n, s, c in self.longest],
-        }
+    busy_seconds: dict[str, float]  # on the compute stream by kind; with `IDLE` they add up to `seconds`
+    beside_seconds: dict[str, float]  # on other streams by kind; they overlap with `busy_seconds`
+    longest: list[dict[str, Any]]  # name, seconds and calls of the longest on the compute stream
 
     def table(self) -> str:
         """Return a Markdown table, the largest share first."""
         lines = ["| kind | s | % of the step | beside, s |", "|---|---|---|---|"]
-        for kind in sorted({*self.busy, *self.beside}, key=lambda kind: -self.busy.get(kind, 0.0)):
-            busy, beside = self.busy.get(kind, 0.0), self.beside.get(kind, 0.0)
+        kinds = {*self.busy_seconds, *self.beside_seconds}
+        for kind in sorted(kinds, key=lambda kind: -self.busy_seconds.get(kind, 0.0)):
+            busy, beside = self.busy_seconds.get(kind, 0.0), self.beside_seconds.get(kind, 0.0)
             lines.append(f"| {kind} | {busy:.4f} | {100 * busy / self.seconds:.1f} | {beside:.4f} |")
         return "\n".join((*lines, f"| whole step | {self.seconds:.4f} | 100 | |"))
 
@@ -66,7 +60,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS if any(word in name for word in words)), OTHER)
 
 
-def profile_of(spans: Iterable[Span], longest: int = 12) -> StepProfile:
+def profile_of(spans: Iterable[Span]) -> StepProfile:
     """Summarize the operations of a step.
 
     The stream with most work is the compute stream. If operations on it overlap (threads of the host), the time counts
@@ -97,6 +91,6 @@ def profile_of(spans: Iterable[Span], longest: int = 12) -> StepProfile:
         busy[kind_of(span.name)] += seconds
         by_name[span.name].append(seconds)
     busy[IDLE] = idle + last - now
-    ranked = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:longest]
-    names = tuple((name, sum(seconds), len(seconds)) for name, seconds in ranked)
-    return StepProfile(last - first, dict(busy), dict(beside), names)
+    ranked = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:_LONGEST]
+    longest = [{"name": name, "seconds": sum(each), "calls": len(each)} for name, each in ranked]
+    return StepProfile(last - first, dict(busy), dict(beside), longest)

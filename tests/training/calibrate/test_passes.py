@@ -13,12 +13,7 @@ from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.cost import Costs, ModeSample
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.calibrate.measure import Effort, Testbed, num_warm_up_calls, sustained_seconds, warm_up
-from megatron_longctx.training.calibrate.passes import (
-    candidate_modes,
-    host_operation_seconds,
-    mode_samples,
-    modes_to_measure,
-)
+from megatron_longctx.training.calibrate.passes import host_operation_seconds, mode_samples, modes_to_measure
 from megatron_longctx.training.ranks import world_group
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -46,10 +41,10 @@ def test_the_configured_length_is_measured_unless_it_is_short(
 
 
 def test_candidates_are_all_modes_with_the_options_of_auto() -> None:
-    modes = candidate_modes(4, Cluster("one", 1, 4, Mesh(300.0)), 4096)
-    assert {mode.name for mode in modes} == {*MODES} - {"node_gather"}, "one node has no other nodes"
-    assert {"ulysses", "usp (inner_size=2)"} <= set(map(str, modes))
-    assert len(set(modes)) == len(modes)
+    ranking = rank_modes(Problem(4, causal(4096), Target(GQA)), Cluster("one", 1, 4, Mesh(300.0)), COSTS)
+    assert {each.mode.name for each in ranking if each.mode} == {*MODES} - {"node_gather"}, "on one node"
+    assert {"ulysses", "usp (inner_size=2)"} <= {each.name for each in ranking}
+    assert len({each.name for each in ranking}) == len(ranking)
 
 
 def test_no_length_takes_long() -> None:

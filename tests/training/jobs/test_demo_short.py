@@ -65,7 +65,7 @@ def test_it_prints_one_table_with_the_losses_of_both(demo: tuple[Path, Job]) -> 
     for a, b in zip(one, four, strict=True):
         row = rf"^ *{a[names.STEP]} \| +{a[names.LOSS]:.6f} \| +{b[names.LOSS]:.6f} \| +[+-]\d\.\d\de[+-]\d\d$"
         assert re.search(row, out, re.MULTILINE), out
-    assert out.count("picture: runs/demo.png") == 1
+    assert out.count("picture: runs/demo.png\n") == 1
     assert re.search(r"\nthe demo took \d+ s\n$", out)
     assert "removing runs/demo-cp1 of an earlier demo" in out
 

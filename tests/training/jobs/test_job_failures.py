@@ -16,7 +16,6 @@ from megatron_longctx.cli import cli
 from megatron_longctx.config import names
 from megatron_longctx.training import worker
 from megatron_longctx.training.compose import compose_config, load_config
-from megatron_longctx.training.job import Job as JobToRun
 from megatron_longctx.training.metrics.sinks import decode
 from megatron_longctx.training.run_folder import RunFolder, RunLock
 from tests.shared.jobs import (
@@ -248,7 +247,7 @@ def test_a_log_that_rank_0_cannot_open_is_the_recorded_cause(tmp_path: Path, mon
     folder.log.mkdir(parents=True)
     monkeypatch.setattr(worker.dist, "get_rank", lambda: 0)
     with pytest.raises(IsADirectoryError):
-        worker.run(JobToRun(config, 1, "cpu", None, None, {}))
+        worker.run(worker.Job(config, 1, "cpu", None, None, {}))
     assert "rank 0 failed: IsADirectoryError: " in str(folder.first_error())
 
 

@@ -24,10 +24,10 @@ STEPS = 40
 # All lines that a run may print besides those of steps.
 OURS = (
     r"(\d\d:\d\d:\d\d )?[^|]+: \d+ s so far",  # what takes more than 10 s on a busy machine
-    r"\d\d:\d\d:\d\d W&B: offline in (runs/first/wandb/offline-run-\S+); to send it: wandb sync \1",
     r"starting 2 cpu ranks; run folder runs/first",
     r"\d\d:\d\d:\d\d transformer layers: Megatron-Core \(local\)",
     r"\d\d:\d\d:\d\d attention kernel: cpu",
+    r"\d\d:\d\d:\d\d W&B: offline in (runs/first/wandb/offline-run-\w+-\w+); to send it: wandb sync \1",
     r"\d\d:\d\d:\d\d first step: connects the ranks and compiles kernels, which a new machine does once",
     r"\d\d:\d\d:\d\d first step: [\d.]+ s forward and backward, [\d.]+ s data, [\d.]+ s optimizer",
     r"\d\d:\d\d:\d\d random states not restored: .*",

@@ -36,9 +36,9 @@ def test_time_of_the_compute_stream_is_divided_and_other_streams_overlap() -> No
     ]
     profile = profile_of(spans)
     assert profile.seconds == 8.0
-    assert profile.busy == {"matrix products": 2.0, "attention forward": 4.0, IDLE: 2.0}
-    assert profile.beside == {"messages": 2.0}
-    assert profile.longest == (("fprop", 4.0, 1), ("gemm", 2.0, 1))
+    assert profile.busy_seconds == {"matrix products": 2.0, "attention forward": 4.0, IDLE: 2.0}
+    assert profile.beside_seconds == {"messages": 2.0}
+    assert [tuple(each.values()) for each in profile.longest] == [("fprop", 4.0, 1), ("gemm", 2.0, 1)]
     assert "| attention forward | 4.0000 | 50.0 | 0.0000 |" in profile.table()
 
 
@@ -47,8 +47,8 @@ def test_time_of_the_compute_stream_is_divided_and_other_streams_overlap() -> No
 )
 def test_kinds_add_up_to_the_step(drawn: list[tuple[str, int, int, int]]) -> None:
     profile = profile_of(Span(name, stream, begin, begin + took) for name, stream, begin, took in drawn)
-    assert sum(profile.busy.values()) == pytest.approx(profile.seconds)
-    assert all(seconds >= 0 for seconds in (*profile.busy.values(), *profile.beside.values()))
+    assert sum(profile.busy_seconds.values()) == pytest.approx(profile.seconds)
+    assert all(seconds >= 0 for seconds in (*profile.busy_seconds.values(), *profile.beside_seconds.values()))
 
 
 def test_a_profile_without_operations_is_refused() -> None:
