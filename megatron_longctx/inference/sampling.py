@@ -134,7 +134,7 @@ def sample(
 
 def not_finite() -> ValueError:
     """Return the error for logits that are not finite."""
-    return refuse("logits", "not finite", "numbers", "Check the checkpoint, or use train.precision=fp32.")
+    return ValueError("logits are not finite: expected numbers. Check the checkpoint, or use train.precision=fp32.")
 
 
 def _adjusted(

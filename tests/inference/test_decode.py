@@ -180,7 +180,7 @@ def bad_values_stay_with_their_sequence(engine: LongContextEngine, text: list[in
         for layer in attention._layers:
             layer[slots_of(manager, bad.number, attention.rank)] = torch.nan
         engine.append({bad: [1, 2, 3], good: text})
-        with pytest.raises(ValueError, match="logits=not finite"):
+        with pytest.raises(ValueError, match="logits are not finite"):
             bad.generate(Sampling(max_new_tokens=2, temperature=temperature))
         expected = engine.next_logits([good])
         assert expected.isfinite().all()

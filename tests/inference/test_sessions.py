@@ -116,7 +116,7 @@ def bad_logits_are_reported_on_all_ranks(engine: LongContextEngine) -> None:
     session = opened(engine, [97, 98])
     if session.next_token is not None and session.next_token.logits is not None:
         session.next_token.logits[3] = float("nan")
-    refused(lambda: session.generate(), "logits=not finite")
+    refused(lambda: session.generate(), "logits are not finite")
     session.close()
 
 

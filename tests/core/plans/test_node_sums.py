@@ -263,7 +263,7 @@ def test_configurations_define_the_nodes() -> None:
     def ranks(setting: str, *more: str) -> int:
         words = ["model=tiny", "parallelism.context_parallel_size=16", f"attention.sum_in_node={setting}", *more]
         config = compose_config([*words, *more])
-        assert Job(config, 256).backward.sum_in_node == summed_node_size(config)
+        assert backward_plan(Job(config, 256).plan).sum_in_node == summed_node_size(config)
         return summed_node_size(config)
 
     several, one = "parallelism.cluster=a100_2x8", "parallelism.context_parallel_size=8"
