@@ -74,7 +74,8 @@ def test_export_restores_every_tensor(name: str, published: Published, runs: dic
     folder, model = published[name]
     assert same(tensors_of(tmp_path / "back"), tensors_of(folder))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
-    assert again.dtype == model.dtype
+    assert again.dtype == model.dtype and again.config.rope_parameters == model.config.rope_parameters
+    assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq), "transformers' own"
     assert torch.equal(again(torch.tensor([PROMPT])).logits, model(torch.tensor([PROMPT])).logits)
     tokenizers = [AutoTokenizer.from_pretrained(each) for each in (folder, tmp_path / "back")]
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
