@@ -321,8 +321,7 @@ def _submit(arguments: argparse.Namespace) -> None:
 def _data(arguments: argparse.Namespace) -> None:
     from ..training.text import Source, prepare
 
-    name, *more = arguments.source
-    source = Source(name, arguments.glob, arguments.join, tuple(more), arguments.text_key)
+    source = Source.of(arguments.source, arguments.glob, arguments.join, arguments.text_key)
     template, shared, library = arguments.chat_template, arguments.share_prefixes, arguments.tokenizer
     prepare(source, arguments.out, library, arguments.tokenizer_path, template, shared, arguments.workers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import shlex
 import shutil
@@ -11,7 +12,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from glob import glob
 from importlib import import_module
 from pathlib import Path
 
@@ -29,9 +29,12 @@ from ..training.auto import predicted_step_s
 from ..training.compose import RESOLVED, compose_config, load_config, override_config, save_config
 from ..training.run_folder import RunFolder
 from ..training.sweep import sweep
+from ..training.text import Source
 from ..training.worker import Job as TrainingJob
 from . import conversion
 from .slurm import Request, check_limits, split_options
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ON_RANKS = {"eval": ".evaluate", "logprobs": ".logprobs", "serve": "..serving.serve"}
@@ -178,9 +181,8 @@ def _check_verb(arguments: Namespace, words: Sequence[str], ranks: int) -> None:
     elif verb == "calibrate":
         compose_config(arguments.settings)
     else:
-        for name in [arguments.source] if isinstance(arguments.source, str) else arguments.source:
-            if name not in ("stdlib", "pydoc") and not glob(name):
-                raise refuse("--source", name, "`stdlib`, `pydoc`, or files or a folder that exist", "Check the path.")
+        source = Source.of(arguments.source, arguments.glob, arguments.join, arguments.text_key)
+        logger.info("%s: %s", source, source.kind)  # looks for the files and into the first
         build_tokenizer(arguments.tokenizer, arguments.tokenizer_path)
 
 

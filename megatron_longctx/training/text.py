@@ -63,6 +63,11 @@ class Source:
     more: tuple[str, ...] = ()
     text_key: str | None = None
 
+    @classmethod
+    def of(cls, names: Sequence[str], glob: str | None, joined: bool, text_key: str | None) -> Source:
+        """Return the source of a command line, with one name or more."""
+        return cls(names[0], glob, joined, tuple(names[1:]), text_key)
+
     def __str__(self) -> str:
         return " ".join((self.name, *self.more))
 

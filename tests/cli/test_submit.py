@@ -201,7 +201,7 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, Change]] = {
         "run -p gpu --ntasks-per-node=4 --gpus-per-node=4 eval @losses", "--ntasks=4: expected 1 tasks: .*Leave out"),
     "absent published weights": (
         "run import Llama out=runs/l", "SOURCE=Llama: expected a folder with config.json .*Fetch it first"),
-    "absent text": ("run data --source txet --out new", "--source=txet: expected .*that exist. Check the path"),
+    "absent text": ("run data --source txet --out new", "--source=txet: expected `stdlib`.* Check the path"),
     "no run to serve": ("serve checkpoint=runs/a", "runs/a/resolved.yaml: expected a run's configuration there. Start"),
     "no checkpoint named": ("serve", "checkpoint=: expected RUN or checkpoint=RUN, .*Give runs/NAME"),
     "a sweep of one run": ("sweep @demo", "sweep: expected a setting with several values"),
@@ -245,9 +245,11 @@ def test_what_a_job_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_time_limits_in_slurms_forms(place: Path) -> None:
     for time in ("2880", "48:00:00", "2-0", "2-0:0:0"):
         check_limits(Request(1, 8, 8, time, "cpu,gpu"))
-    for time in ("2881", "2-0:1", "UNLIMITED", "2880:30", "soon"):
-        with pytest.raises(ValueError):
+    for time in ("2881", "2-0:1", "UNLIMITED", "2880:30"):
+        with pytest.raises(ValueError, match=f"--time={time}: expected at most 2-00:00:00"):
             check_limits(Request(1, 8, 8, time, "gpu"))
+    with pytest.raises(ValueError, match="--time=soon: expected minutes, H:M:S or D-H:M:S"):
+        check_limits(Request(1, 8, 8, "soon", "gpu"))
 
 
 def test_slurms_error_is_reported(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
