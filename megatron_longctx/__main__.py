@@ -1,7 +1,11 @@
 """The command: `megatron-longctx`, or `python -m megatron_longctx`."""
 
+import os
 import signal
 import sys
+
+# Before numpy is imported: its threads would keep `train` from forking itself, which starts ranks in no time.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from .config.extras import without_extra
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -15,8 +14,6 @@ from typing import Any
 import torch
 
 from ..core.errors import JobFailed
-
-_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # torch then asks the driver's library of management
 
 
 def _threads() -> dict[str, str]:
@@ -46,31 +43,35 @@ def obstacle() -> str | None:
     return f"the launcher has started threads ({', '.join(started)})" if started else None
 
 
-def sees_gpu() -> bool:
-    """Return whether torch sees a CUDA device. With NVML, CUDA stays uninitialized."""
-    with _environment(_NVML):
-        return torch.cuda.is_available()
-
-
 @contextlib.contextmanager
 def without_cuda() -> Iterator[None]:
-    """Let modules be imported that ask for GPUs: they get the right answers, and CUDA stays uninitialized.
+    """Let modules be imported that ask for GPUs: a fork has asked, they get its answers, and CUDA stays uninitialized.
 
     FlashAttention-4 imports `tvm_ffi`, which asks whether there is a GPU, and `quack`, which asks for its compute
     capability. If this process cannot be forked, or CUDA does not work, nothing is changed.
     """
-    answers = {} if obstacle() else dict(_NVML)
-    if answers and "QUACK_ARCH" not in os.environ and importlib.util.find_spec("quack") and sees_gpu():
-        capability = in_fork(_capability)
-        answers = answers | {"QUACK_ARCH": capability} if capability else {}
-    with _environment(answers):
+    found = None if obstacle() else in_fork(_gpus)
+    if found is None:
         yield
-
-
-def _capability() -> str | None:
+        return
+    # torch asks the driver's library of management then, which is no better: it opens the devices. But it counts them
+    # once, and here it has.
+    answers = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    if found and "QUACK_ARCH" not in os.environ:
+        answers["QUACK_ARCH"] = found[0]
+    before, torch.cuda._cached_device_count = torch.cuda._cached_device_count, len(found)
     try:
-        return "{}{}".format(*torch.cuda.get_device_capability())
-    except RuntimeError:  # the driver does not work
+        with _environment(answers):
+            yield
+    finally:
+        torch.cuda._cached_device_count = before
+
+
+def _gpus() -> list[str] | None:
+    """Return the compute capability of every GPU, such as `90`; None if the driver does not work."""
+    try:
+        return ["{}{}".format(*torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())]
+    except RuntimeError:
         return None
 
 

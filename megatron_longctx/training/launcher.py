@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from ..config import Config
@@ -99,7 +100,7 @@ def _start_ranks(config: Config) -> None:
         with Progress("importing Megatron"):
             from . import auto, loop, preflight  # noqa: F401
 
-        if forks.sees_gpu() and forks.obstacle() is None:  # without NVML, the first initializes CUDA
+        if torch.cuda.is_available() and forks.obstacle() is None:
             fa4.package_problem()  # imports it, which the check and Megatron-Core 0.16's ranks would each do
             job = forks.in_fork(_accept, config)  # it uses CUDA
         else:

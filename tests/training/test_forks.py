@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import threading
 from collections.abc import Iterator
@@ -62,10 +61,11 @@ def test_a_process_that_uses_cuda_is_not_forked(alone: None, monkeypatch: pytest
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
-    """A host with a GPU of compute capability 9.0 and the package quack, where nothing has set what it reads."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    """A host with two GPUs of compute capability 9.0, where nothing has set what torch and quack read."""
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_cached_device_count", None)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for name in _READ:
         monkeypatch.delenv(name, raising=False)
 
@@ -74,29 +74,34 @@ _READ = ("PYTORCH_NVML_BASED_CUDA_CHECK", "QUACK_ARCH")  # by torch and by quack
 
 
 def test_modules_that_ask_for_gpus_are_answered_without_cuda(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(os.environ)
     with forks.without_cuda():
-        assert [os.environ[name] for name in _READ] == ["1", "90"]
-    assert not any(name in os.environ for name in _READ)
+        monkeypatch.setattr(torch.cuda, "_device_count_nvml", _broken)
+        assert os.environ["QUACK_ARCH"] == "90"
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 2
+    assert dict(os.environ) == before and torch.cuda._cached_device_count is None
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
     monkeypatch.setenv("QUACK_ARCH", "100")
     with forks.without_cuda():
         assert os.environ["QUACK_ARCH"] == "100", "the user's"
     assert os.environ["QUACK_ARCH"] == "100"
 
 
+def test_without_gpus_modules_are_told_so(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 0)
+    with forks.without_cuda():
+        monkeypatch.setattr(torch.cuda, "_device_count_nvml", _broken)
+        assert not torch.cuda.is_available() and "QUACK_ARCH" not in os.environ
+
+
 def test_a_driver_that_does_not_work_is_asked_by_nobody_else(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", _broken)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: _broken())
     with forks.without_cuda():
         assert not any(name in os.environ for name in _READ)
 
 
-def _broken() -> None:
+def _broken() -> int:
     raise RuntimeError("No CUDA GPUs are available")
-
-
-def test_looking_for_gpus_leaves_the_environment_unchanged() -> None:
-    before = dict(os.environ)
-    assert isinstance(forks.sees_gpu(), bool)
-    assert dict(os.environ) == before
 
 
 def _work(what: str) -> Any:
