@@ -4,20 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_longctx.core.plans import (
-    Attend,
-    Block,
-    Heads,
-    Kind,
-    Move,
-    Plan,
-    PlanError,
-    Slice,
-    build_plan,
-    transpose,
-    verify,
-)
+from megatron_longctx.core.plans import Attend, Block, Heads, Kind, Move, Plan, Slice, build_plan, transpose
 from megatron_longctx.core.plans.mask import documents, full
+from megatron_longctx.testing.verify import PlanError, verify
 from tests.shared.plans import attend, helper_plan, kv, queries, tangled_plan, with_calls, with_moves
 
 
