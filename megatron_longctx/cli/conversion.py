@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from ..config.progress import Progress
 from ..core.errors import refuse
 from ..mcore import checkpoint_weights
 from ..mcore.checkpoint_folder import iteration_directory
-from ..mcore.checkpoint_weights import Journal, Parameter
+from ..mcore.checkpoint_weights import Parameter
 from ..mcore.data_identity import tokenizer_identity
 from ..mcore.inference import trained_length
 from ..mcore.model import fingerprint, padded_vocab_size
@@ -86,8 +85,6 @@ def import_model(source: str, words: Sequence[str]) -> None:
         extra = {"data": {"data.tokenizer": _checked_tokenizer(config, folder, final, vocab)}}
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         save_config(config, folder / RESOLVED)
-        identity = _import_identity(Path(source), folder)
-        journal = Journal(folder, _partial_folders(folder, final), _CHECKPOINTS, identity)
         with Progress("importing", len(in_file_order(weights, config.model)), "weights") as progress:
             checkpoint_weights.write(
                 folder / _CHECKPOINTS,
@@ -96,9 +93,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
                 dtype,
                 fingerprint(config, rows),
                 extra,
-                journal,
             )
-        journal.remove()
     rounded = {each.dtype for each in published.tensors.values()} - {dtype, torch.float16}
     if dtype == torch.bfloat16 and rounded:
         logger.info("fp32 weights were rounded to bf16, because of train.precision=bf16")
@@ -282,13 +277,6 @@ def _published_length(original: Mapping[str, Any], model: ModelConfig) -> int:
     return length
 
 
-def _import_identity(source: Path, folder: Path) -> str:
-    """Describe what determines the weights: files by size and time, the settings in `folder`, and package versions."""
-    files = [each for each in sorted(source.iterdir()) if each.is_file()] if source.is_dir() else [source]
-    of_files = [(str(each.absolute()), (stat := each.stat()).st_size, stat.st_mtime_ns) for each in files]
-    return json.dumps([version("megatron-longctx"), torch.__version__, of_files, (folder / RESOLVED).read_text()])
-
-
 @contextmanager
 def new_folder(out: str | None) -> Iterator[tuple[Path, Path]]:
     """Provide a partial folder, which is renamed when the context ends and removed if it fails.
@@ -302,7 +290,7 @@ def new_folder(out: str | None) -> Iterator[tuple[Path, Path]]:
     try:
         yield folder, final
         folder.rename(final)
-        for left in _partial_folders(folder, final):
+        for left in sorted(final.parent.glob(f"{glob.escape(final.name)}.*.partial")):
             logger.warning("%s is of another import or export into %s: delete it if that was killed", left, final.name)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -317,8 +305,3 @@ def _final_folder(out: str | None) -> Path:
     if final.exists():
         raise refuse("out", out, "a new folder; this one already exists", "Give another name, or delete it.")
     return final
-
-
-def _partial_folders(folder: Path, final: Path) -> list[Path]:
-    """Return the partial folders for `final` other than `folder`."""
-    return [each for each in sorted(final.parent.glob(f"{glob.escape(final.name)}.*.partial")) if each != folder]
