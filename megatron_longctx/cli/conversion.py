@@ -30,9 +30,8 @@ from ..mcore.inference import trained_length
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..models import Dims, Weight, check_same_function, family_of_model, family_of_source, in_file_order
-from ..models.gguf_file import GgufFile
 from ..models.huggingface import HuggingFaceFolder, ShardWriter
-from ..models.source import CONFIG_FILES, TOKENIZER_FILES, Source, TensorInfo, matching_files, read_json
+from ..models.source import CONFIG_FILES, TOKENIZER_FILES, TensorInfo, matching_files, read_json
 from ..serving.inference_job import checkpoint_of, split_arguments
 from ..training import preflight
 from ..training.compose import RESOLVED, load_config, override_config, save_config
@@ -50,7 +49,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
     """Run the `import` verb. A failure leaves nothing of the run.
 
     Args:
-        source: a Hugging Face folder, or a GGUF file.
+        source: a Hugging Face folder.
         words: `out=RUN`, and settings of the run.
     """
     begin = time.perf_counter()
@@ -160,16 +159,18 @@ def check_export(words: Sequence[str]) -> None:
     _final_folder(own.get("out"))
 
 
-def _open_source(path: Path) -> Source:
-    if path.suffix == ".gguf" and path.is_file():
-        return GgufFile(path)
+def _open_source(path: Path) -> HuggingFaceFolder:
     if (path / "config.json").is_file():
         return HuggingFaceFolder(path)
-    expected = "a folder with config.json and safetensors files, or a .gguf file"
-    raise refuse("SOURCE", path, expected, "Fetch it first: nothing is downloaded here.")
+    remedy = "Fetch it first: nothing is downloaded here."
+    if path.suffix == ".gguf":
+        remedy = (
+            "Take the model's safetensors, or convert it in a checkout: `python -m analysis.gguf_file FILE FOLDER`."
+        )
+    raise refuse("SOURCE", path, "a folder with config.json and safetensors files", remedy)
 
 
-def _check_tensors(source: Source, weights: Sequence[Weight], dims: Dims) -> None:
+def _check_tensors(source: HuggingFaceFolder, weights: Sequence[Weight], dims: Dims) -> None:
     """Refuse missing tensors, tensors that the architecture does not have, and tensors of another shape."""
     expected: dict[str, tuple[int, ...]] = {}
     for weight, layer in in_file_order(weights, dims.model):
@@ -185,14 +186,14 @@ def _check_tensors(source: Source, weights: Sequence[Weight], dims: Dims) -> Non
             raise refuse("tensors", name, "tensors that the architecture has", remedy)
 
 
-def _is_tied_copy(source: Source, name: str, dims: Dims) -> bool:
+def _is_tied_copy(source: HuggingFaceFolder, name: str, dims: Dims) -> bool:
     """Whether a tensor is the output matrix of a model that shares it with the embedding, saved twice."""
     tied = dims.model.tie_embeddings and name == "lm_head.weight"
     return tied and torch.equal(source.read(name), source.read("model.embed_tokens.weight"))
 
 
 def _parameters(
-    source: Source, weights: Sequence[Weight], dims: Dims, dtype: torch.dtype, progress: Progress
+    source: HuggingFaceFolder, weights: Sequence[Weight], dims: Dims, dtype: torch.dtype, progress: Progress
 ) -> Iterator[Parameter]:
     def value(weight: Weight, layer: int) -> Tensor:
         progress.advance()

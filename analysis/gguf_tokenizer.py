@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import refuse
-from .source import require_package
+from megatron_longctx.core.errors import refuse
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # gguf.TokenType
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -34,7 +33,6 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Any], path: Path) -> No
         ValueError: a tokenizer that is neither a byte-level BPE nor SentencePiece's BPE, or that splits or normalizes
             text in an unknown way.
     """
-    require_package("tokenizers", str(path))
     kind, split = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "gpt-2")
     remedy = "Take the model's safetensors instead, with its tokenizer."
     if kind not in ("gpt2", "llama"):

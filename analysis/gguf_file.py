@@ -1,12 +1,18 @@
-"""GGUF files, the format of llama.cpp: dequantized weights, and metadata as the fields of a `config.json`."""
+"""Converts a GGUF file, the format of llama.cpp, for `import`: `python -m analysis.gguf_file FILE FOLDER`.
+
+The folder has `config.json`, dequantized weights in fp32 as safetensors, and the tokenizer.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +20,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..config import has_type
-from ..core.errors import refuse
-from .gguf_tokenizer import write_tokenizer
-from .source import TensorInfo, require_package
+from analysis.gguf_tokenizer import write_tokenizer
+from megatron_longctx.cli.conversion import new_folder
+from megatron_longctx.config import has_type
+from megatron_longctx.core.errors import refuse
+from megatron_longctx.models.huggingface import ShardWriter
+from megatron_longctx.models.source import TensorInfo
 
 # Fields of config.json, keyed by the metadata's keys without the architecture's name.
 _FIELDS = {
@@ -73,6 +81,7 @@ _ARCHITECTURES = {
     ),
 }
 _HARMLESS = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")
+_SHARD_BYTES = 5 * 10**9
 _SAFETENSORS = "Take the model's safetensors instead."
 # The names of the families above, among all those that `gguf` knows for a tensor.
 _PUBLISHED = re.compile(
@@ -109,14 +118,13 @@ def _types_checked(path: Path) -> Iterator[None]:
 
 
 class GgufFile:
-    """A `models.source.Source`. Tensors have the names and the order of rows of Hugging Face.
+    """A published model. Tensors have the names and the order of rows of Hugging Face.
 
     Raises:
         ValueError: the file is damaged, or has an architecture or a key that is not supported.
     """
 
     def __init__(self, path: Path) -> None:
-        require_package("gguf", str(path))
         self._path = path
         try:
             self._reader = _reader(path)
@@ -172,12 +180,17 @@ class GgufFile:
             weight = pairs.transpose(1, 2).reshape(weight.shape)
         return weight
 
-    def write_tokenizer(self, folder: Path) -> None:
+    def _read_group(self, name: str) -> dict[str, Tensor]:
+        return {name: self.read(name)}
+
+    def write(self, folder: Path) -> None:
+        """Write the folder of Hugging Face, one tensor at a time."""
+        groups = [{name: info} for name, info in self.tensors.items()]
+        ShardWriter(folder, groups, _SHARD_BYTES).write(partial(self._read_group, name) for name in self.tensors)
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
         if "tokenizer.ggml.model" in self._metadata:
-            folder.mkdir()
             with _types_checked(self._path):
                 write_tokenizer(folder, self._metadata, self._path)
-            (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
 
     def _read_config(self, name: str) -> dict[str, Any]:
         """Return the fields of a `config.json` except `tie_word_embeddings`, which tensors decide."""
@@ -216,3 +229,19 @@ class GgufFile:
             config["query_pre_attn_scalar"] = hidden // heads if config.get("num_hidden_layers") == 62 else head
             config.setdefault("sliding_window_pattern", 6 if config.get("sliding_window") else 1)
         return config
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("folder", help="a new one")
+    arguments = parser.parse_args(words)
+    with new_folder(arguments.folder) as (folder, _):
+        GgufFile(arguments.file).write(folder)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
