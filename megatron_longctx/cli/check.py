@@ -155,7 +155,7 @@ def _short(config: Config, steps: int, root: Path) -> Config:
     decay = max(optim.decay_steps or train.steps, steps)
     return replace(
         config,
-        train=replace(train, steps=steps, save=False, save_minutes=None, keep_best=False, upload_command=None),
+        train=replace(train, steps=steps, save=False, save_minutes=None, keep_best=False),
         optim=replace(optim, decay_steps=decay),
         run=replace(config.run, root=str(root), name=_RUN),
         logging=replace(config.logging, wandb="disabled", profile_step=None),
