@@ -26,8 +26,8 @@ _SPLITS = {
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 
-def write_tokenizer(folder: Path, metadata: Mapping[str, Any], path: Path) -> None:
-    """Write `tokenizer.json`, `tokenizer_config.json` and the chat template from the metadata of `path`.
+def write_tokenizer(folder: Path, metadata: Mapping[str, Any]) -> None:
+    """Write `tokenizer.json`, `tokenizer_config.json` and the chat template from the metadata of a file.
 
     Raises:
         ValueError: a tokenizer that is neither a byte-level BPE nor SentencePiece's BPE, or that splits or normalizes
@@ -43,21 +43,16 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Any], path: Path) -> No
         if kind == "llama" and metadata.get(f"tokenizer.ggml.{name}"):
             raise refuse(f"tokenizer.ggml.{name}", "set", "text that is not changed", remedy)
     tokens = metadata.get("tokenizer.ggml.tokens", [])
-    try:
-        special = {
-            published: tokens[number]
-            for name, published in _SPECIAL.items()
-            if (number := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None and 0 <= number < len(tokens)
-        }
-        if len(set(tokens)) != len(tokens):
-            raise ValueError("a token occurs twice")
-        kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
-        bpe = _sentencepiece(metadata, tokens, kinds) if kind == "llama" else _byte_level_bpe(metadata, tokens, split)
-        adds_bos = kind == "llama" or split == "llama-bpe"
-        _add_special(bpe, metadata, tokens, kinds, special, adds_bos=adds_bos)
-        bpe.save(str(folder / "tokenizer.json"))
-    except Exception as error:  # for example a merge of unknown tokens
-        raise ValueError(f"{path}: its tokenizer is damaged ({error}). Fetch it again.") from None
+    special = {
+        published: tokens[number]
+        for name, published in _SPECIAL.items()
+        if (number := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None and 0 <= number < len(tokens)
+    }
+    kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    bpe = _sentencepiece(metadata, tokens, kinds) if kind == "llama" else _byte_level_bpe(metadata, tokens, split)
+    adds_bos = kind == "llama" or split == "llama-bpe"
+    _add_special(bpe, metadata, tokens, kinds, special, adds_bos=adds_bos)
+    bpe.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {f"{name}_token": token for name, token in special.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -7,8 +7,6 @@ import io
 import json
 import os
 import random
-import re
-import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -251,14 +249,6 @@ def test_fields_that_files_of_gemma3_lack_are_those_of_llama_cpp(
          r"tokenizer\.ggml\.remove_extra_whitespaces=set: expected text that is not changed"),
         (lambda w: w.add_tensor("rope_freqs.weight", numpy.ones(4, "f4")),
          r"tensors=rope_freqs\.weight: expected tensors"),
-        (lambda w: w.add_token_list(["a", "a"]), r"its tokenizer is damaged \("),
-        (lambda w: w.add_block_count(2**31), r"llama\.block_count=2147483648: expected 1 to \d\d, the num"),
-        (lambda w: w.add_string("llama.block_count", "many"), r"llama\.block_count=many: expected an integer above 0"),
-        (lambda w: w.kv_data[0].pop("llama.block_count"), r"llama\.block_count=0: expected 1 to \d\d, the"),
-        (lambda w: w.add_array("llama.attention.head_count", [4, 4]), r"head_count=\[4, 4\]: expected an integer"),
-        (lambda w: w.add_string("split.count", "two"), r"model\.gguf: damaged, or not a GGUF file \("),
-        (lambda w: w.add_string("tokenizer.ggml.bos_token_id", "first"), r"its tokenizer is damaged \("),
-        (lambda w: w.add_array("tokenizer.ggml.pre", ["gpt-2"]), r"model\.gguf: damaged, or not a GGUF file \("),
     ],
 )  # fmt: skip
 def test_unsupported_content_is_refused_by_name(change: Callable[[Any], object], message: str, tmp_path: Path) -> None:
@@ -269,36 +259,12 @@ def test_unsupported_content_is_refused_by_name(change: Callable[[Any], object],
     assert not (tmp_path / "run").exists()
 
 
-def test_damaged_and_foreign_files_are_refused(both: tuple[Path, Path], tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    content = both[1].read_bytes()
-    for piece in (b"", b"GGUF", content[:1000], content[: len(content) // 2], b"x" * 5000):
-        path.write_bytes(piece)
-        with pytest.raises(ValueError, match=r"model\.gguf: damaged, or not a GGUF file"):
-            GgufFile(path)
-    gguf_of_another = gguf.GGUFWriter(path, "mamba")
-    gguf_of_another.write_header_to_file()
-    gguf_of_another.write_kv_data_to_file()
-    gguf_of_another.close()
-    with pytest.raises(ValueError, match=r"general\.architecture=mamba: expected one of llama, qwen2, qwen3, gemma3"):
-        GgufFile(path)
-
-
-def test_an_array_longer_than_the_file_ends(tmp_path: Path) -> None:
-    path, key = tmp_path / "model.gguf", b"general.tags"
-    head = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key
-    path.write_bytes(head + struct.pack("<IIQ", 9, 0, 2**40))  # of single bytes
-    with pytest.raises(ValueError, match=r"damaged, or not a GGUF file \(it ends too early\)"):
-        GgufFile(path)
-
-
-def test_a_key_does_not_control_the_terminal(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_string("\x1b]0;title\x07", "\x1b[2J")
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=re.escape(r"\x1b]0;title\x07=\x1b[2J: expected keys that are known here")):
+    with pytest.raises(ValueError, match=r"general\.architecture=mamba: expected one of llama, qwen2, qwen3, gemma3"):
         GgufFile(tmp_path / "model.gguf")
 
 
