@@ -259,7 +259,7 @@ def _add_files(verbs: _Verbs) -> None:
     data = verbs.add_parser("data", help="convert text to Megatron's indexed dataset")
     data.add_argument(
         "--source", required=True, nargs="+", metavar="SOURCE",
-        help="files (text, .jsonl, also .gz or .zst; .parquet), folders, patterns in quotes; or stdlib, or pydoc",
+        help="files (text, .jsonl, also .gz or .zst; .parquet), folders, patterns in quotes; or stdlib",
     )  # fmt: skip
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
     data.add_argument("--glob", help="pattern of the files of a folder (default: text files)")

@@ -206,7 +206,7 @@ def test_workers_that_cannot_be(workers: int, folder: Path, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=f"--workers={workers}: expected 1 or more"):
         write(folder, tmp_path / "corpus", workers=workers)
     with pytest.raises(ValueError, match="--workers=2: expected 1 for these documents, which are made together"):
-        write(Source("pydoc"), tmp_path / "corpus", workers=2)
+        write(Source("stdlib"), tmp_path / "corpus", workers=2)
 
 
 @pytest.fixture
