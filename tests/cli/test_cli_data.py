@@ -208,7 +208,7 @@ def test_a_failed_source_keeps_the_earlier_corpus(tmp_path: Path, data: Run) -> 
     assert documents(tmp_path / "corpus") == [[b"kept"]]
 
 
-ENDINGS = ".jsonl, .md, .py, .rst, .tex, .txt, these with .gz or .zst, .parquet or .arrow"
+ENDINGS = ".jsonl, .md, .py, .rst, .tex, .txt, these with .gz or .zst, or .parquet"
 NAMED = f"`stdlib`, a folder, a pattern, or a file that ends in {ENDINGS}. Check the path, or"
 
 
