@@ -62,9 +62,7 @@ def test_no_larger_set_exists_for_4_and_6(n):
 @pytest.mark.parametrize("m", [m for m in range(1, 66) if m not in (3, 5)])
 def test_paths_use_every_arc_and_every_end_once(m):
     paths = hamiltonian_paths(m)
-    assert len(paths) == (
-        m - 1 if m % 2 and m > 31 else m
-    )  # and so, being disjoint, they use all arcs, starts and ends
+    assert len(paths) == (m - 1 if m % 2 and m > 31 else m)  # all arcs, starts and ends, if m: they are disjoint
     assert_disjoint_paths(paths, m)
 
 
