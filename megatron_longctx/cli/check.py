@@ -155,7 +155,7 @@ def _short(config: Config, steps: int, root: Path) -> Config:
     decay = max(optim.decay_steps or train.steps, steps)
     return replace(
         config,
-        train=replace(train, steps=steps, save=False, save_minutes=None, keep_best=False, upload_command=None),
+        train=replace(train, steps=steps, save=False, save_minutes=None, keep_best=False),
         optim=replace(optim, decay_steps=decay),
         run=replace(config.run, root=str(root), name=_RUN),
         logging=replace(config.logging, wandb="disabled", profile_step=None),
@@ -183,10 +183,7 @@ def _report(comparison: _Comparison, steps: int, reference: Curves, curves: Curv
     """Print the table and return the exit code."""
     from ..training.recorded import gradient_errors
 
-    pairs = {
-        "loss": (reference.losses, curves.losses),
-        "gradient norm": (reference.grad_norms, curves.grad_norms),
-    }
+    pairs = {"loss": (reference.losses, curves.losses), "gradient norm": (reference.grad_norms, curves.grad_norms)}
     errors: dict[str, float] = {}
     root, (run, other) = Path(comparison.config.run.root), _names(comparison)
     print(f"\n{_title(comparison)}\n\n{'step':>4}  {'':<14}{'reference':>16}{'run':>16}{'difference':>12}")
@@ -219,11 +216,7 @@ def _names(comparison: _Comparison) -> tuple[str, str]:
 
 def _sizes(par: ParallelismConfig) -> str:
     """Return the sizes of what shards a sequence or a model; sizes of 1 are left out, except CP's."""
-    others = {
-        "TP": par.tensor_parallel_size,
-        "PP": par.pipeline_parallel_size,
-        "EP": par.expert_model_parallel_size,
-    }
+    others = {"TP": par.tensor_parallel_size, "PP": par.pipeline_parallel_size, "EP": par.expert_model_parallel_size}
     more = (f"{axis}={size}" for axis, size in others.items() if size > 1)
     return ", ".join((f"CP={par.context_parallel_size}", *more))
 

@@ -226,8 +226,8 @@ def _add_models(verbs: _Verbs) -> None:
     serve = verbs.add_parser("serve", help="serve a run's checkpoint with an OpenAI-compatible API")
     serve.add_settings("RUN (or checkpoint=RUN), iteration=N, and settings that override the run's")
 
-    importing = verbs.add_parser("import", help="import a published model (Hugging Face or GGUF) as a run")
-    importing.add_argument("source", metavar="SOURCE", help="a folder with config.json and safetensors, or a .gguf")
+    importing = verbs.add_parser("import", help="import a published model (a folder of Hugging Face) as a run")
+    importing.add_argument("source", metavar="SOURCE", help="a folder with config.json and safetensors")
     importing.add_settings("out=RUN (a new folder), and settings of the run")
 
     export = verbs.add_parser("export", help="export a run's checkpoint as a folder for Hugging Face's libraries")
@@ -259,7 +259,7 @@ def _add_files(verbs: _Verbs) -> None:
     data = verbs.add_parser("data", help="convert text to Megatron's indexed dataset")
     data.add_argument(
         "--source", required=True, nargs="+", metavar="SOURCE",
-        help="files (text, .jsonl, also .gz or .zst; .parquet), folders, patterns in quotes; or stdlib, or pydoc",
+        help="files (text, .jsonl, also .gz or .zst; .parquet), folders, patterns in quotes; or stdlib",
     )  # fmt: skip
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
     data.add_argument("--glob", help="pattern of the files of a folder (default: text files)")

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,14 @@ from ..config.progress import Progress
 from ..core.errors import refuse
 from ..mcore import checkpoint_weights
 from ..mcore.checkpoint_folder import iteration_directory
-from ..mcore.checkpoint_weights import Journal, Parameter
+from ..mcore.checkpoint_weights import Parameter
 from ..mcore.data_identity import tokenizer_identity
 from ..mcore.inference import trained_length
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..models import Dims, Weight, check_same_function, family_of_model, family_of_source, in_file_order
-from ..models.gguf_file import GgufFile
 from ..models.huggingface import HuggingFaceFolder, ShardWriter
-from ..models.source import CONFIG_FILES, TOKENIZER_FILES, Source, TensorInfo, matching_files, read_json
+from ..models.source import CONFIG_FILES, TOKENIZER_FILES, TensorInfo, matching_files, read_json
 from ..serving.inference_job import checkpoint_of, split_arguments
 from ..training import preflight
 from ..training.compose import RESOLVED, load_config, override_config, save_config
@@ -51,7 +49,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
     """Run the `import` verb. A failure leaves nothing of the run.
 
     Args:
-        source: a Hugging Face folder, or a GGUF file.
+        source: a Hugging Face folder.
         words: `out=RUN`, and settings of the run.
     """
     begin = time.perf_counter()
@@ -86,8 +84,6 @@ def import_model(source: str, words: Sequence[str]) -> None:
         extra = {"data": {"data.tokenizer": _checked_tokenizer(config, folder, final, vocab)}}
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         save_config(config, folder / RESOLVED)
-        identity = _import_identity(Path(source), folder)
-        journal = Journal(folder, _partial_folders(folder, final), _CHECKPOINTS, identity)
         with Progress("importing", len(in_file_order(weights, config.model)), "weights") as progress:
             checkpoint_weights.write(
                 folder / _CHECKPOINTS,
@@ -96,9 +92,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
                 dtype,
                 fingerprint(config, rows),
                 extra,
-                journal,
             )
-        journal.remove()
     rounded = {each.dtype for each in published.tensors.values()} - {dtype, torch.float16}
     if dtype == torch.bfloat16 and rounded:
         logger.info("fp32 weights were rounded to bf16, because of train.precision=bf16")
@@ -165,16 +159,18 @@ def check_export(words: Sequence[str]) -> None:
     _final_folder(own.get("out"))
 
 
-def _open_source(path: Path) -> Source:
-    if path.suffix == ".gguf" and path.is_file():
-        return GgufFile(path)
+def _open_source(path: Path) -> HuggingFaceFolder:
     if (path / "config.json").is_file():
         return HuggingFaceFolder(path)
-    expected = "a folder with config.json and safetensors files, or a .gguf file"
-    raise refuse("SOURCE", path, expected, "Fetch it first: nothing is downloaded here.")
+    remedy = "Fetch it first: nothing is downloaded here."
+    if path.suffix == ".gguf":
+        remedy = (
+            "Take the model's safetensors, or convert it in a checkout: `python -m analysis.gguf_file FILE FOLDER`."
+        )
+    raise refuse("SOURCE", path, "a folder with config.json and safetensors files", remedy)
 
 
-def _check_tensors(source: Source, weights: Sequence[Weight], dims: Dims) -> None:
+def _check_tensors(source: HuggingFaceFolder, weights: Sequence[Weight], dims: Dims) -> None:
     """Refuse missing tensors, tensors that the architecture does not have, and tensors of another shape."""
     expected: dict[str, tuple[int, ...]] = {}
     for weight, layer in in_file_order(weights, dims.model):
@@ -190,14 +186,14 @@ def _check_tensors(source: Source, weights: Sequence[Weight], dims: Dims) -> Non
             raise refuse("tensors", name, "tensors that the architecture has", remedy)
 
 
-def _is_tied_copy(source: Source, name: str, dims: Dims) -> bool:
+def _is_tied_copy(source: HuggingFaceFolder, name: str, dims: Dims) -> bool:
     """Whether a tensor is the output matrix of a model that shares it with the embedding, saved twice."""
     tied = dims.model.tie_embeddings and name == "lm_head.weight"
     return tied and torch.equal(source.read(name), source.read("model.embed_tokens.weight"))
 
 
 def _parameters(
-    source: Source, weights: Sequence[Weight], dims: Dims, dtype: torch.dtype, progress: Progress
+    source: HuggingFaceFolder, weights: Sequence[Weight], dims: Dims, dtype: torch.dtype, progress: Progress
 ) -> Iterator[Parameter]:
     def value(weight: Weight, layer: int) -> Tensor:
         progress.advance()
@@ -282,13 +278,6 @@ def _published_length(original: Mapping[str, Any], model: ModelConfig) -> int:
     return length
 
 
-def _import_identity(source: Path, folder: Path) -> str:
-    """Describe what determines the weights: files by size and time, the settings in `folder`, and package versions."""
-    files = [each for each in sorted(source.iterdir()) if each.is_file()] if source.is_dir() else [source]
-    of_files = [(str(each.absolute()), (stat := each.stat()).st_size, stat.st_mtime_ns) for each in files]
-    return json.dumps([version("megatron-longctx"), torch.__version__, of_files, (folder / RESOLVED).read_text()])
-
-
 @contextmanager
 def new_folder(out: str | None) -> Iterator[tuple[Path, Path]]:
     """Provide a partial folder, which is renamed when the context ends and removed if it fails.
@@ -302,7 +291,7 @@ def new_folder(out: str | None) -> Iterator[tuple[Path, Path]]:
     try:
         yield folder, final
         folder.rename(final)
-        for left in _partial_folders(folder, final):
+        for left in sorted(final.parent.glob(f"{glob.escape(final.name)}.*.partial")):
             logger.warning("%s is of another import or export into %s: delete it if that was killed", left, final.name)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -317,8 +306,3 @@ def _final_folder(out: str | None) -> Path:
     if final.exists():
         raise refuse("out", out, "a new folder; this one already exists", "Give another name, or delete it.")
     return final
-
-
-def _partial_folders(folder: Path, final: Path) -> list[Path]:
-    """Return the partial folders for `final` other than `folder`."""
-    return [each for each in sorted(final.parent.glob(f"{glob.escape(final.name)}.*.partial")) if each != folder]

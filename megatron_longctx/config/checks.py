@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping
 from operator import attrgetter
-from string import Formatter
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +18,6 @@ from .tree import Config, InferenceConfig
 
 # The least weight of a dataset as a part of all weights: less might not come up before a blend repeats.
 _MIN_WEIGHT = 1e-4
-# What `train.upload_command` may have in braces.
-UPLOAD_FIELDS = ("path", "name", "step", "run")
 
 
 def check_value(name: str, value: object) -> None:
@@ -266,18 +262,6 @@ def _check_expert_sizes(config: Config, experts: int, training: bool) -> None:
         raise refuse(name, given, "1 with model.bias=true", "Megatron shards no biases of experts.")
 
 
-def _check_upload(command: str) -> None:
-    """Refuse a command that does not name the checkpoint, or has other fields."""
-    expected = f"words with {{path}}, and no fields but {', '.join(f'{{{each}}}' for each in UPLOAD_FIELDS)}"
-    try:
-        fields = {field for word in shlex.split(command) for _, field, _, _ in Formatter().parse(word)} - {None}
-    except ValueError as error:
-        expected, fields = f"{expected} ({error})", set()
-    if "path" not in fields or not fields <= set(UPLOAD_FIELDS):
-        remedy = "For example: rclone copy {path} remote:bucket/{run}/{name}."
-        raise refuse("train.upload_command", command, expected, remedy)
-
-
 def _check_training(config: Config) -> None:
     train, optim, data = config.train, config.optim, config.data
     if optim.min_lr > optim.lr:
@@ -305,8 +289,6 @@ def _check_training(config: Config) -> None:
         expected = f"train.save_interval={_spelled(train.save_interval)} to be a multiple of train.eval_interval"
         expected += f"={_spelled(train.eval_interval)}, so that checkpoints have a validation loss"
         raise refuse("train.keep_best", "true", expected, "Set both, for example to the same number of steps.")
-    if train.upload_command is not None:
-        _check_upload(train.upload_command)
     total = sum(weight for weight, _ in data.datasets)
     if light := [prefix for weight, prefix in data.datasets if weight < _MIN_WEIGHT * total or total == 0]:
         expected = f"weights that are each at least 1/{round(1 / _MIN_WEIGHT)} of their sum; {light[0]} has less"

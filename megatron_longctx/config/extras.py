@@ -10,7 +10,7 @@ EXTRAS = {
     "train": ("hydra", "omegaconf", "yaml", "wandb", "matplotlib", "jinja2", "argcomplete"),
     "gpu": ("transformer_engine", "flash_attn", "fla"),
     "serve": ("starlette", "uvicorn", "prometheus_client", "xgrammar"),
-    "models": ("safetensors", "gguf", "transformers", "tokenizers", "sentencepiece", "tiktoken"),
+    "models": ("safetensors", "transformers", "tokenizers", "sentencepiece", "tiktoken"),
     "transformers": ("transformers",),
     "data": ("pyarrow",),
     "tensorboard": ("tensorboard",),
@@ -18,7 +18,7 @@ EXTRAS = {
     "docs": ("sphinx", "myst_parser", "furo"),
     "dev": (
         *("pytest", "pytest_timeout", "xdist", "playwright", "hypothesis", "ruff", "mypy", "pre_commit", "triton"),
-        *("accelerate", "openai", "lm_eval"),
+        *("accelerate", "openai", "lm_eval", "gguf"),
     ),
 }
 """The modules that each extra of pyproject.toml brings, besides those of the extras that it includes."""

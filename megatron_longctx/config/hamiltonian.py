@@ -1,22 +1,22 @@
 """Decompositions of the complete digraph K*_n (an arc in each direction between any two vertices).
 
 K*_n decomposes into n-1 edge-disjoint directed Hamiltonian cycles for every n except 4 and 6 (Tillson 1980; TASP
-section 3.1.2 uses the cycles as rings of links that do not disturb each other). There are three constructions:
+section 3.1.2 uses the cycles as rings of links that do not disturb each other). The constructions:
 
 - odd n: the rows of a row-complete Latin square of order n-1, each closed through one more vertex. Every arc between
   old vertices is in one row; every old vertex ends one row and starts one.
-- even n >= 8: take the n-2 cycles of K*_(n-1) and a Hamiltonian path of K*_(n-1) with exactly one arc in each of them
-  (a rainbow path). Insert the new vertex into each of these arcs, so that a -> b becomes a -> new -> b. The removed
-  arcs, which are the path, and the new vertex's arcs from the path's end and to its start form one more cycle.
+- even n from 8 to 32: take the n-2 cycles of K*_(n-1) and a Hamiltonian path of K*_(n-1) with exactly one arc in each
+  of them (a rainbow path). Insert the new vertex into each of these arcs, so that a -> b becomes a -> new -> b. The
+  removed arcs, which are the path, and the new vertex's arcs from the path's end and to its start form one more cycle.
+- even n above 32, where the search for the path takes long: insert it into the first arc of each row, for n-2 cycles.
 - n = 4, 6: there is no decomposition; the largest sets have 2 and 4 cycles. The tests prove both by trying all sets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from random import Random
 
 Vertices = tuple[int, ...]
 
@@ -26,14 +26,14 @@ _SMALL: dict[int, tuple[Vertices, ...]] = {
     4: ((0, 1, 2, 3), (0, 3, 2, 1)),
     6: ((0, 1, 2, 3, 4, 5), (0, 2, 1, 3, 5, 4), (0, 4, 1, 5, 3, 2), (0, 5, 2, 4, 3, 1)),
 }
+_SEARCHED = 32  # for more vertices, the search takes from seconds to hours
 
 
 @lru_cache(maxsize=64)
 def hamiltonian_cycles(n: int) -> tuple[Vertices, ...]:
-    """Return the largest set of edge-disjoint directed Hamiltonian cycles of K*_n: n-1, but 2 for n=4 and 4 for n=6.
+    """Return edge-disjoint directed Hamiltonian cycles of K*_n: n-1, but 2 for n=4, 4 for n=6, n-2 for even n > 32.
 
-    Each cycle is a sequence of all vertices 0..n-1; its last is followed by its first. n=1 has none. Even n require a
-    search: at most 0.2 s each up to 64, about a second at 128, many seconds at 256.
+    Each cycle is a sequence of all vertices 0..n-1; its last is followed by its first. n=1 has none.
 
     Raises:
         ValueError: n < 1.
@@ -44,6 +44,8 @@ def hamiltonian_cycles(n: int) -> tuple[Vertices, ...]:
         return _SMALL[n]
     if n % 2:
         return tuple((*row, n - 1) for row in row_complete_latin_square(n - 1))
+    if n > _SEARCHED:
+        return tuple((first, n - 1, *rest, n - 2) for first, *rest in row_complete_latin_square(n - 2))
     cycles = hamiltonian_cycles(n - 1)
     path = rainbow_path(cycles)
     removed = set(pairwise(path))
@@ -61,9 +63,9 @@ def hamiltonian_paths(m: int) -> tuple[Vertices, ...]:
     """Return edge-disjoint directed Hamiltonian paths of K*_m; each vertex starts at most one and ends at most one.
 
     There are m, using every arc, each vertex starting and ending exactly one, for every m but 3 and 5 (2 and 4 paths,
-    the largest possible numbers). Even m: the rows of a row-complete Latin square (TASP section 3.1.3). Odd m: the
-    cycles of K*_(m+1) without its last vertex. Closing paths through one more vertex turns such sets into sets of
-    cycles and back, so the two largest sizes are the same.
+    the largest possible numbers) and odd m > 31 (m-1 paths). Even m: the rows of a row-complete Latin square (TASP
+    section 3.1.3). Odd m: the cycles of K*_(m+1) without its last vertex. Closing paths through one more vertex turns
+    such sets into sets of cycles and back, so the two largest sizes are the same.
 
     Raises:
         ValueError: m < 1.
@@ -94,76 +96,27 @@ def row_complete_latin_square(m: int) -> tuple[Vertices, ...]:
     return tuple(tuple((k + step) % m for step in zigzag) for k in range(m))
 
 
-_RANDOM_ROTATION = 0.2  # the probability that a step rotates the path instead of taking the best exchange
-
-
 def rainbow_path(cycles: Sequence[Sequence[int]]) -> Vertices:
     """Return a Hamiltonian path with exactly one arc in each of the n-1 `cycles`, which must decompose K*_n.
 
-    The colour of an arc is the number of its cycle. A local search starts from any path and exchanges two neighbouring
-    pieces so that an arc of a missing colour enters and the fewest colours are missing afterwards; occasional random
-    rotations prevent endless loops. About n²/4 exchanges bring in a given colour. If colours were random, about one in
-    n²/6 exchanges would complete a path that lacks one colour only, so few steps are needed. The search is
-    reproducible: it uses only `random()` of the generator, whose sequence Python guarantees for a seed.
+    The search goes on with the vertex that has fewest ways to leave it, and turns back where there is none.
 
-    Does not return if there is no such path (n = 3 and 5).
+    Raises:
+        StopIteration: there is no such path (n = 3 and 5).
     """
+    number = {arc: i for i, cycle in enumerate(cycles) for arc in pairwise((*cycle, cycle[0]))}
+
+    def paths(path: Vertices, left: frozenset[int], unused: frozenset[int]) -> Iterator[Vertices]:
+        if not left:
+            yield path
+        ways = []
+        for vertex in left:
+            if (cycle := number[path[-1], vertex]) in unused:
+                rest = left - {vertex}, unused - {cycle}
+                onward = sum(number[vertex, other] in rest[1] for other in rest[0])
+                ways.append((onward, vertex, rest))
+        for _, vertex, rest in sorted(ways, key=lambda way: way[:2]):
+            yield from paths((*path, vertex), *rest)
+
     n = len(cycles[0])
-    after = [[0] * n for _ in cycles]  # after[c][v]: the vertex that follows v in cycle c
-    colour = [[-1] * n for _ in range(n)]
-    for c, cycle in enumerate(cycles):
-        for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
-            after[c][a] = b
-            colour[a][b] = c
-    random = Random(n).random
-    path = list(range(n))
-    while True:
-        arcs = [colour[a][b] for a, b in pairwise(path)]
-        missing = sorted({*range(n - 1)}.difference(arcs))
-        if not missing:
-            return tuple(path)
-        wanted = missing[int(random() * len(missing))]
-        left, cuts = _best_exchange(path, colour, after[wanted], wanted, random)
-        if left and (cuts is None or random() < _RANDOM_ROTATION):
-            k = 1 + int(random() * (n - 1))
-            path = path[k:] + path[:k]
-        elif cuts is not None:
-            i, j, k = cuts
-            path = path[:i] + path[j:k] + path[i:j] + path[k:]
-
-
-def _best_exchange(
-    path: list[int], colour: list[list[int]], after: list[int], wanted: int, random: Callable[[], float]
-) -> tuple[int, tuple[int, int, int] | None]:
-    """Return the fewest missing colours after an exchange of path[i:j] with path[j:k], and its cuts (i, j, k).
-
-    The exchange makes path[i-1] -> path[j] an arc of colour `wanted`. Of equally good exchanges one is random.
-
-    Args:
-        after: the vertex that follows each vertex in the cycle of colour `wanted`.
-    """
-    n = len(path)
-    arcs = [colour[a][b] for a, b in pairwise(path)]
-    count = [0] * (n - 1)
-    for c in arcs:
-        count[c] += 1
-    missing_now = count.count(0)
-    position = {vertex: i for i, vertex in enumerate(path)}
-    best, cuts, ties = n, None, 0
-    for i in range(1, n):
-        j = position[after[path[i - 1]]]
-        for k in range(j + 1, n + 1) if j > i else ():
-            joint = colour[path[k - 1]][path[i]]
-            removed = (arcs[i - 1], arcs[j - 1]) if k == n else (arcs[i - 1], arcs[j - 1], arcs[k - 1])
-            if count[joint] and joint not in removed:
-                continue  # adds a colour that the path has already: never among the best
-            added = (wanted, joint) if k == n else (wanted, joint, colour[path[j - 1]][path[k]])
-            missing = missing_now
-            for c in {*removed, *added}:
-                missing += (count[c] - removed.count(c) + added.count(c) == 0) - (count[c] == 0)
-            ties = 1 if missing < best else ties + (missing == best)
-            if missing < best or (missing == best and random() * ties < 1):
-                best, cuts = missing, (i, j, k)
-            if missing == 0:
-                return best, cuts
-    return best, cuts
+    return next(paths((0,), frozenset(range(1, n)), frozenset(range(n - 1))))

@@ -13,7 +13,7 @@ from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
 Rings = tuple[tuple[int, ...], ...]
 """Rings that each list all ranks. A rank sends to the next rank of the ring, the last to the first."""
 
-_MAX_OF_A_MESH = 64  # ranks; for more, cycles take seconds to find and have never been faster
+_MAX_OF_A_MESH = 64  # ranks; for more, cycles of all ranks have never been faster
 _LEAST_GAIN = 1.01  # several rings must be faster than one ring by more than this factor
 
 
@@ -24,7 +24,7 @@ def multi_node_rings(m: int, u: int) -> Rings:
     For u > 1 each ring goes through a node along one Hamiltonian path of K*_m and on to the next node, the last to the
     first. A rank starts one path of its node and ends one, so it receives once and sends once over the network, and
     every NIC carries one ring in each direction. There are m rings (2 for m = 3 and 4 for m = 5, the most whose paths
-    start and end at different ranks; the remaining NIC is idle).
+    start and end at different ranks, and m-1 for odd m > 31; the remaining NIC is idle).
 
     For u = 1 a path's end would close the ring within the node, over an arc of another path. There the cycles of K*_m
     are the rings. A single rank is a ring by itself.

@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
     ("data.format", _is("rollouts"), ("data.packing",), ("best_fit",), "Trees are packed whole."),
     ("data.format", _is("rollouts"), ("parallelism.layout",), ("auto", "contiguous", "zigzag", "striped", "balanced"),
      "Short nodes would leave ranks without tokens."),
-    ("train.save", _is(False), ("train.save_minutes", "train.keep_best", "train.upload_command"), None,
+    ("train.save", _is(False), ("train.save_minutes", "train.keep_best"), None,
      "No checkpoint is written."),
     ("data.tokenizer", _is_not("byte-level"), ("data.tokenizer_path",), "a path", "Set data.tokenizer_path."),
     ("inference.exact_reuse", _is(True), ("inference.prefill_chunk",), "a number", "Set it to 2048."),

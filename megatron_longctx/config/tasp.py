@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from ..core.plans.modes.mode import Mode, ModeOptions, check_messages
+from ..core.plans.modes.mode import Mode, ModeOptions
 from ..core.plans.plan import Block, Kind, Move, Plan, Step
 from ..core.plans.visibility import Visibility
 from .cluster import Cluster
@@ -20,8 +20,6 @@ from .hamiltonian import hamiltonian_cycles
 from .rings import Rings, choose_rings
 
 logger = logging.getLogger(__name__)
-
-_MANY_LINKS = 64  # rings among more ranks may take minutes to find
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,6 @@ class Tasp(Mode):
 
     @classmethod
     def from_options(cls, options: ModeOptions, n: int) -> Mode:
-        links = n if options.cluster is None else min(n, options.cluster.ranks_per_node)
-        if links > _MANY_LINKS:
-            check_messages(cls.name, n, n * n * links)
         if options.cluster is None:
             return cls(hamiltonian_cycles(n))
         assert isinstance(options.cluster, Cluster)

@@ -136,9 +136,6 @@ class TrainConfig:
     # also keep those at multiples of this number of steps; null: no others
     keep_every: int | None = number(None, 1, _MAX_COUNT)
     keep_best: bool = False  # also keep the one with the lowest validation loss, which checkpoints/best.json names
-    # A command for every finished checkpoint, which rank 0 starts beside training. {path}, {name} (of its folder),
-    # {step} and {run} are replaced. A failure is reported and costs nothing else.
-    upload_command: str | None = text(None, max_bytes=4000, example="rclone copy {path} remote:bucket")
     log_interval: int = number(1, 1, _MAX_COUNT)  # steps per record, which has the means over these steps
     # Steps between losses of the validation part of data.split (`loss/validation`); null: never.
     eval_interval: int | None = number(None, 1, _MAX_COUNT)

@@ -93,14 +93,8 @@ def quantized(a, b, in_a, in_b, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHO
         high = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
         low = -high
     else:
-        low = tl.minimum(
-            tl.min(tl.where(in_a, a, float("inf")), 1),
-            tl.min(tl.where(in_b, b, float("inf")), 1),
-        )
-        high = tl.maximum(
-            tl.max(tl.where(in_a, a, -float("inf")), 1),
-            tl.max(tl.where(in_b, b, -float("inf")), 1),
-        )
+        low = tl.minimum(tl.min(tl.where(in_a, a, float("inf")), 1), tl.min(tl.where(in_b, b, float("inf")), 1))
+        high = tl.maximum(tl.max(tl.where(in_a, a, -float("inf")), 1), tl.max(tl.where(in_b, b, -float("inf")), 1))
         # Groups without elements.
         none = low > high
         low = tl.where(none, 0.0, low)

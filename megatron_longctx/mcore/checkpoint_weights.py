@@ -6,14 +6,8 @@ The model need not be built, nor fit into memory. The files have Megatron's ``to
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
-import logging
-import os
 import pickle
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +30,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from . import checkpoint_folder, checkpoint_reader
 from .checkpoint_folder import DamagedCheckpoint
 
-logger = logging.getLogger(__name__)
-
-JOURNAL = "progress.jsonl"
 _LAYER = ".{layer}"
 _MAX_FILE_BYTES = 4 * 2**30  # then the next file begins: ranks and threads share the files when they check digests
 
@@ -69,88 +60,6 @@ def _chunk(layer: int | None, shape: tuple[int, ...]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size((*offsets, *(0 for _ in shape))), torch.Size((*sizes, *shape)))
 
 
-class Journal:
-    """A record of the weights that are already written, so that another process can continue after a kill.
-
-    The file has lines of JSON: first the identity, then one line per written parameter with its digest. The process
-    locks it while it lives, so that no other process takes over what is still being written.
-
-    Args:
-        folder: the folder to write into. It gets the journal, and the weights that are taken over.
-        others: folders that killed processes may have left; the first with matching weights is taken over and deleted.
-        weights: the name of the folder of weights in each of them.
-        identity: what the weights are made from, without line breaks.
-
-    Raises:
-        OSError: the journal cannot be written.
-    """
-
-    def __init__(self, folder: Path, others: Iterable[Path], weights: str, identity: str) -> None:
-        self._identity, self._path = identity, folder / JOURNAL
-        self._lines: list[str] = []
-        for left in others:
-            if (left / JOURNAL).is_file():
-                self._stream = (left / JOURNAL).open("r+", encoding="utf-8")
-                if self._lock() and self._stream.readline().rstrip("\n") == identity:
-                    self._lines = self._stream.read().split("\n")
-                    if (left / weights).is_dir():
-                        (left / weights).rename(folder / weights)
-                    (left / JOURNAL).rename(self._path)
-                    shutil.rmtree(left)
-                    return
-                logger.warning("%s has another source or other settings, or is still being written: not used", left)
-                self._stream.close()
-        self._stream = self._path.open("w", encoding="utf-8")
-        self._lock()
-
-    def kept(self, path: Path, names: Sequence[str]) -> list[tuple[int, int]]:
-        """Return where, in their files, the parameters begin and end that are in `path` as they were written.
-
-        These are the first of `names`. Everything else in `path` is deleted.
-        """
-        places: list[tuple[int, int]] = []
-        ends: dict[str, int] = {}
-        for name, line in zip(names, self._lines, strict=False):
-            try:
-                written, file, begin, length, digest = json.loads(line)
-                with (path / file).open("rb") as stream:
-                    stream.seek(begin)
-                    intact = hashlib.sha256(stream.read(length)).hexdigest() == digest
-            except (OSError, ValueError):  # the last line may be incomplete
-                break
-            if written != name or not intact:
-                break
-            places.append((begin, begin + length))
-            ends[file] = begin + length
-        for file in path.iterdir() if places else ():
-            os.truncate(file, ends[file.name]) if file.name in ends else file.unlink()
-        self._stream.seek(0)
-        self._stream.truncate()
-        self._stream.write("\n".join([self._identity, *self._lines[: len(places)], ""]))
-        self._stream.flush()
-        if self._lines:
-            logger.info("continuing a killed import: %d of %d parameters are written", len(places), len(names))
-        return places
-
-    def add(self, name: str, file: str, begin: int, content: bytes) -> None:
-        """Record a parameter that is written."""
-        digest = hashlib.sha256(content).hexdigest()
-        self._stream.write(json.dumps([name, file, begin, len(content), digest]) + "\n")
-        self._stream.flush()
-
-    def remove(self) -> None:
-        """Delete the journal after the last parameter."""
-        self._path.unlink()
-        self._stream.close()
-
-    def _lock(self) -> bool:
-        try:
-            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
-
-
 def write(
     directory: Path,
     parameters: Iterable[Parameter],
@@ -158,9 +67,8 @@ def write(
     dtype: torch.dtype,
     fingerprint: Mapping[str, Any],
     extra: Mapping[str, Any],
-    journal: Journal,
 ) -> None:
-    """Write iteration 0 of a checkpoint directory, or continue with it where `journal` ends.
+    """Write iteration 0 of a checkpoint directory.
 
     Args:
         parameters: made one at a time; each is freed before the next one is made.
@@ -171,7 +79,8 @@ def write(
     """
     final = checkpoint_folder.iteration_directory(directory, 0)
     partial = final.with_name(final.name + ".partial")
-    metadata = _write_tensors(partial, list(parameters), num_layers, dtype, journal)
+    checkpoint_folder.start(partial)
+    metadata = _write_tensors(partial, parameters, num_layers, dtype)
     with (partial / ".metadata").open("wb") as stream:
         pickle.dump(metadata, stream)
     # No parallel sizes: there are no random states, and no state of layers.
@@ -182,21 +91,15 @@ def write(
     checkpoint_folder.publish(partial, final, {}, checkpoint_folder.Retention())
 
 
-def _write_tensors(
-    partial: Path, parameters: Sequence[Parameter], num_layers: int, dtype: torch.dtype, journal: Journal
-) -> Metadata:
+def _write_tensors(partial: Path, parameters: Iterable[Parameter], num_layers: int, dtype: torch.dtype) -> Metadata:
     tensors: dict[str, Any] = {}  # of TensorStorageMetadata
     places: dict[MetadataIndex, _StorageInfo] = {}
-    kept = journal.kept(partial, [_journal_name(parameter) for parameter in parameters])
-    if not kept:
-        checkpoint_folder.start(partial)
     number = end = 0
-    name = "__0_0.distcp"  # one string object for all, so that the pickle does not depend on which process wrote what
-    for index, parameter in enumerate(parameters):
+    for parameter in parameters:
         if end >= _MAX_FILE_BYTES:
             number += 1
-            name = f"__0_{number}.distcp"
-        begin, end = kept[index] if index < len(kept) else _append(partial / name, parameter, dtype, journal)
+        name = f"__0_{number}.distcp"
+        begin, end = _append(partial / name, parameter, dtype)
         key, chunk = _key(parameter.name), _chunk(parameter.layer, parameter.shape)
         places[MetadataIndex(key, chunk.offsets)] = _StorageInfo(name, begin, end - begin)
         whole = torch.Size((num_layers, *parameter.shape) if parameter.layer is not None else parameter.shape)
@@ -204,23 +107,15 @@ def _write_tensors(
     return Metadata(tensors, storage_data=places)
 
 
-def _append(path: Path, parameter: Parameter, dtype: torch.dtype, journal: Journal) -> tuple[int, int]:
+def _append(path: Path, parameter: Parameter, dtype: torch.dtype) -> tuple[int, int]:
     """Append a parameter to a file, and return where it begins and ends there."""
-    with path.open("ab+") as stream:
+    with path.open("ab") as stream:
         begin = stream.tell()
         value = parameter.value()
         assert value.dtype == dtype and tuple(value.shape) == parameter.shape, parameter.name
         sizes = _chunk(parameter.layer, parameter.shape).sizes
         torch.save(value.reshape(sizes).clone(), stream)  # a view would be saved with all of its base
-        del value
-        end = stream.tell()
-        stream.seek(begin)
-        journal.add(_journal_name(parameter), path.name, begin, stream.read())
-    return begin, end
-
-
-def _journal_name(parameter: Parameter) -> str:
-    return f"{_key(parameter.name)} {parameter.layer}"
+        return begin, stream.tell()
 
 
 class Reader:

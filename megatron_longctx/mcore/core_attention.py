@@ -59,10 +59,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "moe_expert_rank_capacity_factor": (None, _OWN_TOKENS),
 }
 """The only supported value of each field, and the remedy for other values."""
-OF_LAYOUT = (
-    *("mtp_num_layers", "mrope_section"),
-    *("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"),
-)
+OF_LAYOUT = (*("mtp_num_layers", "mrope_section"), *("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"))
 """The fields that are refused for the layout alone: where Megatron slices, ranks have Megatron's own equal shares."""
 
 

@@ -1,7 +1,7 @@
 """Families of published models: the meaning of their `config.json` and the form of their weights.
 
 A family is a file in `families/` whose `FAMILY` is a `Family`: the fields that it reads and writes, and its `Weight`s.
-`source` finds the contents of a folder or a file. `huggingface` and `gguf_file` read tensors one by one.
+`huggingface` reads and writes folders, tensors one by one.
 `rope_frequencies` reads the fields of RoPE and computes its frequencies. `chat` turns messages into text, and `trees`
 stores equal beginnings of sequences once. Nothing here depends on ranks or Megatron.
 """

@@ -25,7 +25,11 @@ _MXFP4 = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.bfloat
 
 
 class HuggingFaceFolder:
-    """A `models.source.Source`. Weights in MXFP4 are read as bf16.
+    """A published model. Weights in MXFP4 are read as bf16.
+
+    Attributes:
+        config: the content of its `config.json`.
+        tensors: keyed by the published names that families use.
 
     Raises:
         ValueError: a file is missing or damaged, or a tensor does not hold floating-point numbers.
@@ -53,6 +57,7 @@ class HuggingFaceFolder:
                 raise ValueError(f"{folder / shard}: expected {expected}. Fetch the file again.")
 
     def read(self, name: str) -> Tensor:
+        """Read a tensor from disk."""
         if name + _BLOCKS in self._shard_of:
             return _dequantize_mxfp4(self._read(name + _BLOCKS), self._read(name + _SCALES))
         return self._read(name)
@@ -66,6 +71,7 @@ class HuggingFaceFolder:
         return tensor
 
     def write_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer, its chat template and `config.json` as `transformers` reads them, if there is one."""
         if files := matching_files(self._folder, TOKENIZER_FILES):
             folder.mkdir()
             for file in [*files, *matching_files(self._folder, CONFIG_FILES)]:

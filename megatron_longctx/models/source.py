@@ -1,15 +1,14 @@
-"""Published models on disk, in any supported format."""
+"""The files of a published model: their names, JSON, and the tensors that they list."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..config import files
 from ..config.extras import install
@@ -33,37 +32,6 @@ class TensorInfo(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-class Source(Protocol):
-    """A published model.
-
-    Attributes:
-        config: the content of its `config.json`, or the equivalent.
-        tensors: keyed by the published names that families use.
-    """
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def read(self, name: str) -> Tensor:
-        """Read a tensor from disk.
-
-        Raises:
-            ValueError: the tensor cannot be read.
-        """
-        ...
-
-    def write_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer, its chat template and `config.json` as `transformers` reads them, if there is one.
-
-        Raises:
-            ValueError: there is a tokenizer that cannot be written in this form.
-        """
-        ...
 
 
 def require_package(name: str, what: str) -> None:

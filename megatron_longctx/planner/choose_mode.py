@@ -81,13 +81,7 @@ def rank_modes(
     costs = costs or Costs.of_cluster(cluster)
     found: list[Candidate] = []
     if candidates is None:
-        context = SearchContext(
-            problem.n,
-            problem.mask.length,
-            cluster,
-            problem.options,
-            problem.max_bytes is not None,
-        )
+        context = SearchContext(problem.n, problem.mask.length, cluster, problem.options, problem.max_bytes is not None)
         candidates = []
         for name, mode in MODES.items():
             try:

@@ -71,12 +71,7 @@ class LinkMeasurements:
 
 
 def measure_links(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    size: int = 64 * 2**20,
-    repeats: int = 5,
-    host: str | None = None,
+    group: dist.ProcessGroup, device: torch.device, *, size: int = 64 * 2**20, repeats: int = 5, host: str | None = None
 ) -> LinkMeasurements:
     """Measure latencies and rates between the ranks of `group`. Every rank calls this and gets the same result.
 

@@ -62,12 +62,7 @@ class Simulation:
 
 
 def simulate(
-    plan: Plan,
-    cluster: Cluster,
-    target: Target | Workload,
-    costs: Costs | None = None,
-    *,
-    timeline: bool = False,
+    plan: Plan, cluster: Cluster, target: Target | Workload, costs: Costs | None = None, *, timeline: bool = False
 ) -> Simulation:
     """Simulate a forward or backward plan.
 

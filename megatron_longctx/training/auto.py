@@ -9,15 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import (
-    Config,
-    ParallelismConfig,
-    configured_mode,
-    mode_options,
-    planned_mask,
-    token_unit,
-    workload_of,
-)
+from ..config import Config, ParallelismConfig, configured_mode, mode_options, planned_mask, token_unit, workload_of
 from ..config.cluster import Cluster, load_cluster
 from ..config.environment import environment
 from ..config.gpus import for_other_nodes

@@ -29,6 +29,7 @@ _KEYS = keys_of(Config)
 _REMOVED = {
     "attention.baseline": None,
     "parallelism.head_chunks": 1,
+    "train.upload_command": None,
     "inference.rule": "auto",
     "inference.rule_alpha": -1.059,
     "inference.rule_beta": 1.145,

@@ -149,11 +149,7 @@ def _spans(
 
 
 def _num_tokens(
-    ids: Sequence[int],
-    text: str,
-    end: int,
-    known: Sequence[tuple[int, int]],
-    encode: Callable[[str], Sequence[int]],
+    ids: Sequence[int], text: str, end: int, known: Sequence[tuple[int, int]], encode: Callable[[str], Sequence[int]]
 ) -> int:
     """Return how many tokens a conversation shares with its first `end` characters.
 

@@ -32,7 +32,7 @@ from .loader import Loader
 from .metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
 from .monitoring import Interval, NonFiniteError, TensorBoardSink, Validation, dump_nonfinite, memory_peaks, profiled
 from .run_folder import RunFolder
-from .saver import Saver, Uploads
+from .saver import Saver
 from .signals import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -97,11 +97,6 @@ class Trainer:
         self.interval = Interval()
         self.validated = -1, math.nan  # the last step with a validation loss, and that loss
         self.saver = Saver(self.folder.checkpoints, train, self.step)
-        self.uploads = None
-        if train.upload_command is not None and dist.get_rank() == 0:
-            self.uploads = Uploads(train.upload_command, self.folder.path)
-            if self.step:
-                self.uploads.resume(self.step, iteration_directory(self.folder.checkpoints, self.step))
         self.loader = Loader(
             self.data,
             micro_batches(config, self.step, self.groups.dp.rank(), dp_size, self.data.dealer(config, self.order)),
@@ -335,8 +330,7 @@ class Trainer:
         self._finish_save()
         step, loss = self.validated
         validation_loss = loss if step == self.step else None
-        in_use = self.uploads.unfinished.copy() if self.uploads else ()
-        self.saver.begin(self.step, self._state(), extra, validation_loss, in_use)
+        self.saver.begin(self.step, self._state(), extra, validation_loss)
         if not self.config.train.async_save:
             self._finish_save()
 
@@ -347,8 +341,6 @@ class Trainer:
             for sink in self.sinks:
                 if isinstance(sink, WandbSink):
                     sink.checkpoint(path, step)
-            if self.uploads is not None:
-                self.uploads.add(step, path)
 
     def _update_status(self, state: str, **more: Any) -> None:
         if dist.get_rank() == 0:

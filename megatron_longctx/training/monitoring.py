@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ..config import Config, ModelConfig, files, names
@@ -22,9 +21,10 @@ from ..mcore.data import TrainingBatch, TrainingData
 from ..mcore.step import EvalStep, LossSum, TrainStep
 from ..planner.flops import Work, imbalance, performance, training_flops
 from .metrics.sinks import Value
-from .metrics.step_profile import Span, profile_of
 
 logger = logging.getLogger(__name__)
+
+_PROFILED_ROWS = 20
 
 
 @dataclass
@@ -125,32 +125,22 @@ class Validation:
 
 @contextmanager
 def profiled(folder: Path, step: int) -> Iterator[None]:
-    """Profile the context and write `step_N.json`, `step_N.md` and `step_N.trace.json.gz` into `folder`.
+    """Profile the context and write `step_N.txt` and `step_N.trace.json.gz` into `folder`.
 
-    Perfetto and chrome://tracing show the trace. On GPUs, the operations are kernels and copies, by stream; on CPUs,
-    torch's operators, by thread.
+    The text has the operations that took longest: on GPUs kernels and copies, on CPUs torch's operators. Perfetto and
+    chrome://tracing show the trace, with streams and gaps.
     """
-    on_gpu = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities) as profiler:
         yield
-        if on_gpu:
+        if device == "cuda":
             torch.cuda.synchronize()
     folder.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(folder / f"step_{step}.trace.json.gz"))
-    result = profile_of(_spans(profiler.events(), on_gpu))
-    files.write_text(folder / f"step_{step}.json", json.dumps(vars(result), indent=2) + "\n")
-    files.write_text(folder / f"step_{step}.md", result.table() + "\n")
-    logger.info("profile of step %d in %s\n%s", step, folder, result.table())
-
-
-def _spans(events: Any, on_gpu: bool) -> Iterator[Span]:
-    for event in events:
-        time = event.time_range
-        if on_gpu and event.device_type != DeviceType.CPU and not event.is_user_annotation:
-            yield Span(event.name, event.device_resource_id, time.start * 1e-6, time.end * 1e-6)
-        elif not on_gpu and event.cpu_parent is None:
-            yield Span(event.name, event.thread, time.start * 1e-6, time.end * 1e-6)
+    table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=_PROFILED_ROWS)
+    files.write_text(folder / f"step_{step}.txt", table + "\n")
+    logger.info("profile of step %d in %s\n%s", step, folder, table)
 
 
 class NonFiniteError(ArithmeticError):

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from glob import has_magic
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
@@ -36,8 +35,7 @@ from .text_files import (
 
 logger = logging.getLogger(__name__)
 
-_BUILT_IN = ("stdlib", "pydoc")
-_SOURCES = f"`stdlib`, `pydoc`, a folder, a pattern, or a file that ends in {ENDINGS}"
+_SOURCES = f"`stdlib`, a folder, a pattern, or a file that ends in {ENDINGS}"
 _MAX_WORKERS = 16  # by default: each has a tokenizer in memory
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -47,9 +45,8 @@ class Source:
     """The origin of a dataset's text.
 
     Attributes:
-        name: `stdlib` (the sources of this Python's library), `pydoc` (the language reference that `help()` shows), a
-            folder, a file, or a pattern of files. Lines of JSONL files and rows of tables are documents, as are whole
-            files of other text.
+        name: `stdlib` (the sources of this Python's library), a folder, a file, or a pattern of files. Lines of JSONL
+            files and rows of tables are documents, as are whole files of other text.
         glob: pattern of a folder's files; None for text, JSONL files and tables that are not hidden, nor in hidden
             folders.
         joined: make one document of the files of each sub-folder, without tests.
@@ -87,17 +84,15 @@ class Source:
 
     def documents(self) -> Iterator[list[str]] | None:
         """Return the texts of every document if one may be of several files, in the order of their names; else None."""
-        if self.name == "stdlib" and not self.has_files:
+        if not self.has_files:
             root = Path(sysconfig.get_paths()["stdlib"])
             return _by_package(root, matching(root, "**/*.py"))
-        if not self.has_files:
-            return ([text] for _, text in sorted(import_module("pydoc_data.topics").topics.items()))
         return _by_package(Path(self.name), self.files) if self.joined else None
 
     @property
     def has_files(self) -> bool:
         """Whether it is not of Python's library."""
-        return self.name not in _BUILT_IN or bool(self.more)
+        return self.name != "stdlib" or bool(self.more)
 
     @cached_property
     def files(self) -> list[Path]:

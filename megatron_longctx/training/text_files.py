@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from ..config import files
 from ..config.extras import install
 from ..core.errors import refuse
 
@@ -22,8 +21,8 @@ T = TypeVar("T")
 Row = bytes | Mapping[str, Any]
 """A line of JSON, or the row of a table."""
 
-JSONL, TEXT, TABLES = ".jsonl", (".md", ".py", ".rst", ".tex", ".txt"), (".parquet", ".arrow")
-ENDINGS = f"{JSONL}, {', '.join(TEXT)}, these with .gz or .zst, {' or '.join(TABLES)}"
+JSONL, TEXT, TABLE = ".jsonl", (".md", ".py", ".rst", ".tex", ".txt"), ".parquet"
+ENDINGS = f"{JSONL}, {', '.join(TEXT)}, these with .gz or .zst, or {TABLE}"
 CONVERSATION_KEYS = {"messages", "prompt", "completion"}
 _MAX_BYTES = 2**30  # of a document in memory: a compressed file may be a million times as large as it looks
 _BUFFER_BYTES = 2**18
@@ -50,7 +49,7 @@ def pieces(path: Path, most: int) -> Iterator[Piece]:
     size = path.stat().st_size
     if path.suffix == JSONL:
         yield from (Piece(path, min(most, size - at), at, at + most) for at in range(0, size, most))
-    elif path.suffix == ".parquet":
+    elif path.suffix == TABLE:
         with _table(path) as table:
             count = table.metadata.num_row_groups
         yield from (Piece(path, size // count, number, number + 1) for number in range(count))
@@ -60,7 +59,7 @@ def pieces(path: Path, most: int) -> Iterator[Piece]:
 
 def has_rows(path: Path) -> bool:
     """Whether a file's lines or rows are documents."""
-    return is_jsonl(path) or path.suffix in TABLES
+    return is_jsonl(path) or path.suffix == TABLE
 
 
 def is_jsonl(path: Path) -> bool:
@@ -88,7 +87,7 @@ def files_of(root: Path, glob: str | None) -> list[Path]:
     found = matching(root, "**/*" if glob is None else glob)
     if glob is None:
         visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
-        found = [path for path in _without_caches(visible) if is_text(path) or has_rows(path)]
+        found = [path for path in visible if is_text(path) or has_rows(path)]
         if rows := [path.relative_to(root) for path in found if has_rows(path)]:
             found = [path for path in found if path != root / _CARD]
             _refuse_splits(root, rows)
@@ -96,7 +95,9 @@ def files_of(root: Path, glob: str | None) -> list[Path]:
             suffixes = Counter(path.suffix for path in visible).most_common(5)
             ends = ", ".join(name or "no ending" for name, _ in suffixes)
             expected = f"files that end in {ENDINGS}; its {len(visible)} files have {ends}"
-            raise refuse("--source", root, expected, "Choose other text files by --glob, for example '**/*.html'.")
+            remedy = "Choose other text files by --glob, for example '**/*.html'."
+            remedy = "Save the dataset by `to_parquet`." if ".arrow" in ends else remedy
+            raise refuse("--source", root, expected, remedy)
     if not found:
         if glob is None:
             raise refuse("--source", root, "files in the folder; it has none", "Check the path.")
@@ -107,21 +108,6 @@ def files_of(root: Path, glob: str | None) -> list[Path]:
             raise refuse("--source", root, expected, "Name the folder that it leads to, or copy the file.")
     refuse_empty(str(root), found)
     return found
-
-
-def _without_caches(found: Sequence[Path]) -> list[Path]:
-    """Leave out what `datasets` caches beside the files that `save_to_disk` has listed."""
-    folders = {path.parent for path in found if path.suffix == ".arrow"}
-    listed = {folder: _saved(folder / "state.json") for folder in folders if (folder / "state.json").is_file()}
-    return [path for path in found if path.suffix != ".arrow" or path.name in listed.get(path.parent, [path.name])]
-
-
-def _saved(state: Path) -> Collection[str]:
-    try:
-        return {file["filename"] for file in json.loads(files.read_bytes(state, 2**24))["_data_files"]}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        remedy = "Save the dataset again, or name its files."
-        raise refuse("--source", state, "the list of files that `save_to_disk` writes", remedy) from None
 
 
 def _refuse_splits(root: Path, found: Sequence[Path]) -> None:
@@ -175,7 +161,7 @@ def parsed(part: Path | Piece, parse: Callable[[Row], T], keys: Collection[str] 
         keys: the columns of a table that are read; if it has none of them, all are.
     """
     piece = part if isinstance(part, Piece) else Piece(part, 0)
-    rows: Iterator[Row] = _rows(piece, keys) if piece.path.suffix in TABLES else _lines(piece)
+    rows: Iterator[Row] = _rows(piece, keys) if piece.path.suffix == TABLE else _lines(piece)
     for number, row in enumerate(rows, start=1):
         try:
             if isinstance(row, bytes) and len(row) >= _MAX_BYTES:
@@ -193,9 +179,9 @@ def content(row: Row) -> Any:
 
 def first_keys(path: Path) -> set[str]:
     """Return the keys of a file's first line, if that is an object in JSON, or the columns of a table."""
-    if path.suffix in TABLES:
+    if path.suffix == TABLE:
         with _table(path) as table:
-            return set((table.schema_arrow if path.suffix == ".parquet" else table.schema).names)
+            return set(table.schema_arrow.names)
     with _opened(path) as file:
         return _keys(file.readline(_MAX_BYTES))
 
@@ -215,23 +201,17 @@ def _lines(piece: Piece) -> Iterator[bytes]:
 
 def _rows(piece: Piece, keys: Collection[str]) -> Iterator[Mapping[str, Any]]:
     with _table(piece.path) as table:
-        if piece.path.suffix == ".parquet":
-            names = table.schema_arrow.names
-            groups = range(table.metadata.num_row_groups) if piece.end is None else range(piece.begin, piece.end)
-            columns = [name for name in names if name in keys] or names
-            batches = table.iter_batches(_ROWS, row_groups=list(groups), columns=columns)
-        else:
-            columns = [name for name in table.schema.names if name in keys] or table.schema.names
-            batches = (batch.select(columns) for batch in table)
-        for batch in batches:
-            batch.validate(full=True)  # a file may have offsets that lead out of it
-            for at in range(0, batch.num_rows, _ROWS):
-                yield from batch.slice(at, _ROWS).to_pylist()
+        names = table.schema_arrow.names
+        groups = range(table.metadata.num_row_groups) if piece.end is None else range(piece.begin, piece.end)
+        columns = [name for name in names if name in keys] or names
+        for batch in table.iter_batches(_ROWS, row_groups=list(groups), columns=columns):
+            batch.validate(full=True)  # text may not be UTF-8
+            yield from batch.to_pylist()
 
 
 def _rows_before(piece: Piece) -> int:
     """Return how many lines or rows of the file are before a piece."""
-    if piece.path.suffix == ".parquet":
+    if piece.path.suffix == TABLE:
         with _table(piece.path) as table:
             return sum(table.metadata.row_group(number).num_rows for number in range(piece.begin))
     count, left = 0, piece.begin - 1
@@ -243,11 +223,9 @@ def _rows_before(piece: Piece) -> int:
 
 @contextmanager
 def _table(path: Path) -> Iterator[Any]:
-    """Open a table: a `ParquetFile`, or the reader of a stream of batches."""
-    with _pyarrow(path) as pyarrow, open(path, "rb") as file:
-        opener = pyarrow.parquet.ParquetFile if path.suffix == ".parquet" else pyarrow.ipc.open_stream
-        with opener(file) as table:
-            yield table
+    """Open a `ParquetFile`."""
+    with _pyarrow(path) as pyarrow, open(path, "rb") as file, pyarrow.parquet.ParquetFile(file) as table:
+        yield table
 
 
 @contextmanager

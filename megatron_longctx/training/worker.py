@@ -109,9 +109,6 @@ def run(job: Job) -> None:
     dist.barrier()
     heartbeat.close()
     dist.destroy_process_group()
-    if trainer.uploads is not None:
-        # Last, because it may take longer than ranks wait for one another. A stopped job may have no time left.
-        trainer.uploads.close(wait=trainer.stopped_by is None)
     stop.close()
 
 

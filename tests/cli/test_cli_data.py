@@ -111,12 +111,6 @@ def test_a_text_file_is_a_document(tmp_path: Path, data: Run) -> None:
     assert documents(tmp_path / "corpus") == [[b"one\n\ntwo\n"]]
 
 
-def test_the_reference_of_python_is_a_source(tmp_path: Path, data: Run) -> None:
-    assert "(pydoc), the byte-level tokenizer" in data("pydoc", tmp_path / "corpus")
-    found = documents(tmp_path / "corpus")
-    assert len(found) > 50 and b'"assert" statement' in found[0][0]
-
-
 def test_bytes_that_are_not_utf8_are_replaced(tmp_path: Path, data: Run) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.py").write_bytes(b"caf\xe9")
@@ -214,8 +208,8 @@ def test_a_failed_source_keeps_the_earlier_corpus(tmp_path: Path, data: Run) -> 
     assert documents(tmp_path / "corpus") == [[b"kept"]]
 
 
-ENDINGS = ".jsonl, .md, .py, .rst, .tex, .txt, these with .gz or .zst, .parquet or .arrow"
-NAMED = f"`stdlib`, `pydoc`, a folder, a pattern, or a file that ends in {ENDINGS}. Check the path, or"
+ENDINGS = ".jsonl, .md, .py, .rst, .tex, .txt, these with .gz or .zst, or .parquet"
+NAMED = f"`stdlib`, a folder, a pattern, or a file that ends in {ENDINGS}. Check the path, or"
 
 
 CHATS = {"a.jsonl": '{"prompt": "why?", "completion": "so"}\n'}
@@ -278,7 +272,7 @@ def test_sources_that_cannot_be_read_are_refused(
 def test_an_empty_source_is_not_the_current_folder(tmp_path: Path, data: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secret.py").write_text("text")
     monkeypatch.chdir(tmp_path)
-    assert "--source=: expected `stdlib`, `pydoc`, a folder" in data("", tmp_path / "out/corpus", code=2)
+    assert "--source=: expected `stdlib`, a folder" in data("", tmp_path / "out/corpus", code=2)
     assert not (tmp_path / "out").exists()
 
 

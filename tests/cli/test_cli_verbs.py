@@ -147,8 +147,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["", "trian", "train --steps", "data", "doctor x", "data --source x --out y --tokenizer bpe"],
+    "words", ["", "trian", "train --steps", "data", "doctor x", "data --source x --out y --tokenizer bpe"]
 )
 def test_wrong_usage_is_refused_by_the_parser(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *words.split())

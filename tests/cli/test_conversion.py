@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_longctx.cli import cli
 from megatron_longctx.cli.conversion import export_model, import_model, new_folder
 from megatron_longctx.mcore import checkpoint_reader
-from megatron_longctx.mcore.checkpoint_weights import JOURNAL
 from megatron_longctx.models.huggingface import HuggingFaceFolder
 from megatron_longctx.serving.inference_job import build_job
-from megatron_longctx.testing.distributed import run_distributed, start_context
+from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.compose import RESOLVED, load_config, save_config
 from tests.shared.published import VOCAB, ours, same, tensors_of, theirs, write_model
 
@@ -237,77 +234,6 @@ def test_the_partial_folder_of_a_killed_import_is_named(tmp_path: Path, caplog: 
         pass
     assert f"{tmp_path / 'run.1.partial'} is of another import or export into run: delete it if" in caplog.text
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.1.partial"}
-
-
-def _import_until_killed(source: str, out: str, saves: int) -> None:
-    """Import, but kill this process after `saves` parameters; the journal does not have the last one yet."""
-    real = torch.save
-
-    def counted(value: Any, stream: Any) -> None:
-        nonlocal saves
-        real(value, stream)
-        saves -= 1
-        if not saves:
-            stream.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    torch.save = counted  # type: ignore[assignment]
-    import_model(source, [f"out={out}"])
-
-
-def _flip(left: Path) -> None:
-    file, begin = json.loads((left / JOURNAL).read_text().splitlines()[6])[1:3]
-    with next(left.rglob(file)).open("r+b") as stream:
-        stream.seek(begin + 700)
-        (byte,) = stream.read(1)
-        stream.seek(begin + 700)
-        stream.write(bytes([byte ^ 1]))
-
-
-@pytest.mark.parametrize(
-    ("between", "words", "taken"),
-    [
-        (lambda left: None, [], 8),
-        (_flip, [], 5),
-        (lambda left: (left / JOURNAL).write_text((left / JOURNAL).read_text()[:-9]), [], 7),
-        (lambda left: None, ["train.precision=bf16"], None),
-    ],
-    ids=["unchanged", "damaged", "incomplete journal", "another setting"],
-)
-def test_a_killed_import_is_resumed(
-    between: Callable[[Path], object],
-    words: list[str],
-    taken: int | None,
-    published: Published,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO", logger="megatron_longctx")
-    source, out = str(published["llama"][0]), tmp_path / "run"
-    calls: list[object] = []
-    real = torch.save
-    monkeypatch.setattr(torch, "save", lambda *args: (calls.append(args[0]), real(*args)))
-    import_model(source, [f"out={out}", *words])
-    whole = out.rename(tmp_path / "whole")
-    killed = start_context().Process(target=_import_until_killed, args=(source, str(out), 9))
-    killed.start()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL and not out.exists()
-    (left,) = tmp_path.glob("run.*.partial")
-    between(left)
-    tensors = len(calls)
-    calls.clear()
-    import_model(source, [f"out={out}", *words])
-    assert len(calls) == tensors - (taken or 0)
-    contents = [{f.relative_to(each): f.read_bytes() for f in each.rglob("*") if f.is_file()} for each in (out, whole)]
-    assert contents[0] == contents[1]
-    if taken is None:
-        assert f"{left} has another source or other settings, or is still being written: not used" in caplog.text
-        assert left.is_dir()
-    else:
-        assert f"continuing a killed import: {taken} of {tensors - 1} parameters are written" in caplog.text
-        assert not left.exists()
 
 
 def test_a_full_disk_leaves_no_files(

@@ -121,7 +121,7 @@ def test_own_recipes_and_a_login_node_without_gpus(place: Path) -> None:
          ["eval", "checkpoint=runs/first", "tasks=loss_by_position", "samples=1"]),
         (["run", "export", "checkpoint=runs/first", "out=new"], "run", ["export", "checkpoint=runs/first", "out=new"]),
         (["run", "-p", "gpu", "calibrate", "experiment=demo"], "run", ["calibrate", "experiment=demo"]),
-        (["run", "data", "--source", "pydoc", "--out", "new"], "run", ["data", "--source", "pydoc", "--out", "new"]),
+        (["run", "data", "--source", "stdlib", "--out", "new"], "run", ["data", "--source", "stdlib", "--out", "new"]),
     ],
 )  # fmt: skip
 def test_other_verbs_are_jobs_too(place: Path, words: list[str], script: str, passed: list[str]) -> None:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from megatron_longctx.cli.conversion import export_model, import_model
 from megatron_longctx.config.cluster import load_cluster
 from megatron_longctx.core.kernels import KernelRequest, auto_order, choose_kernel
-from megatron_longctx.core.plans import MODES, ModeOptions, Target, Workload, build_plan, find_mode, verify
+from megatron_longctx.core.plans import MODES, ModeOptions, Target, Workload, build_plan, find_mode
 from megatron_longctx.core.plans.mask import Mask, full
 from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error
+from megatron_longctx.testing.verify import verify
 from megatron_longctx.training.compose import compose_config
 from tests.shared.published import ours, same, tensors_of, theirs, write_model
 from tests.shared.threads import Inputs, attend

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.config.cluster import load_cluster
-from megatron_longctx.core.plans import KernelSupport, Kind, Plan, Recorder, Target, Workload, verify
+from megatron_longctx.core.plans import KernelSupport, Kind, Plan, Recorder, Target, Workload
 from megatron_longctx.core.plans import recorder as recording_of
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.core.plans.recording import Compute, Copy
@@ -18,6 +18,7 @@ from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManager
 from megatron_longctx.planner.describe import moved_tokens, rank_pairs
 from megatron_longctx.planner.simulate import simulate
+from megatron_longctx.testing.verify import verify
 from tests.inference.histories import batch_with_past, random_batch, random_family
 
 CHAT = dict(pasts=[(9, 1, 1, 4), (), (2,)], new=(7, 12, 1))

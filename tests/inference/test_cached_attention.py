@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_longctx.config.gpus import max_gpu_ranks
 from megatron_longctx.core.comm import PeerMemoryError, PeerTransport
 from megatron_longctx.core.kernels import KernelRequest, choose_kernel, dense_call
-from megatron_longctx.core.plans import verify
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.inference import cached_attention
 from megatron_longctx.inference.batch import Batch
@@ -23,6 +22,7 @@ from megatron_longctx.inference.cached_attention import CachedAttention, CacheSh
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import assert_as_good_as
+from megatron_longctx.testing.verify import verify
 from tests.shared.threads import ThreadedRanks
 
 CPU = torch.device("cpu")

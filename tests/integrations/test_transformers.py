@@ -34,12 +34,7 @@ from transformers.masking_utils import create_causal_mask
 
 from megatron_longctx import ContextParallelAttention
 from megatron_longctx.integrations.trainer import ContextParallelTrainer, _data_mesh
-from megatron_longctx.integrations.transformers import (
-    IGNORED,
-    compare,
-    register,
-    shard,
-)
+from megatron_longctx.integrations.transformers import IGNORED, compare, register, shard
 from megatron_longctx.testing.distributed import run_distributed
 from tests.docs.test_docs import FENCED, ROOT
 

@@ -81,11 +81,7 @@ def _save_as_megatron(trainer: Trainer, directory: Path) -> None:
 
 
 def test_resume_is_exact_with_every_optimizer(tmp_path: Path) -> None:
-    layouts = [
-        Layout(distributed=False),
-        Layout(distributed=False, bf16=True),
-        Layout(distributed=True, bf16=True),
-    ]
+    layouts = [Layout(distributed=False), Layout(distributed=False, bf16=True), Layout(distributed=True, bf16=True)]
     for curves in run_distributed(_resume_exactly, 2, tmp_path, layouts):
         for expected, losses in curves:
             assert losses == expected

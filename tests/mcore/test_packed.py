@@ -209,11 +209,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _work(model: str, step: tuple[tuple[int, ...], ...]) -> Work:
     """Count the work pair by pair."""
-    layers = {
-        "plain": [None, None],
-        "windows": [WINDOW, None, WINDOW, None],
-        "off by one": [WINDOW, WINDOW],
-    }[model]
+    layers = {"plain": [None, None], "windows": [WINDOW, None, WINDOW, None], "off by one": [WINDOW, WINDOW]}[model]
     pairs = sum(int(visible(each, window=(window, 0)).sum()) for each in step for window in layers)
     lengths = [sum(each) for each in step]
     return Work(sum(lengths), pairs, sum(length**2 for length in lengths))

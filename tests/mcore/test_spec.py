@@ -85,8 +85,7 @@ def test_losses_of_a_router_need_losses_that_are_sums() -> None:
         ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules()),
         ModuleSpec(module=IdentityOp),
         ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(self_attention=ModuleSpec(module=IdentityOp)),
+            module=TransformerLayer, submodules=TransformerLayerSubmodules(self_attention=ModuleSpec(module=IdentityOp))
         ),
     ],
 )

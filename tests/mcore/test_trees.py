@@ -13,7 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_longctx.core.plans import Kind, backward_plan, build_plan, verify
+from megatron_longctx.core.plans import Kind, backward_plan, build_plan
 from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.mcore import groups, optimizer
 from megatron_longctx.mcore.data import TrainingBatch
@@ -23,6 +23,7 @@ from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.step import TrainStep
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import random_qkv
+from megatron_longctx.testing.verify import verify
 from tests.mcore.test_packed import Sharded
 from tests.shared.sequences import sequence_of
 from tests.shared.training import LATENTS, tiny_config

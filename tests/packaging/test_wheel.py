@@ -169,11 +169,7 @@ print(compose_config(["experiment=demo"]).optim.lr)
 def test_the_installed_package_uses_its_own_folders(installed: Path, tmp_path: Path) -> None:
     package = installed / "megatron_longctx"
     found = ran([sys.executable, "-c", WHERE], tmp_path, {"PYTHONPATH": str(installed)}).split()
-    assert found == [
-        str(package / "__init__.py"),
-        *(str(package / name) for name in ("recipes", "launch")),
-        "0.003",
-    ]
+    assert found == [str(package / "__init__.py"), *(str(package / name) for name in ("recipes", "launch")), "0.003"]
 
 
 def test_an_editable_installation_reads_the_checkout(tmp_path: Path) -> None:

@@ -100,10 +100,7 @@ def tangled_plan(length: int) -> Plan:
     result = out(2, 0, cut, 1)
     idle: tuple[tuple[Attend, ...], ...] = ((), (), ())
     steps = (
-        Step(
-            (Move(whole[0], 0, 1), Move(whole[0], 0, 2), Move(whole[1], 1, 2), Move(queries(2, 0, cut), 2, 1)),
-            own,
-        ),
+        Step((Move(whole[0], 0, 1), Move(whole[0], 0, 2), Move(whole[1], 1, 2), Move(queries(2, 0, cut), 2, 1)), own),
         Step((), ((), (*crossed, helped), (rest,))),
         Step((Move(result, 1, 0),), idle),
         Step((), idle),

@@ -19,7 +19,6 @@ from tests.shared.training import tiny_config
 
 TOKENIZER = build_tokenizer("byte-level")
 ROLLOUTS = {"data.format": "rollouts", "data.packing": "best_fit"}
-SAMPLES = 40
 
 
 def write(root: Path, *lines: Any, name: str = "corpus", template: str | None = None) -> Path:

@@ -1,21 +1,17 @@
-"""Which checkpoints a run writes and keeps besides its last, and the command that gets them."""
+"""Which checkpoints a run writes and keeps besides its last."""
 
 from __future__ import annotations
 
-import logging
 import math
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_longctx.config import Config, TrainConfig, validate
-from megatron_longctx.mcore import checkpoint, checkpoint_folder
+from megatron_longctx.mcore import checkpoint_folder
 from megatron_longctx.serving.inference_job import checkpoint_of
 from megatron_longctx.training.loop import Trainer
-from megatron_longctx.training.saver import Uploads
 from tests.shared.training import Job, changed, recorded, tiny_config, tiny_corpus
 
 VALIDATION = {1: 5.0, 2: 3.0, 3: math.nan, 4: 6.0, 5: 2.0, 6: 7.0}
@@ -60,10 +56,6 @@ def test_the_best_checkpoint_stays_and_time_saves(tmp_path: Path) -> None:
     assert checkpoint_folder.iterations(folder) == [5, 6] and checkpoint_folder.best(folder) == (2.0, 5)
 
 
-def test_checkpoints_in_use_are_not_deleted() -> None:
-    assert checkpoint.Retention(last=1, kept=frozenset([2])).expired([1, 2, 3, 4]) == [1, 3]
-
-
 def test_a_damaged_file_of_the_best_is_refused(tmp_path: Path) -> None:
     assert checkpoint_folder.best(tmp_path) is None
     with pytest.raises(ValueError, match=r"iteration=best: expected a run with train\.keep_best=true"):
@@ -73,63 +65,9 @@ def test_a_damaged_file_of_the_best_is_refused(tmp_path: Path) -> None:
         checkpoint_folder.best(tmp_path)
 
 
-def test_a_failing_upload_is_reported_and_the_next_one_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    script = (
-        "import sys, shutil; int(sys.argv[2]) == 2 and sys.exit('no route to store'); shutil.copytree(*sys.argv[1::2])"
-    )
-    uploads = Uploads(
-        f'{sys.executable} -c "{script}" {{path}} {{step}} "{tmp_path}/far away {{run}} {{name}}"', tmp_path
-    )
-    for step in (1, 2, 3):
-        folder = checkpoint_folder.iteration_directory(tmp_path, step)
-        folder.mkdir()
-        (folder / "common.pt").write_text(str(step))
-        uploads.add(step, folder)
-    assert uploads.unfinished <= {1, 2, 3}
-    uploads.close(wait=True)
-    assert uploads.unfinished == set() and (tmp_path / "uploaded.txt").read_text() == "3\n"
-    assert sorted(each.name for each in tmp_path.glob("far*")) == [
-        f"far away {tmp_path.name} iter_000000{i}" for i in (1, 3)
-    ]
-    expected = f"failed for step 2 (exit code 1: no route to store); {tmp_path / 'iter_0000002'} is safe"
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert expected in warning and (tmp_path / "iter_0000002/common.pt").read_text() == "2"
-
-
-@pytest.mark.parametrize("command", ["no-such-program {path}", "echo {path:07d}"])
-def test_a_command_that_cannot_be_started_is_reported(
-    command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    uploads = Uploads(command, tmp_path)
-    uploads.add(1, tmp_path)
-    uploads.close(wait=True)
-    assert "train.upload_command failed for step 1" in caplog.text and f"{tmp_path} is safe" in caplog.text
-
-
-def test_an_upload_that_a_stop_ends_is_repeated(tmp_path: Path) -> None:
-    stopped = Uploads(f"sh -c 'touch {tmp_path}/begun; sleep 600' {{path}}", tmp_path)
-    stopped.add(4, tmp_path)
-    while not (tmp_path / "begun").exists():
-        time.sleep(0.01)
-    stopped.close(wait=False)
-    stopped._thread.join(60)
-    assert not stopped._thread.is_alive() and not (tmp_path / "uploaded.txt").exists()
-    again = Uploads("test -d {path}", tmp_path)
-    again.resume(4, tmp_path)
-    again.close(wait=True)
-    assert (tmp_path / "uploaded.txt").read_text() == "4\n"
-    again.resume(4, tmp_path)
-    assert again.unfinished == set(), "not a third time"
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"upload_command": "rclone copy runs remote:"}, "expected words with {path}"),
-        ({"upload_command": "cp {path} {where}"}, "expected words with {path}"),
-        ({"upload_command": "cp '{path} there"}, "No closing quotation"),
-        ({"upload_command": "cp {path there"}, "expected '}'"),
         ({"keep_best": True}, "to be a multiple of train.eval_interval=null"),
         ({"keep_best": True, "eval_interval": 4, "save_interval": 6}, "train.save_interval=6 to be a multiple"),
         ({"save": False, "save_minutes": 5.0}, "train.save_minutes=5.0: expected null with train.save=false"),

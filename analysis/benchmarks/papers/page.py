@@ -18,7 +18,7 @@ from analysis.benchmarks.report import table as markdown
 from megatron_longctx.config.environment import environment
 from megatron_longctx.config.files import read_yaml
 from megatron_longctx.core.plans import Plan
-from megatron_longctx.core.plans.verify import verify
+from megatron_longctx.testing.verify import verify
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "analysis" / "results"

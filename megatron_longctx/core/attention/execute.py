@@ -49,14 +49,7 @@ class Pass:
         packed: whether this rank's own keys and values are given as one tensor in their format.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        rank: int,
-        shapes: Shapes,
-        runtime: Runtime,
-        packed: bool = False,
-    ) -> None:
+    def __init__(self, recorder: Recorder, rank: int, shapes: Shapes, runtime: Runtime, packed: bool = False) -> None:
         self.recording = recorder.record(rank)
         self._shapes, self._runtime, self._copies = shapes, runtime, BatchedCopy()
         channel: Channel | None = None

@@ -2,7 +2,7 @@
 
 - `mask` defines what tokens see, `visibility` what ranks see of each other, and `plan` the type `Plan`.
 - `build_plan("zigzag", n, mask)` plans one pass of a mask over ranks. `backward_plan` derives its backward plan,
-  `verify` proves either correct, and `describe` and `draw` show them.
+  `testing.verify` proves either correct, and `planner`'s `describe` and `draw` show them.
 - `record` turns a plan into the recording that a rank replays.
 - `modes/` has the modes and `cache_modes/` those over a KV cache. To add one, add its file there.
 """
@@ -16,5 +16,4 @@ from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, St
 from .recorder import Recorder, record
 from .recording import Recording
 from .slices import Slice
-from .verify import PlanError, verify
 from .workload import Target, Workload

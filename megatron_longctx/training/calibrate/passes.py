@@ -114,10 +114,7 @@ def _step_seconds(testbed: Testbed, candidate: Candidate, length: int) -> float:
     """Return the seconds of a whole step of one layer on the slowest rank."""
     assert candidate.mode is not None and testbed.transport is not None
     attention = ContextParallelAttention(
-        testbed.group,
-        schedule=candidate.mode,
-        kernel=testbed.kernel,
-        transport=testbed.transport.name,
+        testbed.group, schedule=candidate.mode, kernel=testbed.kernel, transport=testbed.transport.name
     )
     tokens = attention.layout(length).num_tokens(dist.get_rank(testbed.group))
     q, k, v, grad_out = testbed.qkv(tokens, tokens)

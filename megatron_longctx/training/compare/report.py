@@ -120,10 +120,7 @@ def draw(runs: Sequence[Run]) -> Figure:
 
 
 def compare(
-    folders: Sequence[Path | str],
-    out: Path | str | None = None,
-    rows: int = 50,
-    html: Path | str | None = None,
+    folders: Sequence[Path | str], out: Path | str | None = None, rows: int = 50, html: Path | str | None = None
 ) -> Path:
     """Print tables of the runs in `folders`, write the picture, and the dashboard if `html` is given.
 

@@ -30,9 +30,9 @@ from analysis.benchmarks.papers.steps import (
 )
 from megatron_longctx.config.cluster import Cluster, Network
 from megatron_longctx.core.plans import Workload, backward_plan, build_plan
-from megatron_longctx.core.plans.verify import PlanError
 from megatron_longctx.lowbit.quantize import QuantFormat, dequantize, quantize
 from megatron_longctx.planner.cost import Costs
+from megatron_longctx.testing.verify import PlanError
 
 
 @pytest.mark.parametrize("n", [3, 4, 5])

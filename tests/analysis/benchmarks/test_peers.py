@@ -71,11 +71,7 @@ def test_gradients_are_written_into_the_given_buffers() -> None:
     out, lse, *none = given["_flash_attn_varlen_forward"](q=q, k=k, v=v, **rest)
     assert none == [None, None] and lse.shape == (4, 48)
     found = {"out": out}
-    for name, like in (
-        ("dq", q),
-        ("dk", k),
-        ("dv", v),
-    ):  # parts of larger tensors of NaN, which must be overwritten
+    for name, like in (("dq", q), ("dk", k), ("dv", v)):  # parts of larger tensors of NaN, which must be overwritten
         found[name] = torch.full((like.shape[0] + 3, *like.shape[1:]), torch.nan, dtype=like.dtype)[1:-2]
     gradients = {name: x for name, x in found.items() if name != "out"}
     given["_flash_attn_varlen_backward"](dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, **gradients, **rest)

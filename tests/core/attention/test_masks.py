@@ -34,13 +34,13 @@ from megatron_longctx.core.plans import (
     keep_received,
     recorder,
     sums,
-    verify,
 )
 from megatron_longctx.core.plans.mask import Document, documents
 from megatron_longctx.core.plans.modes import outer_modes
 from megatron_longctx.core.plans.slices import FAR, Slice
 from megatron_longctx.testing.references import dense_attention, random_qkv, visible
 from megatron_longctx.testing.tolerances import relative_error
+from megatron_longctx.testing.verify import verify
 from tests.core.plans.masks import pairs_of
 from tests.shared.plans import helper_plan, one_sided_plan, tangled_plan
 from tests.shared.threads import Inputs, attend

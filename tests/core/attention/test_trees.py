@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.core.kernels import AttentionKernel, KernelRequest, choose_kernel
-from megatron_longctx.core.plans import MODES, ModeOptions, Plan, backward_plan, build_plan, verify
+from megatron_longctx.core.plans import MODES, ModeOptions, Plan, backward_plan, build_plan
 from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error
+from megatron_longctx.testing.verify import verify
 from tests.shared.threads import Inputs, attend
 
 NAMES = "out", "dq", "dk", "dv"

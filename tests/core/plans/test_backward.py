@@ -20,7 +20,6 @@ from megatron_longctx.core.plans import (
     Mask,
     ModeOptions,
     Plan,
-    PlanError,
     Target,
     Workload,
     backward_plan,
@@ -30,7 +29,6 @@ from megatron_longctx.core.plans import (
     record,
     sum_in_nodes,
     transpose,
-    verify,
 )
 from megatron_longctx.core.plans.backward import KEPT_TOKENS, LEAST_TOKENS
 from megatron_longctx.core.plans.mask import causal, documents, full
@@ -40,6 +38,7 @@ from megatron_longctx.planner.cost import Costs
 from megatron_longctx.planner.describe import moved_tokens, rank_pairs
 from megatron_longctx.planner.footprint import Footprint, footprint
 from megatron_longctx.planner.simulate import simulate
+from megatron_longctx.testing.verify import PlanError, verify
 from tests.shared.plans import with_moves
 
 PACKED = KernelSupport(packed=True, rectangles=True, windows=True)

@@ -15,14 +15,13 @@ from megatron_longctx.core.plans import (
     Heads,
     Move,
     Plan,
-    PlanError,
     Slice,
     backward_plan,
     build_plan,
     keep_received,
-    verify,
 )
 from megatron_longctx.core.plans.slices import FAR
+from megatron_longctx.testing.verify import PlanError, verify
 from tests.core.plans.masks import masks, pairs_of, parts_of, tokens_of
 from tests.shared.plans import with_calls, with_moves
 

@@ -34,7 +34,6 @@ from megatron_longctx.core.plans import (
     kernel_calls,
     record,
     sum_in_nodes,
-    verify,
 )
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.core.plans.mask import documents, full
@@ -45,6 +44,7 @@ from megatron_longctx.core.plans.plan import trim
 from megatron_longctx.core.plans.recording import Compute
 from megatron_longctx.core.plans.visibility import Visibility
 from megatron_longctx.planner.describe import idle_fraction, imbalance_pct
+from megatron_longctx.testing.verify import verify
 from tests.core.plans.masks import Cache, caches, masks
 
 PACKED = KernelSupport(packed=True, rectangles=True, windows=True)

@@ -21,7 +21,6 @@ from megatron_longctx.core.plans import (
     ModeOptions,
     Move,
     Plan,
-    PlanError,
     Recorder,
     Target,
     Workload,
@@ -32,7 +31,6 @@ from megatron_longctx.core.plans import (
     node_size_to_sum,
     sum_in_nodes,
     transpose,
-    verify,
 )
 from megatron_longctx.core.plans.backward import LEAST_TOKENS
 from megatron_longctx.core.plans.mask import full
@@ -43,6 +41,7 @@ from megatron_longctx.planner.describe import describe
 from megatron_longctx.planner.footprint import footprint
 from megatron_longctx.planner.memory.shapes import Job
 from megatron_longctx.planner.simulate import simulate
+from megatron_longctx.testing.verify import PlanError, verify
 from megatron_longctx.training.compose import compose_config
 from tests.core.plans.masks import masks, parts_of
 from tests.shared.plans import tangled_plan, with_moves

@@ -25,7 +25,6 @@ from megatron_longctx.core.plans import (
     keep_received,
     record,
     transpose,
-    verify,
 )
 from megatron_longctx.core.plans.mask import causal, documents, full
 from megatron_longctx.core.plans.modes import outer_modes
@@ -33,6 +32,7 @@ from megatron_longctx.core.plans.modes.all_gather import AllGather
 from megatron_longctx.core.plans.modes.ring import ring
 from megatron_longctx.core.plans.visibility import Visibility
 from megatron_longctx.planner.describe import idle_fraction, moved_tokens, rank_pairs
+from megatron_longctx.testing.verify import verify
 from tests.core.plans.masks import masks
 from tests.shared.plans import helper_plan, one_sided_plan, tangled_plan
 

@@ -8,13 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.config.cluster import Cluster, Device, Mesh, Network, Switch, load_cluster, save_cluster
-from megatron_longctx.planner.measure_links import (
-    LinkMeasurements,
-    Sample,
-    measure_links,
-    probe_pairs,
-    to_cluster,
-)
+from megatron_longctx.planner.measure_links import LinkMeasurements, Sample, measure_links, probe_pairs, to_cluster
 from megatron_longctx.testing.distributed import run_distributed
 
 SIZE = 2**20

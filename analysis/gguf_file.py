@@ -1,12 +1,17 @@
-"""GGUF files, the format of llama.cpp: dequantized weights, and metadata as the fields of a `config.json`."""
+"""Converts a GGUF file, the format of llama.cpp, for `import`: `python -m analysis.gguf_file FILE FOLDER`.
+
+The folder has `config.json`, dequantized weights in fp32 as safetensors, and the tokenizer.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +19,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..config import has_type
-from ..core.errors import refuse
-from .gguf_tokenizer import write_tokenizer
-from .source import TensorInfo, require_package
+from analysis.gguf_tokenizer import write_tokenizer
+from megatron_longctx.cli.conversion import new_folder
+from megatron_longctx.core.errors import refuse
+from megatron_longctx.models.huggingface import ShardWriter
+from megatron_longctx.models.source import TensorInfo
 
 # Fields of config.json, keyed by the metadata's keys without the architecture's name.
 _FIELDS = {
@@ -32,7 +38,6 @@ _FIELDS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _EQUAL_TO_HEAD_DIM = ("attention.value_length", "rope.dimension_count")
 
 
@@ -73,6 +78,7 @@ _ARCHITECTURES = {
     ),
 }
 _HARMLESS = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")
+_SHARD_BYTES = 5 * 10**9
 _SAFETENSORS = "Take the model's safetensors instead."
 # The names of the families above, among all those that `gguf` knows for a tensor.
 _PUBLISHED = re.compile(
@@ -81,54 +87,18 @@ _PUBLISHED = re.compile(
 )
 
 
-def _reader(path: Path) -> Any:
-    """Return a reader of the package `gguf`. It refuses arrays that are longer than the file, which would not end."""
-    import gguf
-
-    class Reader(gguf.GGUFReader):
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            found = super()._get(offset, dtype, count, override_order)
-            if len(found) < count:
-                raise ValueError("it ends too early")
-            return found
-
-    return Reader(path)
-
-
-def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path}: damaged, or not a GGUF file ({error}). Fetch it again.")
-
-
-@contextmanager
-def _types_checked(path: Path) -> Iterator[None]:
-    """Refuse a file whose metadata has values of other types than they are used as."""
-    try:
-        yield
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise _damaged(path, error) from None
-
-
 class GgufFile:
-    """A `models.source.Source`. Tensors have the names and the order of rows of Hugging Face.
+    """A published model. Tensors have the names and the order of rows of Hugging Face.
 
     Raises:
-        ValueError: the file is damaged, or has an architecture or a key that is not supported.
+        ValueError: the file has an architecture or a key that is not supported, or is no GGUF file.
     """
 
     def __init__(self, path: Path) -> None:
-        require_package("gguf", str(path))
-        self._path = path
-        try:
-            self._reader = _reader(path)
-            self._metadata = {name: field.contents() for name, field in self._reader.fields.items()}
-        except Exception as error:  # a damaged file makes the reader raise various types
-            raise _damaged(path, error) from None
-        with _types_checked(path):
-            self._read_metadata()
-
-    def _read_metadata(self) -> None:
         import gguf
 
+        self._reader = gguf.GGUFReader(path)
+        self._metadata = {name: field.contents() for name, field in self._reader.fields.items()}
         name = str(self._metadata.get("general.architecture"))
         if name not in _ARCHITECTURES:
             raise refuse("general.architecture", name, f"one of {', '.join(_ARCHITECTURES)}", _SAFETENSORS)
@@ -136,13 +106,10 @@ class GgufFile:
             raise refuse("split.count", self._metadata["split.count"], "one file", "Merge them with llama-gguf-split.")
         self._architecture = _ARCHITECTURES[name]
         config = self._read_config(name)
-        layers, most = config.get("num_hidden_layers", 0), len(self._reader.tensors)
-        if not 0 < layers <= most:
-            raise refuse(f"{name}.block_count", layers, f"1 to {most}, the number of tensors in the file", _SAFETENSORS)
         arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
         published_names = {
             own: published
-            for published, (_, own) in gguf.get_tensor_name_map(arch, layers).mapping.items()
+            for published, (_, own) in gguf.get_tensor_name_map(arch, config["num_hidden_layers"]).mapping.items()
             if _PUBLISHED.fullmatch(published)
         }
         self._by_name = {}
@@ -172,12 +139,16 @@ class GgufFile:
             weight = pairs.transpose(1, 2).reshape(weight.shape)
         return weight
 
-    def write_tokenizer(self, folder: Path) -> None:
+    def _read_group(self, name: str) -> dict[str, Tensor]:
+        return {name: self.read(name)}
+
+    def write(self, folder: Path) -> None:
+        """Write the folder of Hugging Face, one tensor at a time."""
+        groups = [{name: info} for name, info in self.tensors.items()]
+        ShardWriter(folder, groups, _SHARD_BYTES).write(partial(self._read_group, name) for name in self.tensors)
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
         if "tokenizer.ggml.model" in self._metadata:
-            folder.mkdir()
-            with _types_checked(self._path):
-                write_tokenizer(folder, self._metadata, self._path)
-            (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+            write_tokenizer(folder, self._metadata)
 
     def _read_config(self, name: str) -> dict[str, Any]:
         """Return the fields of a `config.json` except `tie_word_embeddings`, which tensors decide."""
@@ -193,8 +164,6 @@ class GgufFile:
                     raise refuse(key, value, "keys that are known here", _SAFETENSORS)
             elif own in fields:
                 section, _, inner = fields[own].rpartition(".")
-                if inner in _SIZES and not (has_type(value, int) and value > 0):
-                    raise refuse(key, value, "an integer above 0", _SAFETENSORS)
                 # Floats have 32 bits: the shortest decimal with this value is the original one.
                 exact = float(str(numpy.float32(value))) if isinstance(value, float) else value
                 (config.setdefault(section, {}) if section else config)[inner] = exact
@@ -216,3 +185,19 @@ class GgufFile:
             config["query_pre_attn_scalar"] = hidden // heads if config.get("num_hidden_layers") == 62 else head
             config.setdefault("sliding_window_pattern", 6 if config.get("sliding_window") else 1)
         return config
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("folder", help="a new one")
+    arguments = parser.parse_args(words)
+    with new_folder(arguments.folder) as (folder, _):
+        GgufFile(arguments.file).write(folder)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import refuse
-from .source import require_package
+from megatron_longctx.core.errors import refuse
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # gguf.TokenType
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -27,14 +26,13 @@ _SPLITS = {
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 
-def write_tokenizer(folder: Path, metadata: Mapping[str, Any], path: Path) -> None:
-    """Write `tokenizer.json`, `tokenizer_config.json` and the chat template from the metadata of `path`.
+def write_tokenizer(folder: Path, metadata: Mapping[str, Any]) -> None:
+    """Write `tokenizer.json`, `tokenizer_config.json` and the chat template from the metadata of a file.
 
     Raises:
         ValueError: a tokenizer that is neither a byte-level BPE nor SentencePiece's BPE, or that splits or normalizes
             text in an unknown way.
     """
-    require_package("tokenizers", str(path))
     kind, split = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "gpt-2")
     remedy = "Take the model's safetensors instead, with its tokenizer."
     if kind not in ("gpt2", "llama"):
@@ -45,21 +43,16 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Any], path: Path) -> No
         if kind == "llama" and metadata.get(f"tokenizer.ggml.{name}"):
             raise refuse(f"tokenizer.ggml.{name}", "set", "text that is not changed", remedy)
     tokens = metadata.get("tokenizer.ggml.tokens", [])
-    try:
-        special = {
-            published: tokens[number]
-            for name, published in _SPECIAL.items()
-            if (number := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None and 0 <= number < len(tokens)
-        }
-        if len(set(tokens)) != len(tokens):
-            raise ValueError("a token occurs twice")
-        kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
-        bpe = _sentencepiece(metadata, tokens, kinds) if kind == "llama" else _byte_level_bpe(metadata, tokens, split)
-        adds_bos = kind == "llama" or split == "llama-bpe"
-        _add_special(bpe, metadata, tokens, kinds, special, adds_bos=adds_bos)
-        bpe.save(str(folder / "tokenizer.json"))
-    except Exception as error:  # for example a merge of unknown tokens
-        raise ValueError(f"{path}: its tokenizer is damaged ({error}). Fetch it again.") from None
+    special = {
+        published: tokens[number]
+        for name, published in _SPECIAL.items()
+        if (number := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None and 0 <= number < len(tokens)
+    }
+    kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    bpe = _sentencepiece(metadata, tokens, kinds) if kind == "llama" else _byte_level_bpe(metadata, tokens, split)
+    adds_bos = kind == "llama" or split == "llama-bpe"
+    _add_special(bpe, metadata, tokens, kinds, special, adds_bos=adds_bos)
+    bpe.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {f"{name}_token": token for name, token in special.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

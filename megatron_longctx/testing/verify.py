@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 from itertools import accumulate
 
-from ..layout import Layout
-from .backward import calls_by_home
-from .plan import GRADIENTS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, collector_paused
-from .slices import Slice, band_between
+from ..core.layout import Layout
+from ..core.plans.backward import calls_by_home
+from ..core.plans.plan import GRADIENTS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, collector_paused
+from ..core.plans.slices import Slice, band_between
 
 
 class PlanError(ValueError):
