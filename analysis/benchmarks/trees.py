@@ -125,7 +125,8 @@ def trees() -> list[Rollouts]:
 class Options:
     """What to measure.
 
-    trees: their numbers in `trees`. modes: of attention. mode: of whole steps. divide: of all lengths. seconds: after which no cell begins.
+    trees: their numbers in `trees`. modes: of attention. mode: of whole steps. divide: of all lengths.
+    seconds: after these no cell begins.
     """
 
     parts: tuple[str, ...]
@@ -173,8 +174,9 @@ def run(arguments: argparse.Namespace) -> None:
     ranks = Ranks.of(arguments.ranks, arguments.device)
     divide, rounds = (8 * arguments.divide, 1) if arguments.quick else (arguments.divide, arguments.rounds)
     h, g, d = map(int, arguments.heads.split(":"))
+    parts, modes = (tuple(words.split(",")) for words in (arguments.parts, arguments.modes))
     options = Options(
-        tuple(arguments.parts.split(",")), numbers("--trees", arguments.trees, 0), tuple(arguments.modes.split(",")), arguments.mode, (h, g, d),
+        parts, numbers("--trees", arguments.trees, 0), modes, arguments.mode, (h, g, d),
         divide, rounds, arguments.seconds, arguments.pack_tokens // divide, arguments.cluster,
         tuple(arguments.settings), arguments.unrolled,
     )  # fmt: skip
