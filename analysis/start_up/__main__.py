@@ -51,12 +51,13 @@ if sys.argv[1] == "torch":
     state(f"is_available {torch.cuda.is_available()}")
     sys.exit()
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
-import importlib
-sys.path.insert(0, os.environ["START_UP"])
-import sitecustomize
+import importlib.util
+spec = importlib.util.spec_from_file_location("milestones", os.environ["START_UP"])  # a system may have its own
+milestones = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(milestones)
 from megatron_longctx.training import forks
 state("forks")
-count, capability = forks.in_fork(sitecustomize._ask)
+count, capability = forks.in_fork(milestones.ask)
 state(f"asked in a fork: {count}, {capability}")
 torch.cuda._cached_device_count = count
 if capability:
@@ -93,7 +94,7 @@ def left(seconds: float) -> float:
 
 def probe(how: str, *modules: str) -> None:
     """Print what asking for GPUs opens."""
-    environment = os.environ | {"START_UP": str(Path(__file__).parent), "PYTHONPATH": _path()}
+    environment = os.environ | {"START_UP": str(Path(__file__).parent / "sitecustomize.py"), "PYTHONPATH": _path()}
     words = [sys.executable, "-W", "ignore", "-c", PROBE, how, *modules]
     run = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     print(run.stdout + "".join(run.stderr.splitlines(keepends=True)[-2:]), end="", flush=True)

@@ -65,7 +65,8 @@ def _timed(module: ModuleType, path: str) -> None:
     setattr(owner, name, run)
 
 
-def _ask() -> tuple[int, str]:
+def ask() -> tuple[int, str]:
+    """Return the number of GPUs and the compute capability of the first, like 90."""
     import torch
 
     count = torch.cuda.device_count()
@@ -87,7 +88,7 @@ def _change(forks: Any) -> None:
 
         if HOW == "asked" and not obstacle():
             begin = time.time()
-            count, capability = forks.in_fork(_ask)
+            count, capability = forks.in_fork(ask)
             torch.cuda._cached_device_count = count
             os.environ.setdefault("QUACK_ARCH", capability)
             say(f"asked for {count} GPUs of capability {capability} in a fork, {time.time() - begin:.2f} s")
