@@ -266,6 +266,11 @@ def test_values_at_the_ends_of_their_ranges() -> None:
             "train.global_batch_size=9: expected a multiple of train.micro_batch_size x data-parallel ranks = 2 x 2. "
             "Nearest: 8 or 12.",
         ),
+        (
+            "train.global_batch_size=2", 4,
+            "train.global_batch_size=2: expected a multiple of train.micro_batch_size x data-parallel ranks = 1 x 4. "
+            "Nearest: 4.",
+        ),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_make_the_world(words: str, world: int, message: str) -> None:
