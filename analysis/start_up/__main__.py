@@ -1,6 +1,6 @@
 """Seconds from `megatron-longctx train` to the end of the first step: `python -m analysis.start_up --out FILE.json`.
 
-It prints what asking for GPUs opens in a process, in four ways, and then the milestones of `train` with ranks as forks
+It prints what asking for GPUs opens in a process, in three ways, and then the milestones of `train` with ranks as forks
 and as new processes. The first run fills the caches of kernels, if they are empty.
 """
 

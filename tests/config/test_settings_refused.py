@@ -205,6 +205,8 @@ def test_long_and_deep_values_are_refused_in_one_line(key: str, value: str) -> N
          "parallelism.overlap_param_gather=true: expected auto or false with parallelism.overlap_grad_reduce=false"),
         ("attention.sum_in_node=true parallelism=cp2",
          "attention.sum_in_node=true: expected parallelism.cluster, which defines the nodes"),
+        ("recompute.kept_results=0.5 recompute=layer",
+         "recompute.kept_results=0.5: expected 1.0 with recompute.mode=layer"),
         ("attention.keep_received=true recompute=attention_output",
          "attention.keep_received=true: expected auto or false with recompute.mode=attention_output"),
         ("attention.kv_int8=true model.head_dim=6 parallelism=cp2",

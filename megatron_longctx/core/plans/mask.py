@@ -8,8 +8,8 @@ of them by name.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -113,6 +113,11 @@ class Mask:
     def has_windows(self) -> bool:
         """Whether some slice is neither full nor causal."""
         return any(each.lo != -FAR or each.hi not in (0, FAR, each.k_stop - each.q_stop) for each in self.slices)
+
+    def of_queries(self, spans: Iterable[tuple[int, int]]) -> Mask:
+        """Return the mask in which queries outside of spans, which do not overlap, see nothing."""
+        cut = (each.cut(*span, each.k_start, each.k_stop) for span in spans for each in self.slices_of(*span))
+        return replace(self, slices=tuple(sorted(each for each in cut if each is not None)))
 
     def slices_of(self, start: int, stop: int) -> tuple[Slice, ...]:
         """Return the slices that may have any of the queries `start..stop-1`."""

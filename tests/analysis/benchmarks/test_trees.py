@@ -44,7 +44,7 @@ def _measure(rank: int) -> list[dict[str, Any]]:
     model = ("num_layers=1", "hidden_size=32", "num_attention_heads=4", "num_kv_heads=2", "ffn_hidden_size=64")
     settings = tuple(f"model.{each}" for each in (*model, "vocab_size=320"))
     parts, heads = ("attention", "steps"), (4, 2, 16)
-    options = Options(parts, (2,), ("zigzag",), "all_gather", heads, 512, 1, 60, 140, "h200_x8", settings, False)
+    options = Options(parts, (0,), ("zigzag",), "all_gather", heads, 512, 1, 60, 140, "h200_x8", settings, False)
     return measure(rank, Ranks(2, "cpu"), options, lambda cells: None)
 
 
