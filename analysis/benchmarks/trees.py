@@ -183,11 +183,11 @@ def run(arguments: argparse.Namespace) -> None:
     what = "trees of shared beginnings beside the same rollouts as separate packed documents, forward and backward"
     unit = f"{ranks.count} ranks; medians of {rounds} rounds, the slowest rank"
     report = Report(arguments.out, ranks.device, what, "trees of shared beginnings, forward and backward", unit)
-    save = partial(record, report, options)
+    save = partial(record, report, ranks.count, options)
     print(save(run_on_ranks(ranks, measure, ranks, options, save)))
 
 
-def record(report: Report, options: Options, cells: Sequence[dict[str, Any]]) -> str:
+def record(report: Report, ranks: int, options: Options, cells: Sequence[dict[str, Any]]) -> str:
     """Write the results so far; return the tables."""
     head = ["part", "tree", "what", "mode", "ms", "TFLOP/s", "of separate", "ideal", "reached", "of causal"]
     rows = [
@@ -202,7 +202,7 @@ def record(report: Report, options: Options, cells: Sequence[dict[str, Any]]) ->
         for cell in cells
     ]
     settings = asdict(options) | {"began": None}
-    return report.write({"settings": settings, "cells": list(cells)}, table(head, rows))
+    return report.write({"ranks": ranks, "settings": settings, "cells": list(cells)}, table(head, rows))
 
 
 def _number(value: float | None, form: str) -> str:
