@@ -10,6 +10,7 @@
 - `rows`: times to the first token of short prompts, by plans and replicated.
 - `reductions`: times of all-reduces by size.
 - `schedules`: time lines of all modes, for one causal layer of the same heads on 8 such H200s.
+- `trees RESULT.json`: results of `analysis.benchmarks trees`, steps over shared beginnings and over separate rollouts.
 """
 
 from __future__ import annotations
@@ -107,6 +108,42 @@ def attention(result: Path, out: Path | None) -> None:
     facts = data["environment"]
     figure.suptitle(f"forward and backward, causal, {data['ranks']} x {facts['device']}, {facts['date'][:10]}")
     figure.tight_layout(rect=(0, 0.06 * rows, 1, 1))
+    figure.savefig(out or result.with_suffix(".png"), dpi=110)
+
+
+def trees(result: Path, out: Path | None) -> None:
+    """Draw responses per second of whole steps, and how many times faster steps and attention are than separate ones.
+
+    Black lines mark the ideal: how many times fewer FLOPs a tree has.
+    """
+    data = json.loads(result.read_text())
+    steps = [each for each in data["cells"] if each["part"] == "steps" and "responses_per_s" in each]
+    names = list(dict.fromkeys(each["tree"] for each in steps))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.8))
+    for at, (what, colour) in enumerate((("tree", OURS[0]), ("separate", OTHERS[1]))):
+        rates = [each["responses_per_s"] for each in steps if each["what"] == what]
+        said = {"tree": "beginnings once", "separate": "separate documents"}[what]
+        bars = left.bar([i + 0.4 * at for i in range(len(names))], rates, 0.38, color=colour, label=said)
+        left.bar_label(bars, fmt="%.3g")
+    for at, part in enumerate(("steps", "attention")):
+        every = [each for each in data["cells"] if each["part"] == part and each["what"] == "tree" and "ideal" in each]
+        for i, name in enumerate(names):
+            of_tree = [each for each in every if each["tree"] == name]
+            if not of_tree:
+                continue
+            best = max(of_tree, key=lambda each: each["faster"])
+            x, label = i + 0.4 * at, {"steps": "whole steps", "attention": "attention alone"}[part] if i == 0 else None
+            right.bar_label(right.bar(x, best["faster"], 0.38, color=OURS[2 * at], label=label), fmt="%.1f")
+            ideal = "ideal" if i == at == 0 else None
+            right.hlines(best["ideal"], x - 0.19, x + 0.19, color="black", label=ideal)
+    for panel, label in ((left, "responses per second"), (right, "times as fast as separate documents")):
+        panel.set_xticks([i + 0.2 for i in range(len(names))], names)
+        panel.set_ylabel(label)
+        panel.legend(frameon=False, loc="upper left")
+        panel.spines[["top", "right"]].set_visible(False)
+    facts = data["environment"]
+    figure.suptitle(f"forward and backward, {data['ranks']} x {facts['device']}, {facts['date'][:10]}")
+    figure.tight_layout()
     figure.savefig(out or result.with_suffix(".png"), dpi=110)
 
 
@@ -332,6 +369,7 @@ def emulated(out: Path) -> None:
     network.draw([network.Result(**each) for each in data["measurements"]], out)
 
 
+OF_RESULTS = {"attention": attention, "trees": trees}
 PICTURES = {
     "emulated": (emulated, RESULTS / "network_emulated.png"),
     "extend": (extend, RESULTS / "extend_smollm2_64k.png"),
@@ -346,14 +384,14 @@ PICTURES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=("attention", *PICTURES))
-    parser.add_argument("result", type=Path, nargs="?", help="attention: the result to draw")
+    parser.add_argument("picture", choices=(*OF_RESULTS, *PICTURES))
+    parser.add_argument("result", type=Path, nargs="?", help="attention, trees: the result to draw")
     parser.add_argument("--out", type=Path, help="file or folder (default: where docs show it, or beside the result)")
     arguments = parser.parse_args()
-    if (arguments.picture == "attention") != (arguments.result is not None):
-        parser.error("attention needs a result, and the other pictures take none")
-    if arguments.picture == "attention":
-        attention(arguments.result, arguments.out)
+    if (arguments.picture in OF_RESULTS) != (arguments.result is not None):
+        parser.error("attention and trees need a result, and the other pictures take none")
+    if arguments.picture in OF_RESULTS:
+        OF_RESULTS[arguments.picture](arguments.result, arguments.out)
     else:
         draw, default = PICTURES[arguments.picture]
         draw(arguments.out or default)

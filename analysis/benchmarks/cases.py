@@ -37,12 +37,14 @@ class Case:
     element_bytes: int = 2
     causal: bool = True
     window: int | None = None  # tokens seen before a query's own and, unless causal, after it; None for all
+    parents: tuple[int, ...] | None = None  # see `Mask.packed`
     name: str = "causal"  # of the mask
 
     @cached_property
     def mask(self) -> Mask:
         window = (self.window, 0 if self.causal else self.window)
-        return masks.documents(self.documents, causal=self.causal, window=window if self.window else (None, None))
+        bounds = window if self.window else (None, None)
+        return masks.documents(self.documents, causal=self.causal, window=bounds, parents=self.parents)
 
     @property
     def length(self) -> int:

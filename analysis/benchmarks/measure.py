@@ -114,7 +114,7 @@ class Bench:
         result = Measurement(contender.name, case.name, case.length, case.heads, contender.ours)
         try:
             if self.check:
-                result.errors = self._errors(contender, short(case, self.n))
+                result.errors = self.errors(contender, short(case, self.n))
                 if wrong(result.errors, case.dtype):
                     result.reason = "wrong results"
                     return result
@@ -146,7 +146,7 @@ class Bench:
         if cuda:
             result.peak_bytes = max(gather_objects(self.group, torch.cuda.max_memory_allocated(self.device) - before))
 
-    def _errors(self, contender: Contender, case: Case) -> dict[str, float]:
+    def errors(self, contender: Contender, case: Case) -> dict[str, float]:
         """Return the errors over all ranks, which call this together."""
         call, tokens, alone = contender.prepare(case)
         inputs = (alone or case).inputs(self.device)
@@ -179,7 +179,8 @@ def wrong(errors: Mapping[str, float], dtype: torch.dtype) -> bool:
 
 def dense(case: Case, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return out, dq, dk and dv of `case.inputs` in fp64, by the definition of the case instead of its mask."""
-    seen = visible(case.documents, causal=case.causal, window=(case.window, case.window))
+    window = case.window, case.window
+    seen = visible(case.documents, causal=case.causal, window=window, parents=case.parents)
     q, k, v, grad_out = inputs
     return dense_attention(q, k, v, grad_out, seen=seen)
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from ..core.errors import refuse
+from ..core.errors import nearest, refuse
 from .files import bundled, read_yaml
 
 GIB = 2**30
@@ -228,8 +228,8 @@ class Cluster:
         m = self.ranks_per_node
         if n < 1 or (n > m and n % m):
             legal = f"1..{m} or a multiple of {m}"
-            nearest = f"{n // m * m} or {(n // m + 1) * m}" if n > 0 else "1"
-            raise refuse("ranks", n, f"{legal}, the ranks of whole nodes of {self.name}", f"Nearest: {nearest}.")
+            remedy = f"Nearest: {nearest(n, m) if n > 0 else 1}."
+            raise refuse("ranks", n, f"{legal}, the ranks of whole nodes of {self.name}", remedy)
         if n <= m:  # the NICs of the other ranks are idle, so the description of the network does not apply
             return replace(self, nodes=1, ranks_per_node=n, network=self.network if n == m else None)
         return replace(self, nodes=n // m)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..core.errors import refuse
+from ..core.errors import nearest, refuse
 from ..core.plans import Mask, Plan, Workload, build_plan
 from ..core.plans.backward import node_size_to_sum
 from ..core.plans.mask import documents
@@ -145,9 +145,8 @@ def data_parallel_size(config: Config, world_size: int) -> int:
         raise refuse("parallelism.data_parallel_size", par.data_parallel_size, expected, remedy)
     step = train.micro_batch_size * size
     if train.global_batch_size % step:
-        below = train.global_batch_size // step * step
         expected = f"a multiple of train.micro_batch_size x data-parallel ranks = {train.micro_batch_size} x {size}"
-        remedy = f"Nearest: {max(below, step)} or {below + step}."
+        remedy = f"Nearest: {nearest(train.global_batch_size, step)}."
         raise refuse("train.global_batch_size", train.global_batch_size, expected, remedy)
     return size
 

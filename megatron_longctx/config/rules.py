@@ -89,6 +89,8 @@ RULES: tuple[Rule, ...] = (
     ("recompute.mode", _is("attention_output", "attention_output+offload"), ("attention.keep_received",),
      ("auto", "false"),
      "Its forward runs without a graph, so nothing is kept; set it to auto, or recompute=none or layer."),
+    ("recompute.mode", _is("none", "layer"), ("recompute.kept_results",), (1.0,),
+     "Only attention_output and attention_output+offload keep results alone."),
     ("data.packing", _is_not("none"), ("train.micro_batch_size",), None,
      "A pack is one sequence of many documents; raise data.seq_length instead."),
     ("data.packing", _is_not("best_fit"), ("data.max_wait_steps",), (0, None),

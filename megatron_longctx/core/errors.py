@@ -21,6 +21,12 @@ def refuse(name: str, value: object, expected: str, remedy: str) -> ValueError:
     return error
 
 
+def nearest(value: int, step: int) -> str:
+    """Return the positive multiples of `step` around a value that is none: `4 or 8`."""
+    below = value // step * step
+    return f"{below} or {below + step}" if below > 0 else str(step)
+
+
 def shown(value: object) -> str:
     """Return `value` as it appears in an error: always one line, and truncated if it is long."""
     text = str(value)

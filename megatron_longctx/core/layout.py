@@ -19,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .errors import nearest
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -84,7 +86,7 @@ def striped(n: int, length: int, unit: int = 1) -> Layout:
         step = n * unit
         raise ValueError(
             f"length {length}: the striped layout over {n} ranks with shares in units of {unit} needs a multiple of "
-            f"{step}. Nearest: {length // step * step} or {(length // step + 1) * step}; or use zigzag."
+            f"{step}. Nearest: {nearest(length, step)}; or use zigzag."
         )
     return Layout("striped", length, tuple((range(r, length, n),) for r in range(n)))
 

@@ -159,7 +159,8 @@ def block_spec(
     if recompute.mlp_tile_tokens is not None:
         layer = with_mlp_tiles(layer, recompute.mlp_tile_tokens)
     if recompute.mode.startswith("attention_output"):
-        layer = with_recompute(layer, HostStore() if recompute.mode.endswith("offload") else Store())
+        store = HostStore if recompute.mode.endswith("offload") else Store
+        layer = with_recompute(layer, store(recompute.kept_results))
     layer = with_reductions(layer, reductions or RowReductions())
     experts = config.num_moe_experts
     expert_layer = None if experts is None else _with_experts(layer, experts, final_norm, transformer_engine)

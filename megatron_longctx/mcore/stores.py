@@ -10,12 +10,15 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..core.attention import AttentionResult, ContextParallelAttention
+from ..core.layout import Layout
 from ..core.plans import Mask
 
 _TAKEN_TWICE = (
@@ -43,7 +46,14 @@ class StoredTensors:
 
 
 class Store:
-    """Leaves tensors on their device. All layers of a model share one store and use it in the order of forward."""
+    """Leaves tensors on their device. All layers of a model share one store and use it in the order of forward.
+
+    Args:
+        kept_results: the share of attention's results that tapes put in it; see `recompute.kept_results`.
+    """
+
+    def __init__(self, kept_results: float = 1.0) -> None:
+        self.kept_results = kept_results
 
     def begin_run(self) -> None:
         """Begin the next layer's run: `put` assigns tensors to it from now on."""
@@ -63,7 +73,8 @@ class HostStore(Store):
     (pipelines), its last layer waits for its tensors instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept_results: float = 1.0) -> None:
+        super().__init__(kept_results)
         self.run = 0
         self.stream: torch.cuda.Stream | None = None
         self.buffers = _HostBuffers()
@@ -184,6 +195,28 @@ class _HostTensors(StoredTensors):
         self._copied = self._stream.record_event()
 
 
+@lru_cache(maxsize=64)
+def first_tokens(mask: Mask, layout: Layout, rank: int, kept: float, device: torch.device) -> tuple[Mask, Tensor]:
+    """Return the mask of the queries whose results are not kept, and the slots of a rank's other queries.
+
+    They are the first tokens of each document on each rank, or of each document where ranks hold every n-th token.
+    """
+    spans = [(0, 0)]
+    strided = any(span.step != 1 for of in layout.spans for span in of)
+    for start, stop, _ in mask.documents:
+        for of in [[range(start, stop)]] if strided else layout.spans:
+            own = [range(max(start, span.start), min(stop, span.stop)) for span in of]
+            left = int((1 - kept) * sum(map(len, own)))
+            for tokens in own:
+                spans += [(tokens.start, tokens[:left].stop)] if tokens[:left] else []
+                left -= min(left, len(tokens))
+    spans.sort()
+    starts, stops = numpy.array(spans).T
+    tokens_here = numpy.fromiter(layout.tokens(rank), numpy.int64, layout.num_tokens(rank))
+    slots = numpy.flatnonzero(tokens_here >= stops[numpy.searchsorted(starts, tokens_here, "right") - 1])
+    return mask.of_queries(spans[1:]), torch.from_numpy(slots).to(device)
+
+
 class AttentionTape:
     """Stores the input of one layer run, and records and replays its attention results.
 
@@ -225,16 +258,23 @@ class AttentionTape:
         """Return `attention(*qkv, ...)`.
 
         It is computed without a graph and recorded, or after `rewind` replayed with a graph. A result can be replayed
-        once; the tape then drops it.
+        once; the tape then drops it. The part that is not kept is computed again, without a graph as well.
 
         Raises:
             RuntimeError: the replay has more calls than the recording.
         """
+        mask, share = Mask.causal(mask) if isinstance(mask, int) else mask, self._store.kept_results
+        here = attention.layout(mask), attention.rank, share, qkv[0].device
+        first, rows = (None, None) if share == 1 else first_tokens(mask, *here)
         if not self.replaying:
             result = attention.forward(*qkv, mask=mask, scale=scale, sink=sink)
-            self._results.append(self._store.put(*result))
+            kept = result if rows is None else [x.index_select(0, rows) for x in result]
+            self._results.append(self._store.put(*kept))
             return result.out
         if not self._results:
             raise RuntimeError(f"the result of an attention call {_TAKEN_TWICE}")
         result = AttentionResult(*self._results.popleft().take())
+        if first is not None and rows is not None:
+            whole = attention.forward(*qkv, mask=first, scale=scale, sink=sink)
+            result = AttentionResult(*(x.index_copy_(0, rows, part) for x, part in zip(whole, result, strict=True)))
         return attention(*qkv, mask=mask, scale=scale, sink=sink, result=result)

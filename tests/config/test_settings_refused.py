@@ -205,6 +205,8 @@ def test_long_and_deep_values_are_refused_in_one_line(key: str, value: str) -> N
          "parallelism.overlap_param_gather=true: expected auto or false with parallelism.overlap_grad_reduce=false"),
         ("attention.sum_in_node=true parallelism=cp2",
          "attention.sum_in_node=true: expected parallelism.cluster, which defines the nodes"),
+        ("recompute.kept_results=0.5 recompute=layer",
+         "recompute.kept_results=0.5: expected 1.0 with recompute.mode=layer"),
         ("attention.keep_received=true recompute=attention_output",
          "attention.keep_received=true: expected auto or false with recompute.mode=attention_output"),
         ("attention.kv_int8=true model.head_dim=6 parallelism=cp2",
@@ -265,6 +267,11 @@ def test_values_at_the_ends_of_their_ranges() -> None:
             "parallelism=cp2 train.global_batch_size=9 train.micro_batch_size=2", 4,
             "train.global_batch_size=9: expected a multiple of train.micro_batch_size x data-parallel ranks = 2 x 2. "
             "Nearest: 8 or 12.",
+        ),
+        (
+            "train.global_batch_size=2", 4,
+            "train.global_batch_size=2: expected a multiple of train.micro_batch_size x data-parallel ranks = 1 x 4. "
+            "Nearest: 4.",
         ),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_longctx.core.plans.mask import documents as mask_of
 from megatron_longctx.integrations.trees import TreeBatch, to_tree
 from tests.docs.test_docs import FENCED, ROOT
+from tests.shared.trees import tokens_before
 
 PAGE = ROOT / "docs" / "transformers.md"
 ROW = st.lists(st.integers(1, 3), min_size=1, max_size=9)
@@ -33,10 +34,8 @@ def before(tree: TreeBatch, place: int) -> list[int]:
     """Return the tokens that a token of the pack sees: its ancestors' and its own node's, itself among them."""
     nodes = mask_of(tree.documents, parents=tree.parents).documents
     node = next(number for number, each in enumerate(nodes) if each.start <= place < each.stop)
-    seen = tree.tokens[0, nodes[node].start : place + 1].tolist()
-    while (node := tree.parents[node]) >= 0:
-        seen = tree.tokens[0, nodes[node].start : nodes[node].stop].tolist() + seen
-    return seen
+    tokens = tree.tokens[0].tolist()
+    return tokens_before(tokens, tree.documents, tree.parents, node) + tokens[nodes[node].start : place + 1]
 
 
 @given(st.lists(ROW, min_size=1, max_size=8), st.data())

@@ -5,14 +5,19 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
+from itertools import cycle
 
 import pytest
 import torch
 
 from megatron_longctx.core.attention import AttentionResult, ContextParallelAttention
-from megatron_longctx.core.plans.mask import full
-from megatron_longctx.mcore.stores import AttentionTape, HostStore, Store, StoredTensors
+from megatron_longctx.core.layout import build_layout
+from megatron_longctx.core.plans.mask import causal, documents, full
+from megatron_longctx.mcore.stores import AttentionTape, HostStore, Store, StoredTensors, _HostTensors, first_tokens
+from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import random_qkv
+from megatron_longctx.testing.tolerances import relative_error
+from megatron_longctx.training.ranks import world_group
 
 Run = tuple[StoredTensors, StoredTensors]  # a layer's input and a result
 
@@ -148,3 +153,67 @@ def test_a_given_result_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(out, result.out) and out.requires_grad and not result.out.requires_grad
     with pytest.raises(ValueError, match=r"q has shape"):
         attention(q, k, v, mask=8, result=result)
+
+
+PARTLY_KEPT = {
+    "plain": (causal(50), ("zigzag", "ring", "ulysses", "helper")),
+    "few tokens": (causal(4), ("zigzag",)),
+    "window": (causal(50, (9, 0)), ("zigzag", "all_gather")),
+    "pack": (documents((9, 30, 1, 12)), ("zigzag", "all_gather")),
+    "tree": (documents((9, 6, 1, 12, 8), parents=(-1, 0, 1, 0, 3)), ("zigzag", "helper")),
+    "not causal": (full(40), ("ulysses",)),
+}
+
+
+def _partly_kept(mode: str, name: str, kept: float, store: type[Store]) -> tuple[int, list[float]]:
+    """Return how many results are kept, and the errors of the output and of all gradients."""
+    mask = PARTLY_KEPT[name][0]
+    attention = ContextParallelAttention(world_group(), schedule=mode)
+    *qkv, grad = (attention.shard(x, mask) for x in random_qkv(mask.length, 2, 6, 3, 8, torch.float64))
+    inputs = [x.requires_grad_() for x in (*qkv, torch.ones(6, dtype=torch.float64))]
+    tape = AttentionTape(store(kept))
+    found = []
+    for run in range(3):
+        out = (
+            tape.attend(attention, (inputs[0], inputs[1], inputs[2]), mask=mask, scale=None, sink=inputs[3])
+            if run < 2
+            else attention(*inputs[:3], mask=mask, sink=inputs[3])
+        )
+        if run == 0:
+            tape.rewind()
+            (result,) = tape._results
+            tensors = result._on_host if isinstance(result, _HostTensors) else result._on_device
+            rows = len((tensors or ())[0])
+        found.append([out, *torch.autograd.grad(out, inputs, grad)] if run else [out])
+    return rows, [relative_error(x.detach(), y.detach()) for x, y in zip(found[1], found[2], strict=True)]
+
+
+def _all_partly_kept(rank: int) -> list[tuple[str, int, int, list[float]]]:
+    found = []
+    for name, (mask, modes) in PARTLY_KEPT.items():
+        for mode, (kept, store) in zip(modes, cycle(((0.5, Store), (0.3, HostStore))), strict=False):
+            tokens = ContextParallelAttention(world_group(), schedule=mode).layout(mask).num_tokens(rank)
+            rows, errors = _partly_kept(mode, name, kept, store)
+            found.append((f"{name}, {mode}, {kept}", rows, tokens, errors))
+    return found
+
+
+def test_results_that_are_not_kept_are_computed_again() -> None:
+    for found in run_distributed(_all_partly_kept, 3):
+        for where, rows, tokens, errors in found:
+            assert all(error < 1e-12 for error in errors), where
+            assert rows < tokens or tokens < 4, where
+
+
+@pytest.mark.parametrize(
+    ("layout", "n", "shares"),
+    [("zigzag", 1, [0.25]), ("striped", 4, [0.25] * 4), ("zigzag", 4, [0.0625, 0.1875, 0.3125, 0.4375])],
+)
+def test_half_of_the_results_take_this_share_of_forward_again(layout: str, n: int, shares: list[float]) -> None:
+    mask, placed = causal(4096), build_layout(layout, n, 4096)
+    for rank, share in enumerate(shares):
+        first, slots = first_tokens(mask, placed, rank, 0.5, torch.device("cpu"))
+        assert len(slots) * 2 == placed.num_tokens(rank)
+        own = [span for span in placed.spans[rank] if len(span)]
+        pairs = sum(each + 1 for span in own for each in span if each < 2048)
+        assert first.pairs == causal(2048).pairs and pairs / (mask.pairs / n) == pytest.approx(share, rel=0.01)

@@ -27,6 +27,7 @@ from megatron_longctx.testing.verify import verify
 from tests.mcore.test_packed import Sharded
 from tests.shared.sequences import sequence_of
 from tests.shared.training import LATENTS, tiny_config
+from tests.shared.trees import path
 
 VOCABULARY, FEW = 64, 3
 CPU = torch.device("cpu")
@@ -62,10 +63,6 @@ class Tree(NamedTuple):
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
 
-    def path(self, number: int) -> list[int]:
-        """Return a node and its ancestors, the root first."""
-        return [] if number < 0 else [*self.path(self.parents[number]), number]
-
 
 def random_tree(seed: int, nodes: int, longest: int = 9) -> Tree:
     """Return trees of up to 6 nodes from root to leaf, with 8 tokens or more in an even number."""
@@ -73,7 +70,7 @@ def random_tree(seed: int, nodes: int, longest: int = 9) -> Tree:
     lengths = [draw.choice((1, draw.randint(1, longest))) for _ in range(nodes)]
     tree = Tree(tuple(lengths), ())
     for number in range(nodes):
-        above = [each for each in range(-1, number) if len(tree.path(each)) < 6]
+        above = [each for each in range(-1, number) if len(path(tree.parents, each)) < 6]
         tree = tree._replace(parents=(*tree.parents, draw.choice(above)))
     more = max(8 - sum(lengths), sum(lengths) % 2)
     lengths[-1] += more + (sum(lengths) + more) % 2
@@ -104,9 +101,9 @@ def apart(tree: Tree) -> TrainingBatch:
     found: dict[str, list[Tensor]] = {name: [] for name in pieces}
     lengths = []
     for leaf in sorted({*range(len(tree.lengths))} - {*tree.parents}):
-        path = tree.path(leaf)
-        lengths.append(sum(tree.lengths[node] for node in path))
-        for node in path:
+        nodes = path(tree.parents, leaf)
+        lengths.append(sum(tree.lengths[node] for node in nodes))
+        for node in nodes:
             for name, each in pieces.items():
                 again = name == "loss_mask" and node in counted
                 found[name].append(torch.zeros_like(each[node]) if again else each[node])

@@ -15,6 +15,7 @@ from megatron_longctx.core.plans import build_plan, kernel_calls
 from megatron_longctx.core.plans.kernel_calls import fa4_takes
 from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.models.trees import Example, Tree, divided, following, merged, parts
+from tests.shared.trees import tokens_before
 
 
 def example(tokens: list[int], weights: list[float] | None = None, values: list[float] | None = None) -> Example:
@@ -26,10 +27,6 @@ def example(tokens: list[int], weights: list[float] | None = None, values: list[
     )  # fmt: skip
 
 
-def path(tree: Tree, node: int) -> list[int]:
-    return [] if node < 0 else [*path(tree, tree.parents[node]), node]
-
-
 def learned(trees: list[Tree]) -> Counter[tuple[tuple[int, ...], float]]:
     """Return the weight of every (tokens up to a label, the label's value) that trees learn."""
     found: Counter[tuple[tuple[int, ...], float]] = Counter()
@@ -37,8 +34,7 @@ def learned(trees: list[Tree]) -> Counter[tuple[tuple[int, ...], float]]:
         starts = numpy.cumsum([0, *tree.lengths])
         labels = following(tree.lengths, tree.parents)
         for node in range(len(tree.lengths)):
-            before = [int(token) for each in path(tree, tree.parents[node])
-                      for token in tree.tokens[starts[each] : starts[each + 1]]]  # fmt: skip
+            before = tokens_before(tree.tokens.tolist(), tree.lengths, tree.parents, node)
             for at in range(starts[node], starts[node + 1]):
                 before.append(int(tree.tokens[at]))
                 if (label := labels[at]) >= 0 and tree.weights[label]:

@@ -16,6 +16,7 @@ from megatron_longctx.mcore.data import TrainingBatch, TrainingData, check_packs
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
 from megatron_longctx.training.text import Source, prepare
 from tests.shared.training import tiny_config
+from tests.shared.trees import tokens_before
 
 TOKENIZER = build_tokenizer("byte-level")
 ROLLOUTS = {"data.format": "rollouts", "data.packing": "best_fit"}
@@ -41,10 +42,7 @@ def learned(batches: list[TrainingBatch]) -> list[tuple[str, int, tuple[float, .
         assert batch.documents is not None and batch.parents is not None
         places = documents(batch.documents, parents=batch.parents).documents
         for node, (start, stop, _) in enumerate(places):
-            before, above = [], batch.parents[node]
-            while above >= 0:
-                before[:0] = batch.tokens[0, places[above].start : places[above].stop].tolist()
-                above = batch.parents[above]
+            before = tokens_before(batch.tokens[0].tolist(), batch.documents, batch.parents, node)
             for at in range(start, stop):
                 before.append(int(batch.tokens[0, at]))
                 assert int(batch.position_ids[0, at]) == len(before) - 1

@@ -8,8 +8,8 @@ of them by name.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -95,7 +95,37 @@ class Mask:
             ValueError: a document without tokens, a negative window, a prefix longer than its document or without
                 `causal`, or a parent that is not an earlier document.
         """
-        return documents(lengths, causal=causal, window=window, prefixes=prefixes, parents=parents)
+        before, after = (FAR if bound is None else bound for bound in window)
+        ends = list(accumulate(lengths))
+        for number, length in enumerate(lengths):
+            if length < 1:
+                raise refuse(f"documents[{number}]", length, "1 token or more", "Leave empty documents out.")
+        if before < 0 or after < 0:
+            raise refuse("window", window, "numbers of tokens from 0 on, or None", "Correct it.")
+        _check_each("prefixes", prefixes, [(0, length) for length in lengths])
+        _check_each("parents", parents, [(-1, number - 1) for number in range(len(lengths))])
+        if prefixes is not None and not causal:
+            raise refuse("prefixes", "given", "none with causal=False, where every token sees all", "Leave one out.")
+        placed, slices = list[Document](), list[Slice]()
+        for number, (length, stop) in enumerate(zip(lengths, ends, strict=True)):
+            start, parent = stop - length, -1 if parents is None else parents[number]
+            first = placed[parent].position + lengths[parent] if parent >= 0 else 0
+            placed.append(Document(start, stop, first))
+            seen: list[Slice | None] = []
+            while parent >= 0:
+                by = (placed[parent].start - placed[parent].position) - (start - first)
+                lowest = -FAR if before == FAR else by - before
+                seen.append(Slice(start, stop, placed[parent].start, placed[parent].stop, lowest).tight())
+                parent = -1 if parents is None else parents[parent]
+            prefix = 0 if prefixes is None else prefixes[number]
+            seen.append(Slice(start, stop, start, start + prefix, -before, after).tight())
+            highest = min(after, 0) if causal else after
+            seen.append(Slice(start, stop, start + prefix, stop, -before, highest).tight())
+            slices += sorted((each for each in seen if each is not None), key=lambda each: each.k_start)
+        words = ["causal" if causal else "full", *[f"{len(lengths)} documents"] * (len(lengths) != 1)]
+        words += [f"window {window[0]}, {window[1]}"] * (window != (None, None))
+        words += ["prefixes"] * (prefixes is not None) + ["a tree"] * (parents is not None)
+        return Mask(ends[-1] if ends else 0, tuple(slices), tuple(placed), ", ".join(words))
 
     def __hash__(self) -> int:
         return self._hash
@@ -113,6 +143,11 @@ class Mask:
     def has_windows(self) -> bool:
         """Whether some slice is neither full nor causal."""
         return any(each.lo != -FAR or each.hi not in (0, FAR, each.k_stop - each.q_stop) for each in self.slices)
+
+    def of_queries(self, spans: Iterable[tuple[int, int]]) -> Mask:
+        """Return the mask in which queries outside of spans, which do not overlap, see nothing."""
+        cut = (each.cut(*span, each.k_start, each.k_stop) for span in spans for each in self.slices_of(*span))
+        return replace(self, slices=tuple(sorted(each for each in cut if each is not None)))
 
     def slices_of(self, start: int, stop: int) -> tuple[Slice, ...]:
         """Return the slices that may have any of the queries `start..stop-1`."""
@@ -139,54 +174,7 @@ def _one_document(length: int, window: Window, causal: bool) -> Mask:
     return documents([length], causal=causal, window=window) if length else Mask(0, (), (), name)
 
 
-causal, full = Mask.causal, Mask.full
-
-
-def documents(
-    lengths: Sequence[int],
-    *,
-    causal: bool = True,
-    window: Window = (None, None),
-    prefixes: Sequence[int] | None = None,
-    parents: Sequence[int] | None = None,
-) -> Mask:
-    """Return `Mask.packed`."""
-    before, after = (FAR if bound is None else bound for bound in window)
-    ends = list(accumulate(lengths))
-    for number, length in enumerate(lengths):
-        if length < 1:
-            raise refuse(f"documents[{number}]", length, "1 token or more", "Leave empty documents out.")
-    if before < 0 or after < 0:
-        raise refuse("window", window, "numbers of tokens from 0 on, or None", "Correct it.")
-    _check_each("prefixes", prefixes, [(0, length) for length in lengths])
-    _check_each("parents", parents, [(-1, number - 1) for number in range(len(lengths))])
-    if prefixes is not None and not causal:
-        expected = "none with causal=False, where every token sees all"
-        raise refuse("prefixes", "given", expected, "Leave one of them out.")
-    placed: list[Document] = []
-    slices: list[Slice] = []
-    for number, (length, stop) in enumerate(zip(lengths, ends, strict=True)):
-        start, parent = stop - length, -1 if parents is None else parents[number]
-        above = placed[parent] if parent >= 0 else None
-        own = Document(start, stop, 0 if above is None else above.position + above.stop - above.start)
-        placed.append(own)
-        seen: list[Slice | None] = []
-        while parent >= 0:
-            by = (placed[parent].start - placed[parent].position) - (start - own.position)
-            lowest = -FAR if before == FAR else by - before
-            seen.append(Slice(start, stop, placed[parent].start, placed[parent].stop, lowest).tight())
-            parent = -1 if parents is None else parents[parent]
-        prefix = 0 if prefixes is None else prefixes[number]
-        if prefix:
-            seen.append(Slice(start, stop, start, start + prefix, -before, after).tight())
-        highest = min(after, 0) if causal else after
-        seen.append(Slice(start, stop, start + prefix, stop, -before, highest).tight())
-        slices += sorted((each for each in seen if each is not None), key=lambda each: each.k_start)
-    words = ["causal" if causal else "full"]
-    words += [f"{len(lengths)} documents"] * (len(lengths) != 1)
-    words += [f"window {window[0]}, {window[1]}"] * (window != (None, None))
-    words += ["prefixes"] * (prefixes is not None) + ["a tree"] * (parents is not None)
-    return Mask(ends[-1] if ends else 0, tuple(slices), tuple(placed), ", ".join(words))
+causal, full, documents = Mask.causal, Mask.full, Mask.packed
 
 
 def _check_each(name: str, values: Sequence[int] | None, ranges: Sequence[tuple[int, int]]) -> None:

@@ -14,7 +14,9 @@ from .shapes import Job
 SAFE_SHARE = 0.9
 """The share of a device that live tensors may take without a warning. In recorded runs, the caching allocator reserved
 up to 15% more than was live."""
-_CHEAPEST_FIRST = RECOMPUTES[:1] + RECOMPUTES[2:] + RECOMPUTES[1:2]  # in time: `layer` runs attention twice
+_CHEAPEST_FIRST = (  # in time: `layer` runs attention twice; with the share of attention's results that is kept
+    *((mode, 1.0) for mode in RECOMPUTES if mode != "layer"), ("attention_output", 0.5), ("layer", 1.0),
+)  # fmt: skip
 _CHUNK, _TILE = 4096, 16384
 """The recommended tokens per piece of the LM head and of an MLP: enough for long matrix products, few for a layer."""
 
@@ -120,13 +122,14 @@ def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
         job = replace(job, config=replace(job.config, attention=replace(job.config.attention, keep_received="false")))
         yield fetching[0], job
     chunk, tile = now.head_chunk_tokens or _CHUNK, now.mlp_tile_tokens or _TILE
-    for mode in _CHEAPEST_FIRST[_CHEAPEST_FIRST.index(now.mode) :]:
+    for mode, share in _CHEAPEST_FIRST[_CHEAPEST_FIRST.index((now.mode, 1.0)) :]:
+        cheaper = replace(now, mode=mode, kept_results=1.0 if mode == "layer" else min(share, now.kept_results))
         for changed in (
-            replace(now, mode=mode),
-            replace(now, mode=mode, head_chunk_tokens=chunk),
-            replace(now, mode=mode, head_chunk_tokens=chunk, mlp_tile_tokens=tile),
+            cheaper,
+            replace(cheaper, head_chunk_tokens=chunk),
+            replace(cheaper, head_chunk_tokens=chunk, mlp_tile_tokens=tile),
         ):
-            names = ("mode", "head_chunk_tokens", "mlp_tile_tokens")
+            names = ("mode", "kept_results", "head_chunk_tokens", "mlp_tile_tokens")
             words = [f"recompute.{x}={getattr(changed, x)}" for x in names if getattr(changed, x) != getattr(now, x)]
             if words:
                 yield " ".join([*fetching, *words]), replace(job, config=replace(job.config, recompute=changed))

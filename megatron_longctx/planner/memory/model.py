@@ -192,13 +192,16 @@ def _kept(job: Job, stage: int, kinds: list[tuple[LayerBytes, int]]) -> tuple[Te
         job.in_flight(stage) * sum(getattr(each, part) * layers for each, layers in kinds)
         for part in ("result", "attention", "mlp")
     )
+    results, share = int(job.kept_results * results), job.kept_results
     if mode == OFFLOAD:
         # The layer run in use and the next one, which is being fetched. Stages also hold the inputs that they received.
         on_device, received = min(count, 2), job.in_flight(stage) if stage else 0
         return (
             Term("layer inputs not on the host", (on_device + received) * layer.input, per_token=True),
             Term(
-                "attention results not on the host", on_device * max(each.result for each, _ in kinds), per_token=True
+                "attention results not on the host",
+                int(share * on_device * max(each.result for each, _ in kinds)),
+                per_token=True,
             ),
         )
     terms = [Term("layer inputs", count * layer.input, per_token=True)]
@@ -213,7 +216,7 @@ def _kept(job: Job, stage: int, kinds: list[tuple[LayerBytes, int]]) -> tuple[Te
 def _layer_backward(job: Job, layer: LayerBytes, attention: AttentionBytes) -> tuple[Term, ...]:
     """Return what the backward pass of one layer needs besides `_kept`."""
     mode = job.config.recompute.mode
-    recomputed = layer.total - layer.input - (0 if mode == "layer" else layer.result)
+    recomputed = layer.total - layer.input - (0 if mode == "layer" else int(job.kept_results * layer.result))
     terms = (Term("activations of one layer, recomputed", recomputed, per_token=True),) if mode != "none" else ()
     # Within attention, the call's own tensors replace what forward kept for it, and the MLP's are freed.
     mixer = Term("gradients inside attention", attention.backward - layer.mlp - layer.result - layer.qkv, True)
@@ -271,7 +274,9 @@ def _host_bytes(job: Job, stage: int, kinds: list[tuple[LayerBytes, int]]) -> in
     states = _own_parameters(job, stage) * _state_bytes(job) if job.config.optim.states_on_host else 0
     if job.config.recompute.mode != OFFLOAD:
         return states
-    lse = 4 * job.tokens * job.config.model.num_attention_heads // job.config.parallelism.tensor_parallel_size
-    parts = [((each.input, *((each.result - lse, lse) if each.result else ())), count) for each, count in kinds]
+    share, heads = job.kept_results, job.config.model.num_attention_heads
+    lse = 4 * job.tokens * heads // job.config.parallelism.tensor_parallel_size
+    results = [(int(share * (each.result - lse)), int(share * lse)) if each.result else () for each, _ in kinds]
+    parts = [((each.input, *result), count) for (each, count), result in zip(kinds, results, strict=True)]
     pinned: int = sum(count * sum(1 << max(0, size - 1).bit_length() for size in sizes) for sizes, count in parts)
     return states + job.in_flight(stage) * pinned

@@ -34,6 +34,12 @@ class Job:
         return 2 if self.config.train.precision == "bf16" else 4
 
     @property
+    def kept_results(self) -> float:
+        """The share of attention's results that a layer keeps, where it keeps them."""
+        recompute = self.config.recompute
+        return recompute.kept_results if recompute.mode.startswith("attention_output") else 1.0
+
+    @property
     def num_layers(self) -> int:
         """The number of layers of one pipeline stage."""
         return self.config.model.num_layers // self.config.parallelism.pipeline_parallel_size

@@ -91,6 +91,7 @@ def test_shards_are_whole_units_and_nearly_equal(name, n, units, unit):
         (("contiguous", 2, 7, 2), "length=7: expected a multiple of unit=2"),
         (("contiguous", 2, 8, 0), "unit=0"),
         (("striped", 4, 36, 2), "length 36: .* over 4 ranks .* units of 2 needs a multiple of 8. Nearest: 32 or 40"),
+        (("striped", 4, 6, 2), "needs a multiple of 8. Nearest: 8;"),
     ],
 )
 def test_wrong_sizes_are_refused_with_their_values(arguments, message):

@@ -56,6 +56,8 @@ def test_modes_keep_less_and_less() -> None:
     offloaded = predict(_job("recompute=attention_output+offload"))
     assert offloaded.host_bytes == 32 * 131072 * (2 * 4096 * 2 + 32 * 4), "sizes are powers of two already"
     assert predict(_job()).host_bytes == 0
+    half = predict(_job("recompute=attention_output+offload", "recompute.kept_results=0.5"))
+    assert half.host_bytes == 32 * 131072 * (3 * 4096 + 16 * 4), "half of attention's results"
     uneven = predict(_job("recompute=attention_output+offload", "data.seq_length=1100000"))
     assert uneven.host_bytes == 32 * 2 * 131072 * (2 * 4096 * 2 + 32 * 4)
     inputs = {term.name: term.num_bytes for term in offloaded.peak.terms}["layer inputs not on the host"]
@@ -89,6 +91,9 @@ def test_check_refuses_warns_and_names_settings_to_change() -> None:
     ) as no:
         check(job, device)
     assert f"Set recompute.mode=layer {chunk} (118.1 GiB)" in str(no.value)
+    half = rf"Set recompute.mode=attention_output recompute.kept_results=0.5 {chunk} \(134.4 GiB"
+    with pytest.raises(ValueError, match=half):
+        check(job, 150 * GIB)
     with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} \(89.2 GiB"):
         check(job, device, 65 * GIB)
     with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} {tile} \(80.7 GiB"):

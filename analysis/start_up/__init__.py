@@ -1,0 +1,1 @@
+"""Where the seconds go from `megatron-longctx train` to the end of the first step."""

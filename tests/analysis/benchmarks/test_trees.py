@@ -1,0 +1,59 @@
+"""`python -m analysis.benchmarks trees` on CPU: trees and their rollouts apart give the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from analysis.benchmarks.trees import Options, agents, describe, measure, trees, unrolled
+from megatron_longctx.core.layout import build_layout
+from megatron_longctx.core.plans.mask import documents
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.references import visible
+from megatron_longctx.training.ranks import Ranks
+
+
+def test_trees_have_the_ratios_of_their_docstrings() -> None:
+    drawn, sorted_ = agents(), agents().depth_first()
+    assert sorted(sorted_.apart) == sorted(drawn.apart) and len(drawn.apart) == 23
+    assert all(parent < node for node, parent in enumerate(sorted_.parents))
+    masks = [documents(each.lengths, parents=each.parents) for each in (drawn, sorted_)]
+    assert masks[0].pairs == masks[1].pairs == pytest.approx(documents(drawn.apart).pairs / 2.55, rel=0.01)
+    assert [sum(each.apart) / sum(each.lengths) for each in trees()] == pytest.approx([8.5, 21.67, 3.95], rel=0.01)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_one_call_over_copied_keys_sees_what_the_tree_shows(layout: str) -> None:
+    tree = agents().divided(100).depth_first()
+    mask, seen = documents(tree.lengths, parents=tree.parents), visible(tree.lengths, parents=tree.parents)
+    placed = build_layout(layout, 3, mask.length, documents=mask.documents)
+    for rank in range(3):
+        spans, call = unrolled(mask, tree.parents, placed, rank)
+        keys = torch.cat([torch.arange(each.start, each.stop) for each in spans])
+        found = torch.zeros(placed.num_tokens(rank), mask.length, dtype=torch.long)
+        for q0, q1, k0, k1, _, hi in call.slices:
+            for query in range(q0, q1):
+                seen_keys = keys[k0 : min(k1, query + hi + 1)]
+                found[query].index_add_(0, seen_keys, torch.ones_like(seen_keys))
+        assert torch.equal(found, seen[list(placed.tokens(rank))].long())
+
+
+def _measure(rank: int) -> list[dict[str, Any]]:
+    model = ("num_layers=1", "hidden_size=32", "num_attention_heads=4", "num_kv_heads=2", "ffn_hidden_size=64")
+    settings = tuple(f"model.{each}" for each in (*model, "vocab_size=320"))
+    parts, heads = ("attention", "steps"), (4, 2, 16)
+    options = Options(parts, (0,), ("zigzag",), "all_gather", heads, 512, 1, 60, 140, "h200_x8", settings, False)
+    return measure(rank, Ranks(2, "cpu"), options, lambda cells: None)
+
+
+def test_trees_are_measured_beside_their_rollouts_apart() -> None:
+    cells = run_distributed(_measure, 2)[0]
+    assert not [each for each in cells if each["what"].startswith("failed")]
+    assert [each["what"] for each in cells if each["part"] == "steps"] == ["tree", "separate"] * 2
+    of_trees = [each for each in cells if each["what"] == "tree"]
+    assert len(of_trees) >= 1 + 2
+    for each in of_trees:
+        assert each["faster"] == pytest.approx(each["reached"] * each["ideal"]) and each.get("loss_error", 0) < 1e-5
+        assert describe(each).startswith(f"part {each['part']}, tree ")
