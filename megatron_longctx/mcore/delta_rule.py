@@ -17,7 +17,7 @@ n k k v for the states, and sends k (v + k) numbers a head. A serial loop would 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,8 +38,8 @@ returns the outputs `[b, s, h, v]` in v's dtype, and the state after the last to
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """Return the precision inside: fp32, and fp64 on CPUs, whose results are the reference of all others."""
-    return torch.float32 if x.is_cuda else torch.float64
+    """Return the precision inside: at least fp32, and fp64 on CPUs, whose results are the reference of all others."""
+    return torch.promote_types(x.dtype, torch.float32) if x.is_cuda else torch.float64
 
 
 def chunked(
@@ -252,11 +252,27 @@ class Place:
         begins = {*self.documents}
         return [own < after and own not in begins for own, after in pairwise(self.bounds)]
 
+    @property
+    def whole(self) -> bool:
+        """Whether every rank has tokens."""
+        return all(own < after for own, after in pairwise(self.bounds))
+
+    @cached_property
+    def before(self) -> int:
+        """How many tokens of this section's first document earlier ranks hold."""
+        return self.bounds[self.rank] - self.documents[bisect_right(self.documents, self.bounds[self.rank]) - 1]
+
     @cached_property
     def first_rank(self) -> int:
         """The rank on which this section's first document began."""
-        begin = self.documents[bisect_right(self.documents, self.bounds[self.rank]) - 1]
-        return self._owner(begin)
+        return self._owner(self.bounds[self.rank] - self.before)
+
+    @cached_property
+    def last_rank(self) -> int:
+        """The rank on which this section's last document ends."""
+        after = bisect_left(self.documents, self.bounds[self.rank + 1])
+        stop = self.documents[after] if after < len(self.documents) else self.bounds[-1]
+        return self._owner(stop - 1)
 
     def tail_rows(self, size: int) -> list[int]:
         """Return where the `size` tokens before this section are among the last `size` rows of rank after rank.
