@@ -4,6 +4,9 @@ Three of four layers are gated delta nets. Sizes are of Qwen3-Next-80B-A3B, with
 experts, and with a sixth of its vocabulary for 8 of its 48 layers. A step is forward, backward (layers are recomputed)
 and the sum of gradients over ranks, without an optimizer. The same whole step on one GPU is equal work: 100% of it
 means that n ranks have n times its tokens per second.
+
+Processes compile the kernels of all contenders at once, into the caches on disk, while the ranks start. Each of
+fla-core's kernels is chosen among 3 of its configurations only, for all contenders alike.
 """
 
 from __future__ import annotations
@@ -11,13 +14,19 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -56,7 +65,9 @@ _TINY = {
     "model.linear_key_head_dim": 16, "model.linear_value_head_dim": 16, "model.num_layers": 4,
 }  # fmt: skip
 _VOCABULARY = 25_600
-_CHECKED = {"dense": (1537,), "pack": (400, 1, 1, 2, 700, 3, 500), "documents of 1": (1,) * 64 + (900, 1)}
+_COMPILE_S = 110
+_CONFIGURATIONS = 3  # of a Triton kernel
+_CHECKED = {"dense": (1607,), "pack": (400, 1, 1, 2, 700, 3, 500), "documents of 1": (1,) * 64 + (1542, 1)}
 
 
 @dataclass
@@ -79,12 +90,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure: packs of documents, rounds, whether with tiny sizes, and seconds after which none begins."""
+    """What to measure: packs of documents, rounds, whether with tiny sizes, and seconds after which none begins.
+
+    only: the one contender of a process that compiles kernels. compiled: files that such processes leave.
+    """
 
     packs: tuple[tuple[int, ...], ...]
     rounds: int
     tiny: bool
     budget: float
+    only: str | None = None
+    compiled: tuple[Path, ...] = ()
 
 
 class Contender(NamedTuple):
@@ -104,6 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of every contender, interleaved (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="tiny layers, for CPUs")
     parser.add_argument("--quick", action="store_true", help="the checks, and one round of 16K tokens")
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # of processes that compile
     parser.add_argument("--budget", type=float, default=170, help="begin no cell later, seconds (default: %(default)s)")
 
 
@@ -119,7 +136,41 @@ def run(arguments: argparse.Namespace) -> None:
     about = "8 layers of Qwen3-Next-80B-A3B with dense MLPs, 3 of 4 recurrent"
     report = Report(arguments.out, ranks.device, "seconds of steps of a hybrid model", about, unit)
     save = partial(record, report, ranks.count, options)
-    run_on_ranks(ranks, measure, ranks, options, save)
+    os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+    if arguments.only:
+        name, _, kind = arguments.only.partition(":")
+        chosen = ((4096,), _drawn_documents(4096, 8, 0))
+        packs = chosen if kind == "all" else (chosen[kind == "pack"],)
+        run_on_ranks(ranks, measure, ranks, replace(options, packs=packs, rounds=0, only=name), save)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if ranks.device == "cuda":
+            options = replace(options, compiled=tuple(_compile_ahead(ranks.count, Path(folder))))
+        run_on_ranks(ranks, measure, ranks, options, save)
+
+
+def _compile_ahead(ranks: int, folder: Path) -> Iterator[Path]:
+    """Start processes that compile; yield a file for each, which exists once the process has ended or is late."""
+    jobs = (f"{HELPER}:all", f"{ALONE}:all", f"{MEGATRON}:dense", f"{MEGATRON}:pack")
+    for number, job in enumerate(jobs):
+        ended, log = folder / f"{number}.ended", folder / f"{number}.log"
+        command = [sys.executable, "-m", "analysis.benchmarks", "hybrid", "--only", job, "--ranks", str(ranks)]
+        command += ["--out", str(folder / f"{number}.json")]
+        with log.open("wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        threading.Thread(target=_await, args=(process, ended, log, job), daemon=True).start()
+        yield ended
+
+
+def _await(process: subprocess.Popen[bytes], ended: Path, log: Path, job: str) -> None:
+    try:
+        code = process.wait(_COMPILE_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        code = process.wait()
+    if code:
+        print(f"compiling {job} ended with {code}: {log.read_text()[-2000:]}", flush=True)
+    ended.touch()
 
 
 def record(
@@ -150,6 +201,8 @@ def record(
 def measure(rank: int, ranks: Ranks, options: Options, save: Callable[..., str]) -> None:
     """Run on every rank: the checks, then every pack with every contender."""
     began = time.monotonic()
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    _compile_little()
     collection = groups.initialize(context=ranks.count)
     alone = copy.copy(collection)
     alone.cp = [dist.new_group([each]) for each in range(ranks.count)][rank]
@@ -160,7 +213,12 @@ def measure(rank: int, ranks: Ranks, options: Options, save: Callable[..., str])
 
     checks: list[dict[str, Any]] = []
     cells: list[Cell] = []
-    for pg in (alone, collection):
+    models = contenders(collection, alone, options, ranks, tell)
+    while not all(path.exists() for path in options.compiled):
+        time.sleep(0.2)
+    dist.barrier()
+    tell("kernels are compiled")
+    for pg in () if options.only else (alone, collection):
         for name, documents in _CHECKED.items():
             try:
                 found = check_layer(pg, alone, documents, ranks, options.tiny)
@@ -168,7 +226,6 @@ def measure(rank: int, ranks: Ranks, options: Options, save: Callable[..., str])
                 found = {"error": traceback.format_exc(limit=-3)}
             checks.append({"ranks": pg.cp.size(), "documents": name, **found})
             tell(f"check {checks[-1]}")
-    models = contenders(collection, alone, options, ranks, tell)
     for documents in options.packs:
         if max(gather_objects(collection.cp, time.monotonic() - began)) > options.budget:
             tell(f"not begun, for lack of time: {sum(documents):,} tokens, {len(documents)} documents")
@@ -180,6 +237,26 @@ def measure(rank: int, ranks: Ranks, options: Options, save: Callable[..., str])
     groups.destroy()
 
 
+def _compile_little() -> None:
+    """Measure few configurations of each Triton kernel, and compile torch's functions once for all lengths."""
+    torch._dynamo.config.assume_static_by_default = False
+    torch._dynamo.config.suppress_errors = True
+    if not torch.cuda.is_available():
+        return
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    prune = Autotuner.prune_configs
+
+    def few(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+        found = prune(self, kwargs)
+        count = min(len(found), _CONFIGURATIONS)
+        return [found[round(i * (len(found) - 1) / max(1, count - 1))] for i in range(count)]
+
+    Autotuner.prune_configs = few
+    Autotuner.do_bench = property(lambda _: partial(do_bench, warmup=2, rep=8))
+
+
 def contenders(
     collection: ProcessGroupCollection, alone: ProcessGroupCollection, options: Options, ranks: Ranks, tell: Any
 ) -> list[Contender]:
@@ -187,12 +264,14 @@ def contenders(
     kinds = ((HELPER, collection, "helper", "contiguous"), (ALONE, alone, "helper", "contiguous"))
     built = []
     for name, pg, schedule, layout in (*kinds, (MEGATRON, collection, "zigzag", "per_document")):
+        if options.only not in (None, name):
+            continue
         try:
             built.append(_contender(name, pg, schedule, layout, options.tiny, ranks.device == "cuda"))
             tell(f"built: {name}, {sum(p.numel() for p in built[-1].model.parameters()) / 1e6:,.0f}M parameters")
         except Exception:
             tell(f"not built: {name}: {traceback.format_exc(limit=-3)}")
-    own = dict(built[0].model.named_parameters())
+    own = dict(built[0].model.named_parameters()) if built else {}
     for other in built[1:]:
         with torch.no_grad():
             for name, parameter in other.model.named_parameters():
@@ -217,9 +296,7 @@ def _config(tiny: bool, world: int, cuda: bool) -> Config:
     ])  # fmt: skip
 
 
-def _contender(
-    name: str, pg: ProcessGroupCollection, schedule: str, layout: str, tiny: bool, cuda: bool
-) -> Contender:
+def _contender(name: str, pg: ProcessGroupCollection, schedule: str, layout: str, tiny: bool, cuda: bool) -> Contender:
     config = _config(tiny, pg.cp.size(), cuda)
     config = replace(config, parallelism=replace(config.parallelism, schedule=schedule, layout=layout))
     sequence = build_sequence(config, pg.cp)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import gated_delta_net
-from megatron.core.ssm.gated_delta_net import gdn
+from megatron.core.ssm.gated_delta_net import common, gdn
 from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 from torch.nn import functional
@@ -55,10 +55,12 @@ class MegatronsDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
             params = PackedSeqParams(qkv_format="thd", **dict.fromkeys(names, stops.to(hidden_states.device)))
         if hidden_states.is_cuda:
             return super().forward(hidden_states, attention_mask, packed_seq_params=params)  # type: ignore[no-any-return]
-        replaced = {"causal_conv1d": _reference_convolution}
-        with patch.multiple(gdn, **replaced), patch.object(torch.cuda, "current_device", lambda: "cpu"):
-            with patch("megatron.core.ssm.gated_delta_net.common.l2norm", _reference_norm):
-                return super().forward(hidden_states, attention_mask, packed_seq_params=params)  # type: ignore[no-any-return]
+        with (
+            patch.object(gdn, "causal_conv1d", _reference_convolution),
+            patch.object(common, "l2norm", _reference_norm),
+            patch.object(torch.cuda, "current_device", lambda: "cpu"),
+        ):
+            return super().forward(hidden_states, attention_mask, packed_seq_params=params)  # type: ignore[no-any-return]
 
 
 def load_from_ours(theirs: MegatronsDeltaNet, ours: GatedDeltaNet) -> None:

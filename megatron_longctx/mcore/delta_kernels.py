@@ -62,9 +62,7 @@ def gated_delta_rule(
     if not place.exchanges:
         stops, on_host = pack.stops(len(q), q.device)
         flat = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta))
-        out, _ = chunk_gated_delta_rule(
-            *flat, use_qk_l2norm_in_kernel=True, cu_seqlens=stops, cu_seqlens_cpu=on_host
-        )
+        out, _ = chunk_gated_delta_rule(*flat, use_qk_l2norm_in_kernel=True, cu_seqlens=stops, cu_seqlens_cpu=on_host)
         return out.view(v.shape)  # type: ignore[no-any-return]
     stops, on_host = pack.stops(1, q.device)
     context = FLACPContext(

@@ -134,7 +134,6 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
 
     def _by_kernels(self, mixed: Tensor, gates: Tensor, beta: Tensor, decay: Tensor, pack: Pack) -> Tensor:
         """Compute all between the projections by the kernels of fla-core; `[s, b, ...]` each."""
-        tokens, batch = mixed.shape[:2]
         mixed = delta_kernels.convolved(mixed.transpose(0, 1), self._halo(mixed, pack), self.conv_weight, pack)
         q, k, v = self._heads_of(mixed)
         g, beta = (x.transpose(0, 1).contiguous() for x in self._gates(beta, decay))
@@ -158,9 +157,9 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         if place.exchanges:
             lasts = self._gathered(own.last.unsqueeze(0))
             out = _Joint.apply(delta_rule.finish(own, lasts, place.first_rank, place.rank), lasts)  # type: ignore[no-untyped-call]
-        wide = torch.promote_types(out.dtype, torch.float32)
-        weight = self._norm_weight().to(wide)
-        normed = functional.rms_norm(out.transpose(0, 1).to(wide), out.shape[-1:], weight, self.config.layernorm_epsilon)
+        wide, epsilon = torch.promote_types(out.dtype, torch.float32), self.config.layernorm_epsilon
+        out, weight = out.transpose(0, 1).to(wide), self._norm_weight().to(wide)
+        normed = functional.rms_norm(out, out.shape[-1:], weight, epsilon)
         return (normed * functional.silu(gates.to(wide))).to(gates.dtype)
 
     def _heads_of(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +174,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         return -self.decay_log.float().exp() * rate, beta.float().sigmoid()
 
     def _halo(self, x: Tensor, pack: Pack) -> Tensor | None:
-        """Return the tokens before `x` `[s, b, c]` that convolutions read, from other ranks; None if none are needed."""
+        """Return the tokens of other ranks before `x` `[s, b, c]` that convolutions read; None if none are needed."""
         if not pack.place.exchanges:
             return None
         before = self.conv_weight.shape[1] - 1

@@ -129,7 +129,7 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         return Place([each.start for each in self.mask().documents], bounds, self._attention.rank)
 
     def stops(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the sums of `batch` times this rank's `place.lengths`, from 0 on, int64: on a device and on the host."""
+        """Return the sums of `batch` times `place.lengths`, from 0 on, int64: on a device and on the host."""
         key = batch, device
         if key not in self._stops:
             with torch.inference_mode(False):
