@@ -45,6 +45,7 @@ from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.pack import Pack
 from megatron_longctx.mcore.sequence import ShardedSequence, build_sequence
 from megatron_longctx.mcore.step import token_losses
+from megatron_longctx.testing.references import dense_attention
 from megatron_longctx.training.calibrate.measure import mean_seconds
 from megatron_longctx.training.compose import compose_config
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
@@ -92,7 +93,8 @@ class Cell:
 class Options:
     """What to measure: packs of documents, rounds, whether with tiny sizes, and seconds after which none begins.
 
-    only: the one contender of a process that compiles kernels. compiled: files that such processes leave.
+    only: the one contender of a process that compiles kernels. compiled: files that such processes leave. kernel: of
+    attention.
     """
 
     packs: tuple[tuple[int, ...], ...]
@@ -100,6 +102,7 @@ class Options:
     tiny: bool
     budget: float
     only: str | None = None
+    kernel: str = "auto"
     compiled: tuple[Path, ...] = ()
 
 
@@ -190,7 +193,7 @@ def record(
     text = table(head, rows)
     data = {
         "ranks": ranks,
-        "options": asdict(options),
+        "options": asdict(options) | {"compiled": len(options.compiled)},
         "sizes": _TINY if options.tiny else _SIZES | {"vocabulary": _VOCABULARY},
         "checks": list(checks),
         "cells": [asdict(cell) | {"tokens_per_s": cell.tokens_per_s} for cell in cells],
@@ -213,6 +216,7 @@ def measure(rank: int, ranks: Ranks, options: Options, save: Callable[..., str])
 
     checks: list[dict[str, Any]] = []
     cells: list[Cell] = []
+    options = replace(options, kernel=_usable_kernel(alone, options, ranks, tell))
     models = contenders(collection, alone, options, ranks, tell)
     while not all(path.exists() for path in options.compiled):
         time.sleep(0.2)
@@ -257,6 +261,26 @@ def _compile_little() -> None:
     Autotuner.do_bench = property(lambda _: partial(do_bench, warmup=2, rep=8))
 
 
+def _usable_kernel(alone: ProcessGroupCollection, options: Options, ranks: Ranks, tell: Any) -> str:
+    """Return `auto` if the kernel that it chooses computes attention of these heads, or else `flash`."""
+    config = _config(options.tiny, 1, ranks.device == "cuda")
+    model, dtype = config.model, torch.bfloat16 if ranks.device == "cuda" else torch.float32
+    heads = (model.num_attention_heads, model.num_kv_heads, model.num_kv_heads)
+    qkv = [torch.randn(512, 1, h, model.kv_channels, device=ranks.local_device, dtype=dtype) for h in heads]
+    leaves = [x.requires_grad_() for x in qkv]
+    grad = torch.randn_like(qkv[0])
+    try:
+        out = build_sequence(config, alone.cp).attention(*leaves, mask=512)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        expected = dense_attention(*(x.detach().cpu() for x in (*qkv, grad))).values()
+        errors = [float((x.cpu() - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
+        tell(f"attention's errors with the kernel auto: {errors}")
+        return "auto" if all(each < 2e-2 for each in errors) else "flash"
+    except Exception:
+        tell(f"attention's kernel is flash, because auto fails: {traceback.format_exc(limit=-3)}")
+        return "flash"
+
+
 def contenders(
     collection: ProcessGroupCollection, alone: ProcessGroupCollection, options: Options, ranks: Ranks, tell: Any
 ) -> list[Contender]:
@@ -267,7 +291,7 @@ def contenders(
         if options.only not in (None, name):
             continue
         try:
-            built.append(_contender(name, pg, schedule, layout, options.tiny, ranks.device == "cuda"))
+            built.append(_contender(name, pg, schedule, layout, options, ranks.device == "cuda"))
             tell(f"built: {name}, {sum(p.numel() for p in built[-1].model.parameters()) / 1e6:,.0f}M parameters")
         except Exception:
             tell(f"not built: {name}: {traceback.format_exc(limit=-3)}")
@@ -296,11 +320,15 @@ def _config(tiny: bool, world: int, cuda: bool) -> Config:
     ])  # fmt: skip
 
 
-def _contender(name: str, pg: ProcessGroupCollection, schedule: str, layout: str, tiny: bool, cuda: bool) -> Contender:
-    config = _config(tiny, pg.cp.size(), cuda)
-    config = replace(config, parallelism=replace(config.parallelism, schedule=schedule, layout=layout))
+def _contender(
+    name: str, pg: ProcessGroupCollection, schedule: str, layout: str, options: Options, cuda: bool
+) -> Contender:
+    config = _config(options.tiny, pg.cp.size(), cuda)
+    parallelism = replace(config.parallelism, schedule=schedule, layout=layout)
+    config = replace(config, parallelism=parallelism, attention=replace(config.attention, kernel=options.kernel))
+    vocabulary = 512 if options.tiny else _VOCABULARY
     sequence = build_sequence(config, pg.cp)
-    build = partial(build_model, config, transformer_config(config), pg, sequence, 512 if tiny else _VOCABULARY)
+    build = partial(build_model, config, transformer_config(config), pg, sequence, vocabulary)
     if name == MEGATRON:
         from .megatron_delta_net import with_megatrons
 
