@@ -17,6 +17,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
 )
 
 from megatron_longctx.config import ModelConfig, RopeScaling
@@ -48,6 +49,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "qk_norm": True, "num_moe_experts": 3, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1,
         "moe_layer_freq": "[1,0,1]",
+    },
+    "qwen3_next": {
+        "qk_norm": True, "zero_centered_norms": True, "attention_output_gate": True, "moe_shared_expert_gate": True,
+        "num_moe_experts": 3, "moe_ffn_hidden_size": 20, "moe_shared_expert_intermediate_size": 12,
+        "moe_layer_freq": "[1,0,1]", "pattern": "GE*-GE", "rotary_percent": 0.5, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3,
     },
     "gpt_oss": {
         "activation": "swiglu_oai", "bias": True, "sinks": "learnable", "num_moe_experts": 3, "moe_router_topk": 3,
@@ -178,6 +185,7 @@ PUBLISHED: dict[str, tuple[Any, set[str]]] = {
     "gemma3_text": (Gemma3TextConfig, {"_sliding_window_pattern"}),
     "mixtral": (MixtralConfig, {"output_router_logits"}),
     "qwen3_moe": (Qwen3MoeConfig, {"output_router_logits", "max_window_layers", "sliding_window"}),
+    "qwen3_next": (Qwen3NextConfig, {"output_router_logits", "full_attention_interval"}),
     "gpt_oss": (GptOssConfig, {"output_router_logits"}),
 }
 

@@ -176,7 +176,8 @@ def router_parameters(job: Job) -> int:
     """Return the number of parameters of one layer's router, and of this rank's part of its shared expert."""
     model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
     shared = (model.fc1_columns + 1) * model.hidden_size * (model.moe_shared_expert_intermediate_size or 0)
-    return (model.num_moe_experts or 0) * (model.hidden_size + model.bias) + shared // tp
+    gate = model.hidden_size * model.moe_shared_expert_gate
+    return (model.num_moe_experts or 0) * (model.hidden_size + model.bias) + shared // tp + gate
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,8 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
     elif model.qk_norm:
         saved += sum(size + normed(size, size // (e * model.kv_channels)) for size in (q, kv // 2))
     result = per_sequence * workload.token_bytes(Kind.OUT)
+    if model.attention_output_gate:  # the gated output, and the sigmoid in fp32
+        saved += q + 4 * q // e
     if recurrent:
         result, saved, qkv, kept = 0, delta_net_bytes(job), 0, 0
     post_norms = 2 * norm if model.post_norms else 0  # they keep their input, not their output; both have the same size
