@@ -111,4 +111,4 @@ def test_hybrid_models_are_compared_with_resharding_around_their_recurrent_layer
         own, move, zigzag = (float(match[i]) for i in (2, 4, 5))
         assert 3 * move < zigzag and own < zigzag
         found[tokens] = move
-    assert 1.5 < found[131072] / found[65536] <= 2
+    assert 1.2 < found[131072] / found[65536] <= 2
