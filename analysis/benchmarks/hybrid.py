@@ -16,10 +16,7 @@ import copy
 import gc
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -33,42 +30,27 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
-from megatron_longctx.config import Config
 from megatron_longctx.core.comm import gather_objects
 from megatron_longctx.mcore import groups, spec
 from megatron_longctx.mcore.data import TrainingBatch
 from megatron_longctx.mcore.delta_net import GatedDeltaNet
 from megatron_longctx.mcore.model import build_model, transformer_config
-from megatron_longctx.mcore.pack import Pack
 from megatron_longctx.mcore.sequence import ShardedSequence, build_sequence
 from megatron_longctx.mcore.step import token_losses
-from megatron_longctx.testing.references import dense_attention
 from megatron_longctx.training.calibrate.measure import mean_seconds
-from megatron_longctx.training.compose import compose_config
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
 
 from .cases import _drawn_documents
+from .compile_ahead import compile_ahead, compile_little, use_caches
+from .hybrid_model import CHECKED, SIZES, TINY, check_layer, config_of, usable_kernel
 from .report import Report, add_ranks, check_least, numbers, table
 
 HELPER, MEGATRON, ALONE = "contiguous, helper", "zigzag, all-to-all", "one GPU"
+_COMPILED = (f"{HELPER}:all", f"{ALONE}:all", f"{MEGATRON}:dense", f"{MEGATRON}:pack")
 _PARTS = ("recurrent", "attention", "mlp")
-_SIZES = {
-    "model.hidden_size": 2048, "model.num_attention_heads": 16, "model.num_kv_heads": 2, "model.head_dim": 256,
-    "model.ffn_hidden_size": 5120, "model.linear_num_key_heads": 16, "model.linear_num_value_heads": 32,
-    "model.linear_key_head_dim": 128, "model.linear_value_head_dim": 128, "model.num_layers": 8,
-}  # fmt: skip
-_TINY = {
-    "model.hidden_size": 64, "model.num_attention_heads": 4, "model.num_kv_heads": 2, "model.head_dim": 16,
-    "model.ffn_hidden_size": 128, "model.linear_num_key_heads": 2, "model.linear_num_value_heads": 4,
-    "model.linear_key_head_dim": 16, "model.linear_value_head_dim": 16, "model.num_layers": 4,
-}  # fmt: skip
 _VOCABULARY = 25_600
-_COMPILE_S = 110
-_CONFIGURATIONS = 3  # of a Triton kernel
-_CHECKED = {"dense": (1607,), "pack": (400, 1, 1, 2, 700, 3, 500), "documents of 1": (1,) * 64 + (1542, 1)}
 
 
 @dataclass
@@ -139,7 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
     about = "8 layers of Qwen3-Next-80B-A3B with dense MLPs, 3 of 4 recurrent"
     report = Report(arguments.out, ranks.device, "seconds of steps of a hybrid model", about, unit)
     save = partial(record, report, ranks.count, options)
-    os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+    use_caches()
     if arguments.only:
         name, _, kind = arguments.only.partition(":")
         chosen = ((4096,), _drawn_documents(4096, 8, 0))
@@ -148,32 +130,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         if ranks.device == "cuda":
-            options = replace(options, compiled=tuple(_compile_ahead(ranks.count, Path(folder))))
+            options = replace(options, compiled=tuple(compile_ahead(_COMPILED, ranks.count, Path(folder))))
         run_on_ranks(ranks, measure, ranks, options, save)
-
-
-def _compile_ahead(ranks: int, folder: Path) -> Iterator[Path]:
-    """Start processes that compile; yield a file for each, which exists once the process has ended or is late."""
-    jobs = (f"{HELPER}:all", f"{ALONE}:all", f"{MEGATRON}:dense", f"{MEGATRON}:pack")
-    for number, job in enumerate(jobs):
-        ended, log = folder / f"{number}.ended", folder / f"{number}.log"
-        command = [sys.executable, "-m", "analysis.benchmarks", "hybrid", "--only", job, "--ranks", str(ranks)]
-        command += ["--out", str(folder / f"{number}.json")]
-        with log.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        threading.Thread(target=_await, args=(process, ended, log, job), daemon=True).start()
-        yield ended
-
-
-def _await(process: subprocess.Popen[bytes], ended: Path, log: Path, job: str) -> None:
-    try:
-        code = process.wait(_COMPILE_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        code = process.wait()
-    if code:
-        print(f"compiling {job} ended with {code}: {log.read_text()[-2000:]}", flush=True)
-    ended.touch()
 
 
 def record(
@@ -194,7 +152,7 @@ def record(
     data = {
         "ranks": ranks,
         "options": asdict(options) | {"compiled": len(options.compiled)},
-        "sizes": _TINY if options.tiny else _SIZES | {"vocabulary": _VOCABULARY},
+        "sizes": TINY if options.tiny else SIZES | {"vocabulary": _VOCABULARY},
         "checks": list(checks),
         "cells": [asdict(cell) | {"tokens_per_s": cell.tokens_per_s} for cell in cells],
     }
@@ -205,7 +163,7 @@ def measure(rank: int, ranks: Ranks, options: Options, save: Callable[..., str])
     """Run on every rank: the checks, then every pack with every contender."""
     began = time.monotonic()
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    _compile_little()
+    compile_little()
     collection = groups.initialize(context=ranks.count)
     alone = copy.copy(collection)
     alone.cp = [dist.new_group([each]) for each in range(ranks.count)][rank]
@@ -216,14 +174,14 @@ def measure(rank: int, ranks: Ranks, options: Options, save: Callable[..., str])
 
     checks: list[dict[str, Any]] = []
     cells: list[Cell] = []
-    options = replace(options, kernel=_usable_kernel(alone, options, ranks, tell))
+    options = replace(options, kernel=usable_kernel(alone, ranks, options.tiny, tell))
     models = contenders(collection, alone, options, ranks, tell)
     while not all(path.exists() for path in options.compiled):
         time.sleep(0.2)
     dist.barrier()
     tell("kernels are compiled")
     for pg in () if options.only else (alone, collection):
-        for name, documents in _CHECKED.items():
+        for name, documents in CHECKED.items():
             try:
                 found = check_layer(pg, alone, documents, ranks, options.tiny)
             except Exception:
@@ -239,46 +197,6 @@ def measure(rank: int, ranks: Ranks, options: Options, save: Callable[..., str])
             save(checks, cells)
     tell("\n" + (save(checks, cells) if rank == 0 else ""))
     groups.destroy()
-
-
-def _compile_little() -> None:
-    """Measure few configurations of each Triton kernel, and compile torch's functions once for all lengths."""
-    torch._dynamo.config.assume_static_by_default = False
-    torch._dynamo.config.suppress_errors = True
-    if not torch.cuda.is_available():
-        return
-    from triton.runtime.autotuner import Autotuner
-    from triton.testing import do_bench
-
-    prune = Autotuner.prune_configs
-
-    def few(self: Any, kwargs: dict[str, Any]) -> list[Any]:
-        found = prune(self, kwargs)
-        count = min(len(found), _CONFIGURATIONS)
-        return [found[round(i * (len(found) - 1) / max(1, count - 1))] for i in range(count)]
-
-    Autotuner.prune_configs = few
-    Autotuner.do_bench = property(lambda _: partial(do_bench, warmup=2, rep=8))
-
-
-def _usable_kernel(alone: ProcessGroupCollection, options: Options, ranks: Ranks, tell: Any) -> str:
-    """Return `auto` if the kernel that it chooses computes attention of these heads, or else `flash`."""
-    config = _config(options.tiny, 1, ranks.device == "cuda")
-    model, dtype = config.model, torch.bfloat16 if ranks.device == "cuda" else torch.float32
-    heads = (model.num_attention_heads, model.num_kv_heads, model.num_kv_heads)
-    qkv = [torch.randn(512, 1, h, model.kv_channels, device=ranks.local_device, dtype=dtype) for h in heads]
-    leaves = [x.requires_grad_() for x in qkv]
-    grad = torch.randn_like(qkv[0])
-    try:
-        out = build_sequence(config, alone.cp).attention(*leaves, mask=512)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-        expected = dense_attention(*(x.detach().cpu() for x in (*qkv, grad))).values()
-        errors = [float((x.cpu() - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
-        tell(f"attention's errors with the kernel auto: {errors}")
-        return "auto" if all(each < 2e-2 for each in errors) else "flash"
-    except Exception:
-        tell(f"attention's kernel is flash, because auto fails: {traceback.format_exc(limit=-3)}")
-        return "flash"
 
 
 def contenders(
@@ -310,20 +228,10 @@ def contenders(
     return built
 
 
-def _config(tiny: bool, world: int, cuda: bool) -> Config:
-    sizes = _TINY if tiny else _SIZES
-    precision, device = ("bf16", "cuda") if cuda else ("fp32", "cpu")
-    return compose_config([
-        "model=tiny_hybrid", *(f"{key}={value}" for key, value in sizes.items()), "model.implementation=local",
-        f"parallelism.context_parallel_size={world}", f"train.precision={precision}", f"train.device={device}",
-        "data.seq_length=65536", "recompute.mode=layer", "recompute.head_chunk_tokens=8192",
-    ])  # fmt: skip
-
-
 def _contender(
     name: str, pg: ProcessGroupCollection, schedule: str, layout: str, options: Options, cuda: bool
 ) -> Contender:
-    config = _config(options.tiny, pg.cp.size(), cuda)
+    config = config_of(options.tiny, pg.cp.size(), cuda)
     parallelism = replace(config.parallelism, schedule=schedule, layout=layout)
     config = replace(config, parallelism=parallelism, attention=replace(config.attention, kernel=options.kernel))
     vocabulary = 512 if options.tiny else _VOCABULARY
@@ -467,55 +375,3 @@ def _marked(model: Any, note: Callable[[str, str], None]) -> Iterator[None]:
     finally:
         for module, _ in marked:
             del module.forward
-
-
-def check_layer(
-    pg: ProcessGroupCollection, alone: ProcessGroupCollection, documents: tuple[int, ...], ranks: Ranks, tiny: bool
-) -> dict[str, Any]:
-    """Return errors of a layer over ranks, relative (Frobenius) to the reference recurrence in fp64 on one rank.
-
-    by_kernels: of fla-core's kernels in bf16. by_torch: of the reference recurrence with the same bf16 weights and
-    inputs. Both for the output and the gradients of the input and of every weight.
-    """
-    layer, pack = _layer(pg, documents, ranks, tiny)
-    one, whole = _layer(alone, documents, ranks, tiny)
-    one.load_state_dict(layer.state_dict())
-    one.double()._by_kernels = one._by_torch
-    generator, total = torch.Generator().manual_seed(1), sum(documents)
-    x, grad = torch.randn(2, total, 1, layer.config.hidden_size, generator=generator).to(layer.conv_weight)
-    tokens = pack.tokens(x.device)
-
-    def results() -> dict[str, Tensor]:
-        out, of_input, *of_weights = _gradients(layer, x[tokens], grad[tokens], pack)
-        sums = [torch.zeros_like(x, dtype=torch.float64).index_copy(0, tokens, each) for each in (out, of_input)]
-        for each in (*sums, *of_weights):
-            dist.all_reduce(each, group=pg.cp)
-        return dict(zip(names, (*sums, *of_weights), strict=True))
-
-    names = ["out", "input", *(name for name, _ in layer.named_parameters())]
-    truth = dict(zip(names, _gradients(one, x.double(), grad.double(), whole), strict=True))
-    found = {"by_kernels": results()}
-    layer._by_kernels = layer._by_torch
-    found["by_torch"] = results()
-    return {
-        kind: {name: float((each - truth[name]).norm() / truth[name].norm()) for name, each in values.items()}
-        for kind, values in found.items()
-    }
-
-
-def _layer(pg: ProcessGroupCollection, documents: tuple[int, ...], ranks: Ranks, tiny: bool) -> tuple[Any, Pack]:
-    """Build a gated delta net over the ranks of `pg`, with the same weights every time, and a pack for it."""
-    config = _config(tiny, pg.cp.size(), ranks.device == "cuda")
-    sequence, megatron = build_sequence(config, pg.cp), transformer_config(config)
-    of_layer = spec.block_spec(megatron, sequence, transformer_engine=False).layer_specs[0].submodules.self_attention
-    torch.manual_seed(0)
-    layer = build_module(of_layer, config=megatron, layer_number=1, pg_collection=pg)
-    assert type(layer) is GatedDeltaNet
-    return layer.to(ranks.local_device), sequence.pack(documents)
-
-
-def _gradients(layer: GatedDeltaNet, x: Tensor, grad: Tensor, pack: Pack) -> list[Tensor]:
-    """Return the output and the gradients of input and weights, in fp64."""
-    x = x.detach().requires_grad_()
-    out = layer(x, packed_seq_params=pack)[0]
-    return [each.double() for each in (out.detach(), *torch.autograd.grad(out, (x, *layer.parameters()), grad))]

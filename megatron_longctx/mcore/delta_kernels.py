@@ -46,14 +46,14 @@ def convolved(x: Tensor, halo: Tensor | None, weight: Tensor, pack: Pack) -> Ten
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pack: Pack, group: dist.ProcessGroup
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pack: Pack, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Return the rule's outputs `[b, s, h, v]`, with queries and keys normalized here.
 
     Args:
         q, k: `[b, s, key heads, k]`; a key head serves several value heads in a row.
         v, g, beta: `[b, s, h, v]` and `[b, s, h]`.
-        group: the context-parallel ranks, none of them without tokens.
+        group: the context-parallel ranks, none of them without tokens; unused if no document goes on between them.
     """
     from fla.ops.cp import FLACPContext
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule

@@ -21,7 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -100,25 +100,6 @@ def _chunked(
         outputs.append(queries[:, :, i] @ state + within[:, :, i] @ stored)
         state = carried[:, :, i] * state + keys[:, :, i].mT @ stored
     return torch.cat(outputs, dim=2)[:, :, :tokens].transpose(1, 2).to(v.dtype), state
-
-
-def flash_linear_attention(
-    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the rule by the Triton kernels of the package fla-core: a `Kernel` for GPUs."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    batch, rows = len(q), len(lengths)
-    stops = torch.tensor([0, *accumulate([*lengths] * batch)])
-    states = functional.pad(state.float().unsqueeze(1), (0, 0) * 3 + (0, rows - 1)).flatten(0, 1)
-    out, last = chunk_gated_delta_rule(
-        *(x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta)),
-        initial_state=states,
-        output_final_state=True,
-        cu_seqlens=stops.to(q.device),
-        cu_seqlens_cpu=stops,
-    )
-    return out.view(batch, -1, *out.shape[2:]), last.unflatten(0, (batch, rows))[:, -1]
 
 
 class Section(NamedTuple):

@@ -100,7 +100,7 @@ PEAKS: dict[str, dict[str, Any]] = {
     "large tiles of cp2": {CP: 2, CHUNK: 64, TILE: 400, MODE: "attention_output"},
     "tp2 kept": {TP: 2, MODE: "attention_output", CHUNK: 64},
     "experts": {CP: 2, "model.num_moe_experts": 4, **MIXED},
-    "delta net": {CHUNK: 64, **DELTA_NET, "model.pattern": "*-*-G-"},
+    "delta net": {CHUNK: 64, **DELTA_NET, "model.pattern": "*-*-G-", "model.attention_output_gate": True},
     "delta net kept": {CHUNK: 64, **DELTA_NET, MODE: "attention_output", "model.linear_key_head_dim": 24},
 }
 
