@@ -1,6 +1,7 @@
 """Draw pictures of the docs: `python -m analysis.pictures PICTURE [--out PATH]`; `make pictures` draws all of them.
 
 - `attention RESULT.json`: results of `analysis.benchmarks attention`, as percent of one device at equal FLOPs.
+- `hybrid RESULT.json`: results of `analysis.benchmarks hybrid`, as percent of one GPU at equal work.
 - `emulated`, `extend`: the pictures of `analysis.network` and `analysis.evaluations`, from their recorded results.
 - `inference`: which rank holds which tokens of a conversation, and what ranks do in its last turn. Plans are simulated
   for one layer of 32 query and 8 key/value heads of 128 on H200s, described by their data sheets.
@@ -25,6 +26,7 @@ import matplotlib
 from matplotlib.patches import Patch
 
 from analysis import evaluations
+from analysis.benchmarks.hybrid import ALONE, HELPER, MEGATRON
 from analysis.network import job as network
 from analysis.recorded_memory import EARLIER, RECORDED, RESULTS, recorded_peaks
 from megatron_longctx.config import RECOMPUTES
@@ -311,6 +313,29 @@ def rows_of_prompts(out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
+def hybrid(result: Path, out: Path | None) -> None:
+    """Draw tokens per second of hybrid models as percent of one GPU at equal work."""
+    data = json.loads(result.read_text())
+    cells = {(tuple(cell["documents"]), cell["name"]): cell["tokens_per_s"] for cell in data["cells"]}
+    packs = [pack for pack in dict.fromkeys(pack for pack, _ in cells) if cells.get((pack, ALONE))]
+    figure, axes = pyplot.subplots(figsize=(7.2, 3.4))
+    for number, (name, colour) in enumerate(((HELPER, OURS[0]), (MEGATRON, OTHERS[1]))):
+        shares = [100 * (cells.get((pack, name)) or 0) / cells[pack, ALONE] / data["ranks"] for pack in packs]
+        bars = axes.bar([i + 0.38 * number for i in range(len(packs))], shares, 0.36, color=colour, label=name)
+        axes.bar_label(bars, fmt="%.0f", fontsize=8.5)
+    what = [f"{sum(pack) // 1024}K, {len(pack)} document{'s' * (len(pack) > 1)}" for pack in packs]
+    axes.set_xticks([i + 0.19 for i in range(len(packs))], what, fontsize=8.5)
+    axes.axhline(100, color="0.6", linewidth=0.8)
+    axes.set_ylabel("% of one GPU at equal work", fontsize=9)
+    axes.set_title(
+        f"8 layers of Qwen3-Next, 3 of 4 recurrent, {data['ranks']} {data['environment']['device']}", fontsize=9.5
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8.5, loc="upper right", ncols=2, frameon=False)
+    figure.tight_layout()
+    figure.savefig(out or result.with_suffix(".png"), dpi=130)
+
+
 def schedules(out: Path) -> None:
     """Draw the time line of every mode, and all modes in one picture, into a folder."""
     out.mkdir(parents=True, exist_ok=True)
@@ -369,8 +394,6 @@ def emulated(out: Path) -> None:
     network.draw([network.Result(**each) for each in data["measurements"]], out)
 
 
-OF_RESULTS = {"attention": attention, "trees": trees}
-PICTURES = {
     "emulated": (emulated, RESULTS / "network_emulated.png"),
     "extend": (extend, RESULTS / "extend_smollm2_64k.png"),
     "inference": (inference, IMAGES / "inference.png"),
@@ -382,14 +405,17 @@ PICTURES = {
 }
 
 
+OF_RESULTS = {"attention": attention, "trees": trees, "hybrid": hybrid}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", choices=(*OF_RESULTS, *PICTURES))
-    parser.add_argument("result", type=Path, nargs="?", help="attention, trees: the result to draw")
+    parser.add_argument("result", type=Path, nargs="?", help="attention, trees, hybrid: the result to draw")
     parser.add_argument("--out", type=Path, help="file or folder (default: where docs show it, or beside the result)")
     arguments = parser.parse_args()
     if (arguments.picture in OF_RESULTS) != (arguments.result is not None):
-        parser.error("attention and trees need a result, and the other pictures take none")
+        parser.error(f"{' and '.join(OF_RESULTS)} need a result, and the other pictures take none")
     if arguments.picture in OF_RESULTS:
         OF_RESULTS[arguments.picture](arguments.result, arguments.out)
     else:

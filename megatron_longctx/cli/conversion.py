@@ -29,7 +29,7 @@ from ..mcore.data_identity import tokenizer_identity
 from ..mcore.inference import trained_length
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
-from ..models import Dims, Weight, check_same_function, family_of_model, family_of_source, in_file_order
+from ..models import Dims, Family, Weight, check_same_function, family_of_model, family_of_source, in_file_order
 from ..models.huggingface import HuggingFaceFolder, ShardWriter
 from ..models.source import CONFIG_FILES, TOKENIZER_FILES, TensorInfo, matching_files, read_json
 from ..serving.inference_job import checkpoint_of, split_arguments
@@ -59,11 +59,10 @@ def import_model(source: str, words: Sequence[str]) -> None:
     model, seq_length = family.model_of(published.config)
     vocab = model.vocab_size
     assert vocab is not None
-    base = Config()
+    base = _base(model)
     precision = "bf16" if {each.dtype for each in published.tensors.values()} == {torch.bfloat16} else "fp32"
     base = replace(
         base,
-        model=model,
         data=replace(base.data, seq_length=seq_length),
         train=replace(base.train, precision=precision),
     )
@@ -80,7 +79,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
             raise refuse("model.vocab_size", rows, f"at least the {vocab} tokens of {source}", "Leave it out.")
         dims = Dims(config.model, vocab)
         weights = family.weights(config.model)
-        _check_tensors(published, weights, dims)
+        _check_tensors(published, family, dims)
         extra = {"data": {"data.tokenizer": _checked_tokenizer(config, folder, final, vocab)}}
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         save_config(config, folder / RESOLVED)
@@ -143,9 +142,9 @@ def check_import(source: str, words: Sequence[str]) -> None:
     published = _open_source(Path(source))
     family = family_of_source(published.config)
     model, _ = family.model_of(published.config)
-    config = override_config(replace(Config(), model=model), settings)
+    config = override_config(_base(model), settings)
     check_same_function(config.model, model, source)
-    _check_tensors(published, family.weights(config.model), Dims(config.model, model.vocab_size or 0))
+    _check_tensors(published, family, Dims(config.model, model.vocab_size or 0))
     _final_folder(own.get("out"))
 
 
@@ -159,6 +158,13 @@ def check_export(words: Sequence[str]) -> None:
     _final_folder(own.get("out"))
 
 
+def _base(model: ModelConfig) -> Config:
+    """Return the defaults of a run of a model. Recurrent layers need a schedule that balances contiguous tokens."""
+    base = replace(Config(), model=model)
+    helper = replace(base.parallelism, schedule="helper")
+    return replace(base, parallelism=helper) if model.recurrent else base
+
+
 def _open_source(path: Path) -> HuggingFaceFolder:
     if (path / "config.json").is_file():
         return HuggingFaceFolder(path)
@@ -170,17 +176,21 @@ def _open_source(path: Path) -> HuggingFaceFolder:
     raise refuse("SOURCE", path, "a folder with config.json and safetensors files", remedy)
 
 
-def _check_tensors(source: HuggingFaceFolder, weights: Sequence[Weight], dims: Dims) -> None:
+def _check_tensors(source: HuggingFaceFolder, family: Family, dims: Dims) -> None:
     """Refuse missing tensors, tensors that the architecture does not have, and tensors of another shape."""
     expected: dict[str, tuple[int, ...]] = {}
-    for weight, layer in in_file_order(weights, dims.model):
+    for weight, layer in in_file_order(family.weights(dims.model), dims.model):
         expected |= zip(weight.published_names(layer), weight.published_shapes(dims), strict=True)
     for name, shape in expected.items():
         if name not in source.tensors:
             raise refuse("tensors", name, "a tensor of the files; none has it", "Fetch all files of the model.")
         if (actual := source.tensors[name].shape) != shape:
             raise refuse("tensors", f"{name} {actual}", f"the shape {shape}, as config.json says", "Fetch both again.")
-    for name in source.tensors.keys() - expected.keys():
+    others = source.tensors.keys() - expected.keys()
+    dropped = {name for name in others if family.dropped and name.startswith(family.dropped)}
+    if dropped:
+        logger.info("left out: %d tensors %s*, which the model's logits do not need", len(dropped), family.dropped)
+    for name in others - dropped:
         if not _COMPUTED.fullmatch(name) and not _is_tied_copy(source, name, dims):
             remedy = "Models with more than their architecture has are not served yet."
             raise refuse("tensors", name, "tensors that the architecture has", remedy)

@@ -114,7 +114,11 @@ def _check_model(model: ModelConfig) -> None:
     heads = {"model.num_attention_heads": model.num_attention_heads}
     _check_divides("model.num_kv_heads", model.num_kv_heads, heads)
     if model.position_embedding == "rope" and model.rope_channels % 2:
-        raise refuse("model.head_dim", model.kv_channels, "an even head dimension with rope", "Set model.head_dim.")
+        expected = "an even head dimension with rope, and an even share of it by model.rotary_percent"
+        raise refuse("model.head_dim", model.kv_channels, expected, "Set model.head_dim.")
+    if not model.latent and model.rope_channels != model.kv_channels * model.rotary_percent:
+        expected = f"a share of the {model.kv_channels} elements of a head that is a whole number"
+        raise refuse("model.rotary_percent", model.rotary_percent, expected, "RoPE rotates pairs of elements.")
     _check_rope_scaling(model)
     if model.num_moe_experts is not None:
         _check_expert_layers(model, model.num_moe_experts)

@@ -61,10 +61,13 @@ class ModelConfig:
     # geglu: gated by the tanh form of gelu; swiglu_oai: as in gpt-oss
     activation: str = choice("swiglu", ("swiglu", "gelu", "geglu", "swiglu_oai"))
     attention_scale: float | None = number(None, 0, 1e6, above=True)  # Factor for the scores; null: 1 / sqrt(head_dim).
+    # attention's output is multiplied by the sigmoid of gates, one per element, computed beside the queries
+    attention_output_gate: bool = False
     scale_embedding: bool = False  # multiply embeddings by sqrt(hidden_size), rounded to the model's precision
     # rotary, or a learned table of data.seq_length entries
     position_embedding: str = choice("rope", ("rope", "learned"))
     rope_base: float = number(500_000.0, 1, 1e15)  # RoPE's base (theta)
+    rotary_percent: float = number(1.0, 0, 1, above=True)  # share of a head's elements, from the first, that it rotates
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     # Number of previous tokens that a token sees; null: all. Every window_pattern-th layer sees all of them.
     window: int | None = number(None, 1, MAX_TOKENS)
@@ -125,6 +128,7 @@ class ModelConfig:
     # Width of the MLP that every token uses in addition to its experts, of all shared experts together. null:
     # none.
     moe_shared_expert_intermediate_size: int | None = number(None, 1, 10**7)
+    moe_shared_expert_gate: bool = False  # the shared MLP's output is multiplied by the sigmoid of a gate
     moe_router_pre_softmax: bool = False  # weights are the softmax over all experts instead of over the chosen ones
     # Factor for the weights of experts; null: 1.
     moe_router_topk_scaling_factor: float | None = number(None, 0, 1e6, above=True)
@@ -173,7 +177,7 @@ class ModelConfig:
     @property
     def rope_channels(self) -> int:
         """Elements of a head's query or key that RoPE rotates."""
-        return self.qk_pos_emb_head_dim or self.kv_channels
+        return self.qk_pos_emb_head_dim or round(self.kv_channels * self.rotary_percent)
 
     @property
     def kv_latent_channels(self) -> int:
@@ -187,11 +191,12 @@ class ModelConfig:
 
     @property
     def attention_weights(self) -> int:
-        """Weights of a layer's projections of queries, keys, values and the output."""
+        """Weights of a layer's projections of queries, keys, values, gates and the output."""
         hidden, heads = self.hidden_size, self.num_attention_heads
         out = heads * self.value_channels * hidden
         if self.kv_lora_rank is None:
-            return hidden * self.kv_channels * (heads + 2 * self.num_kv_heads) + out
+            gates = heads * self.attention_output_gate
+            return hidden * self.kv_channels * (heads + gates + 2 * self.num_kv_heads) + out
         up = self.kv_lora_rank * heads * ((self.qk_head_dim or 0) + self.value_channels)
         return self.down_weights + (self.q_lora_rank or hidden) * heads * self.kv_channels + up + out
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from ..core.errors import refuse
 from ..core.kernels.no_grad import first_order
-from . import delta_rule
+from . import delta_kernels, delta_rule
 from .pack import Pack
 from .sequence import ShardedSequence
 from .version import copy_spec
@@ -123,54 +123,73 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         packed = kwargs.get("packed_seq_params")
         pack = self._sequence.pack_of(packed, tokens)
         self._sequence.check_slices(pack, packed)
-        place = pack.place
-        shared, value = self._shared, self._value
-        sizes = [self._mixed, shared * value, shared, shared]
+        sizes = [self._mixed, self._shared * self._value, self._shared, self._shared]
         mixed, gates, beta, decay = torch.split(mixed.view(tokens, batch, -1, sum(sizes)), sizes, dim=-1)
-        mixed = functional.silu(self._convolved(mixed.flatten(2), pack)).view(tokens, batch, -1, self._mixed)
-        q, k, v = torch.split(mixed, [self._key, self._key, shared * value], dim=-1)
-        q, k = (_normalized(x).repeat_interleave(shared, dim=2) for x in (q, k))
-        # Copies: a view would keep the whole projection until backward.
-        v, gates = (x.reshape(tokens, batch, -1, value).contiguous() for x in (v, gates))
-        beta, decay = beta.flatten(2).float().sigmoid(), decay.flatten(2).float() + self.decay_bias.float()
-        g = -self.decay_log.float().exp() * functional.softplus(decay)
         # fla-core promises no equal bits from run to run; fp32 is for comparisons, which torch computes exactly.
-        fast = q.is_cuda and q.dtype.itemsize == 2 and not self._sequence.attention.deterministic
-        kernel = delta_rule.flash_linear_attention if fast else delta_rule.chunked
-        rule = [x.transpose(0, 1).contiguous() for x in (q, k, v, g, beta)]
-        own = delta_rule.section(place.lengths, place.continues, kernel, *rule)
+        bits16 = mixed.is_cuda and mixed.dtype.itemsize == 2
+        fast = bits16 and not self._sequence.attention.deterministic and pack.place.whole
+        compute = self._by_kernels if fast else self._by_torch
+        out = compute(mixed.flatten(2), gates, beta.flatten(2), decay.flatten(2), pack)
+        return self.linear_proj(out.reshape(tokens, batch, -1))  # type: ignore[no-any-return]
+
+    def _by_kernels(self, mixed: Tensor, gates: Tensor, beta: Tensor, decay: Tensor, pack: Pack) -> Tensor:
+        """Compute all between the projections by the kernels of fla-core; `[s, b, ...]` each."""
+        mixed = delta_kernels.convolved(mixed.transpose(0, 1), self._halo(mixed, pack), self.conv_weight, pack)
+        q, k, v = self._heads_of(mixed)
+        g, beta = (x.transpose(0, 1).contiguous() for x in self._gates(beta, decay))
+        out = delta_kernels.gated_delta_rule(*(x.contiguous() for x in (q, k, v)), g, beta, pack, self._cp)
+        gates = gates.transpose(0, 1).reshape(out.shape)
+        return delta_kernels.gated_norm(out, gates, self._norm_weight(), self.config.layernorm_epsilon).transpose(0, 1)
+
+    def _by_torch(self, mixed: Tensor, gates: Tensor, beta: Tensor, decay: Tensor, pack: Pack) -> Tensor:
+        """Compute all between the projections in torch; `[s, b, ...]` each."""
+        halo = self._halo(mixed, pack)
+        before = mixed.new_zeros(self.conv_weight.shape[1] - 1, *mixed.shape[1:]) if halo is None else halo
+        mixed = delta_rule.convolved(mixed, before, self.conv_weight, pack.positions(mixed.device))
+        q, k, v = self._heads_of(functional.silu(mixed))
+        q, k = (_normalized(x).repeat_interleave(self._shared, dim=2) for x in (q, k))
+        # A copy: a view would keep the whole projection until backward.
+        gates = gates.reshape(v.shape).contiguous()
+        rule = [x.transpose(0, 1).contiguous() for x in (q, k, v, *self._gates(beta, decay))]
+        place = pack.place
+        own = delta_rule.section(place.lengths, place.continues, delta_rule.chunked, *rule)
+        out = own.out
         if place.exchanges:
             lasts = self._gathered(own.last.unsqueeze(0))
             out = _Joint.apply(delta_rule.finish(own, lasts, place.first_rank, place.rank), lasts)  # type: ignore[no-untyped-call]
-        else:
-            out = own.out
-        out = self._gated_norm(out.transpose(0, 1), gates).reshape(tokens, batch, -1)
-        return self.linear_proj(out)  # type: ignore[no-any-return]
+        wide, epsilon = torch.promote_types(out.dtype, torch.float32), self.config.layernorm_epsilon
+        out, weight = out.transpose(0, 1).to(wide), self._norm_weight().to(wide)
+        normed = functional.rms_norm(out, out.shape[-1:], weight, epsilon)
+        return (normed * functional.silu(gates.to(wide))).to(gates.dtype)
 
-    def _convolved(self, x: Tensor, pack: Pack) -> Tensor:
-        """Convolve `[s, b, c]`, with the tokens before this rank's from other ranks if a document goes on here."""
+    def _heads_of(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Divide the last dimension into queries and keys of the key heads, and values of the value heads."""
+        sizes = [self._key, self._key, self._shared * self._value]
+        q, k, v = torch.split(mixed.unflatten(-1, (-1, self._mixed)), sizes, dim=-1)
+        return q, k, v.reshape(*mixed.shape[:2], -1, self._value)
+
+    def _gates(self, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logarithm of every head's decay, and how strongly it corrects its state, both in fp32."""
+        rate = functional.softplus(decay.float() + self.decay_bias.float())
+        return -self.decay_log.float().exp() * rate, beta.float().sigmoid()
+
+    def _halo(self, x: Tensor, pack: Pack) -> Tensor | None:
+        """Return the tokens of other ranks before `x` `[s, b, c]` that convolutions read; None if none are needed."""
+        if not pack.place.exchanges:
+            return None
         before = self.conv_weight.shape[1] - 1
-        if pack.place.exchanges:
-            tail = functional.pad(x, (0, 0, 0, 0, before, 0))[len(x) :]
-            halo = self._gathered(tail).index_select(0, pack.tail_rows(before, x.device))
-        else:
-            halo = x.new_zeros(before, *x.shape[1:])
-        return delta_rule.convolved(x, halo, self.conv_weight, pack.positions(x.device))
+        tail = functional.pad(x, (0, 0, 0, 0, before, 0))[len(x) :]
+        return self._gathered(tail).index_select(0, pack.tail_rows(before, x.device))
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Gather along the first dimension over context-parallel ranks; backward sums the gradients of all ranks."""
         gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(x.contiguous(), group=self._cp)
         return gathered
 
-    def _gated_norm(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Return the norm of every head, times SiLU of its gates, rounded once.
-
-        Tensor-parallel ranks share the weight, and each has the gradient from its own heads: they are summed here.
-        """
+    def _norm_weight(self) -> Tensor:
+        """Return the norm's weight; tensor-parallel ranks share it, and their heads' gradients are summed here."""
         weight: Tensor = tensor_parallel.copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        normed = functional.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), self.config.layernorm_epsilon)
-        return (normed * functional.silu(gates.to(wide))).to(gates.dtype)
+        return weight
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

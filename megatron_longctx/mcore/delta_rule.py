@@ -17,11 +17,11 @@ n k k v for the states, and sends k (v + k) numbers a head. A serial loop would 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +38,8 @@ returns the outputs `[b, s, h, v]` in v's dtype, and the state after the last to
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """Return the precision inside: fp32, and fp64 on CPUs, whose results are the reference of all others."""
-    return torch.float32 if x.is_cuda else torch.float64
+    """Return the precision inside: at least fp32, and fp64 on CPUs, whose results are the reference of all others."""
+    return torch.promote_types(x.dtype, torch.float32) if x.is_cuda else torch.float64
 
 
 def chunked(
@@ -100,25 +100,6 @@ def _chunked(
         outputs.append(queries[:, :, i] @ state + within[:, :, i] @ stored)
         state = carried[:, :, i] * state + keys[:, :, i].mT @ stored
     return torch.cat(outputs, dim=2)[:, :, :tokens].transpose(1, 2).to(v.dtype), state
-
-
-def flash_linear_attention(
-    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the rule by the Triton kernels of the package fla-core: a `Kernel` for GPUs."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    batch, rows = len(q), len(lengths)
-    stops = torch.tensor([0, *accumulate([*lengths] * batch)])
-    states = functional.pad(state.float().unsqueeze(1), (0, 0) * 3 + (0, rows - 1)).flatten(0, 1)
-    out, last = chunk_gated_delta_rule(
-        *(x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta)),
-        initial_state=states,
-        output_final_state=True,
-        cu_seqlens=stops.to(q.device),
-        cu_seqlens_cpu=stops,
-    )
-    return out.view(batch, -1, *out.shape[2:]), last.unflatten(0, (batch, rows))[:, -1]
 
 
 class Section(NamedTuple):
@@ -252,11 +233,27 @@ class Place:
         begins = {*self.documents}
         return [own < after and own not in begins for own, after in pairwise(self.bounds)]
 
+    @property
+    def whole(self) -> bool:
+        """Whether every rank has tokens."""
+        return all(own < after for own, after in pairwise(self.bounds))
+
+    @cached_property
+    def before(self) -> int:
+        """How many tokens of this section's first document earlier ranks hold."""
+        return self.bounds[self.rank] - self.documents[bisect_right(self.documents, self.bounds[self.rank]) - 1]
+
     @cached_property
     def first_rank(self) -> int:
         """The rank on which this section's first document began."""
-        begin = self.documents[bisect_right(self.documents, self.bounds[self.rank]) - 1]
-        return self._owner(begin)
+        return self._owner(self.bounds[self.rank] - self.before)
+
+    @cached_property
+    def last_rank(self) -> int:
+        """The rank on which this section's last document ends."""
+        after = bisect_left(self.documents, self.bounds[self.rank + 1])
+        stop = self.documents[after] if after < len(self.documents) else self.bounds[-1]
+        return self._owner(stop - 1)
 
     def tail_rows(self, size: int) -> list[int]:
         """Return where the `size` tokens before this section are among the last `size` rows of rank after rank.

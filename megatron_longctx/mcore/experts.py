@@ -37,7 +37,7 @@ def expert_settings(config: Config) -> dict[str, Any]:
     same_names = (
         *("num_moe_experts", "moe_router_topk", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
         *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_dtype"),
-        "moe_shared_expert_intermediate_size",
+        *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     )
     return {name: getattr(model, name) for name in same_names} | {
         "moe_ffn_hidden_size": model.expert_width,

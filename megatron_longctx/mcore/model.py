@@ -100,6 +100,7 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
         layernorm_epsilon=model.norm_epsilon,
         layernorm_zero_centered_gamma=model.zero_centered_norms,
         qk_layernorm=model.qk_norm,
+        attention_output_gate=model.attention_output_gate,
         softmax_scale=model.attention_scale,
         gated_linear_unit=model.fc1_columns == 2,
         activation_func=_ACTIVATIONS[model.activation],
@@ -244,10 +245,13 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     optional = (
         *("window", "window_pattern", "window_rope_base", "sinks", "qkv_bias"),
         *("zero_centered_norms", "qk_norm", "post_norms", "attention_scale", "scale_embedding"),
+        "attention_output_gate",
     )
     special = {key: getattr(model, key) for key in optional}
     if model.latent:
         special |= {key: getattr(model, key) for key in LATENT_KEYS}
+    if model.rotary_percent != 1:
+        special["rotary_percent"] = model.rotary_percent
     if model.recurrent:
         kinds = "".join("*G"[recurrent] for recurrent in model.recurrent_layers)
         special |= {"mixers": kinds, **{key: getattr(model, key) for key in RECURRENT_KEYS}}
@@ -262,6 +266,7 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
             "moe_router_pre_softmax": model.moe_router_pre_softmax,
             "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
             "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+            "moe_shared_expert_gate": model.moe_shared_expert_gate,
         }
     keys = (
         *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),

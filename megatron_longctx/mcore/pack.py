@@ -57,6 +57,7 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         self._attention = attention
         self._tokens: dict[torch.device, Tensor] = {}
         self._positions: dict[torch.device, Tensor] = {}
+        self._stops: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._tail_rows: dict[tuple[int, torch.device], Tensor] = {}
 
     __eq__ = object.__eq__  # identity: Megatron's class compares fields
@@ -126,6 +127,15 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
             raise refuse("parents", "given", "None with recurrent layers", "A state has one continuation here.")
         bounds = [0, *accumulate(map(layout.num_tokens, range(layout.n)))]
         return Place([each.start for each in self.mask().documents], bounds, self._attention.rank)
+
+    def stops(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the sums of `batch` times `place.lengths`, from 0 on, int64: on a device and on the host."""
+        key = batch, device
+        if key not in self._stops:
+            with torch.inference_mode(False):
+                host = torch.tensor([0, *accumulate([*self.place.lengths] * batch)])
+                self._stops[key] = _to_device(host, device), host
+        return self._stops[key]
 
     def tail_rows(self, size: int, device: torch.device) -> Tensor:
         """Return `Place.tail_rows` on a device, int64 `[size]`."""

@@ -19,15 +19,20 @@ _DENSE, _EXPERTS = f"{MLP}linear_fc", f"{MLP}experts.experts.linear_fc"
 
 
 def read(
-    fields: Fields, hidden_act: str = "silu", norm_epsilon: float = 1e-6, rope_base: float = 10_000.0
+    fields: Fields,
+    hidden_act: str = "silu",
+    norm_epsilon: float = 1e-6,
+    rope_base: float = 10_000.0,
+    partial_rotary: float | None = None,
 ) -> dict[str, Any]:
     """Read the fields that all decoders of Llama's form share: all but biases.
 
     Args:
         hidden_act: of the family.
         norm_epsilon, rope_base: the defaults.
+        partial_rotary: see `read_rope`.
     """
-    return {**read_shape(fields, hidden_act, norm_epsilon), **read_rope(fields, rope_base)}
+    return {**read_shape(fields, hidden_act, norm_epsilon), **read_rope(fields, rope_base, partial_rotary)}
 
 
 def read_shape(fields: Fields, hidden_act: str = "silu", norm_epsilon: float = 1e-6) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Family:
         weights: returns the weights of a model of this family.
         constants: fields with a single supported value, which is the default of `transformers`.
         keys: keys of `ModelConfig` with the same value in all models of this family.
+        dropped: the beginning of names of published tensors that a model does not need; imports leave them out.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Family:
     weights: Callable[[ModelConfig], Sequence[Weight]]
     constants: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)
+    dropped: str | None = None
 
     def model_of(self, config: Mapping[str, Any]) -> tuple[ModelConfig, int]:
         """Return the model that a `config.json` describes, and the longest sequence that it was made for.
@@ -102,8 +104,14 @@ def check_same_function(model: ModelConfig, published: ModelConfig, source: str)
             raise refuse(f"model.{key}", given[key], f"{value}, as {source} has", remedy)
 
 
+def mixers(model: ModelConfig) -> str:
+    """Return a symbol of `ModelConfig.pattern` for what mixes the tokens in each layer."""
+    return "".join("*G"[recurrent] for recurrent in model.recurrent_layers)
+
+
 def _function(model: ModelConfig) -> dict[str, Any]:
     """Return the keys that determine the function that a model computes."""
     names = [each.name for each in fields_of(ModelConfig) if each.name not in _NO_EFFECT]
     function = {name: getattr(model, name) for name in names}
-    return function | {"head_dim": model.kv_channels, "moe_layer_freq": layer_list(model.expert_layers)}
+    layers = {"moe_layer_freq": layer_list(model.expert_layers), "pattern": mixers(model)}
+    return function | {"head_dim": model.kv_channels} | layers

@@ -31,8 +31,11 @@ _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _KEYS = {_LENGTH: "original_length"}  # the other parameters have the names of `RopeScaling`
 
 
-def read_rope(fields: Fields, default_base: float = 10_000.0) -> dict[str, Any]:
+def read_rope(fields: Fields, default_base: float = 10_000.0, partial: float | None = None) -> dict[str, Any]:
     """Read `rope_theta` and `rope_scaling` or, as later versions of `transformers` write them, `rope_parameters`.
+
+    Args:
+        partial: the default of `partial_rotary_factor`; None: the family rotates whole heads.
 
     Returns:
         keys of `ModelConfig`.
@@ -53,7 +56,16 @@ def read_rope(fields: Fields, default_base: float = 10_000.0) -> dict[str, Any]:
     inner = scaling.pop("rope_theta", None)
     if base is not None and inner is not None and base != inner:
         raise refuse_field("rope_theta", base, f"{inner}, as in rope_parameters", "Set both to the same value.")
-    fields.expect("partial_rotary_factor", 1.0)
+    rotated: dict[str, Any] = {}
+    if partial is None:
+        fields.expect("partial_rotary_factor", 1.0)
+    else:
+        inner_share = scaling.pop("partial_rotary_factor", None)
+        share = fields.get("partial_rotary_factor", partial if inner_share is None else inner_share, float)
+        if inner_share not in (None, share):
+            expected = f"{inner_share}, as in rope_parameters"
+            raise refuse_field("partial_rotary_factor", share, expected, "Set both to the same value.")
+        rotated["rotary_percent"] = share
     fields.expect("rope_interleaved", False)
     lengths = fields.get(_LENGTH, None, int), fields.require("max_position_embeddings")
     base = base if inner is None else inner
@@ -61,6 +73,7 @@ def read_rope(fields: Fields, default_base: float = 10_000.0) -> dict[str, Any]:
         "position_embedding": "rope",
         "rope_base": default_base if base is None else base,
         "rope_scaling": read_scaling(scaling, lengths, name),
+        **rotated,
     }
 
 

@@ -39,12 +39,34 @@ class Dims:
             "head": model.kv_channels,
             "query": query,
             "key_value": key_value,
-            "qkv": query + 2 * key_value,
+            "queries_and_gates": 2 * query,
+            "qkv": query * (2 if model.attention_output_gate else 1) + 2 * key_value,
             "ffn": model.ffn_hidden_size,
             "gate_up": 2 * model.ffn_hidden_size,
             "experts": model.num_moe_experts or 0,
             "expert_ffn": model.expert_width,
             "expert_gate_up": 2 * model.expert_width,
+            "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
+            "shared_gate_up": 2 * (model.moe_shared_expert_intermediate_size or 0),
+            "one": 1,
+            **self._delta_sizes,
+        }
+
+    @property
+    def _delta_sizes(self) -> dict[str, int]:
+        """The same of gated delta nets."""
+        mixed, values = self.model.delta_net_columns
+        heads, taps = self.model.linear_num_value_heads or 0, self.model.linear_conv_kernel_dim
+        return {
+            "delta_keys": (mixed - values) // 2,
+            "delta_values": values,
+            "delta_mixed": mixed,
+            "delta_qkvz": mixed + values,
+            "delta_gates": 2 * heads,
+            "delta_rows": mixed + values + 2 * heads,
+            "delta_heads": heads,
+            "delta_taps": taps,
+            "delta_value": self.model.linear_value_head_dim or 0,
         }
 
 
@@ -61,18 +83,53 @@ class Form:
     split: Callable[[Tensor, Dims], Sequence[Tensor]]
 
 
-def _qkv() -> Form:
-    """Queries, keys and values. Megatron groups rows by KV head: its queries, its key, its value."""
+def _grouped(heads: str, *rows: str) -> Form:
+    """Parts of these numbers of rows, grouped by head: the rows of the first head of every part, then of the second.
 
-    def by_kv_head(rows: Tensor, dims: Dims) -> Tensor:
-        return rows.view(dims.model.num_kv_heads, -1, *rows.shape[1:])
+    Args:
+        heads: the key of `ModelConfig` that says their number.
+    """
+
+    def by_head(part: Tensor, dims: Dims) -> Tensor:
+        return part.view(getattr(dims.model, heads), -1, *part.shape[1:])
 
     def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        return torch.cat([by_kv_head(part, dims) for part in parts], dim=1).flatten(0, 1)
+        return torch.cat([by_head(part, dims) for part in parts], dim=1).flatten(0, 1)
 
     def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        sizes = [dims.sizes[rows] // dims.model.num_kv_heads for rows in ("query", "key_value", "key_value")]
-        return [part.flatten(0, 1) for part in torch.split(by_kv_head(whole, dims), sizes, dim=1)]
+        sizes = [dims.sizes[each] // getattr(dims.model, heads) for each in rows]
+        return [part.flatten(0, 1) for part in torch.split(by_head(whole, dims), sizes, dim=1)]
+
+    return Form(join, split)
+
+
+def _gated_qkv() -> Form:
+    """As `QKV`, with gates: published after each query head's rows, in Megatron after all of a KV head's queries."""
+
+    def swapped(rows: Tensor, dims: Dims, *outer: int) -> Tensor:
+        """Exchange two dimensions of the rows of queries and gates, for every KV head."""
+        split = rows.view(dims.model.num_kv_heads, *outer, dims.model.kv_channels, *rows.shape[1:])
+        return split.transpose(1, 2).flatten(0, 3)
+
+    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        return _GATED_ROWS.join([swapped(parts[0], dims, -1, 2), *parts[1:]], dims)
+
+    def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        queries, *others = _GATED_ROWS.split(whole, dims)
+        return [swapped(queries, dims, 2, -1), *others]
+
+    return Form(join, split)
+
+
+def _delta_convolution() -> Form:
+    """The taps of queries, keys and values, published as `[c, 1, taps]`, grouped by key head here."""
+
+    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        sizes = [dims.sizes[rows] for rows in ("delta_keys", "delta_keys", "delta_values")]
+        return _DELTA_MIXED.join(parts[0][:, 0].split(sizes), dims)
+
+    def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        return [torch.cat(list(_DELTA_MIXED.split(whole, dims))).unsqueeze(1)]
 
     return Form(join, split)
 
@@ -114,7 +171,14 @@ def _transposed_experts(interleaved: bool) -> Form:
 UNCHANGED = Form(lambda parts, dims: parts[0], lambda whole, dims: (whole,))
 # The rows of a gated MLP's gate, then its up projection's.
 GATE_UP = Form(lambda parts, dims: torch.cat(list(parts)), lambda whole, dims: whole.chunk(2))
-QKV = _qkv()
+# Megatron groups rows by KV head: its queries, its key, its value.
+QKV = _grouped("num_kv_heads", "query", "key_value", "key_value")
+_GATED_ROWS = _grouped("num_kv_heads", "queries_and_gates", "key_value", "key_value")
+GATED_QKV = _gated_qkv()
+# Of gated delta nets: published as one projection with the rows of each key head together, and one of gates.
+DELTA = _grouped("linear_num_key_heads", "delta_qkvz", "delta_gates")
+_DELTA_MIXED = _grouped("linear_num_key_heads", "delta_keys", "delta_keys", "delta_values")
+DELTA_CONVOLUTION = _delta_convolution()
 # A row for every token, padded with zeros to the rows of Megatron's embedding.
 VOCAB = Form(_join_vocabulary, lambda whole, dims: (whole[: dims.vocab],))
 EXPERTS, EXPERTS_GATE_UP = _experts(UNCHANGED, 1), _experts(GATE_UP, 2)
@@ -133,6 +197,7 @@ class Weight:
         shape: of the parameter, over all tensor-parallel ranks, as names in `Dims.sizes`.
         form: how the parameter consists of the published tensors.
         in_expert_layers: True: only layers of experts have it; False: only dense layers; None: all layers.
+        in_recurrent_layers: the same of layers with a gated delta net, and with attention.
     """
 
     name: str
@@ -140,6 +205,7 @@ class Weight:
     shape: tuple[str, ...]
     form: Form = UNCHANGED
     in_expert_layers: bool | None = None
+    in_recurrent_layers: bool | None = None
 
     @property
     def per_layer(self) -> bool:
@@ -148,9 +214,9 @@ class Weight:
     def place(self, layer: int, dims: Dims) -> tuple[str, int | None]:
         """Return the name in a checkpoint, and the layer if the layers are slices of one tensor.
 
-        With experts they are not: layers may differ, and Megatron saves each under its number.
+        With experts or gated delta nets they are not: layers may differ, and Megatron saves each under its number.
         """
-        if dims.model.num_moe_experts is not None:
+        if dims.model.num_moe_experts is not None or dims.model.recurrent:
             return self.name.replace(_LAYER, str(layer)), None
         return self.name, layer if self.per_layer else None
 
@@ -171,7 +237,9 @@ def in_file_order(weights: Sequence[Weight], model: ModelConfig) -> list[tuple[W
     with layer 0, then layer by layer."""
     return [(weight, 0) for weight in weights if not weight.per_layer] + [
         (weight, layer)
-        for layer, experts in enumerate(model.expert_layers)
+        for layer, (experts, recurrent) in enumerate(zip(model.expert_layers, model.recurrent_layers, strict=True))
         for weight in weights
-        if weight.per_layer and weight.in_expert_layers in (None, experts)
+        if weight.per_layer
+        and weight.in_expert_layers in (None, experts)
+        and weight.in_recurrent_layers in (None, recurrent)
     ]

@@ -122,7 +122,7 @@ def _mlp_width(model: ModelConfig, experts: bool) -> int:
     if not experts:
         return matrices * model.ffn_hidden_size
     active = model.moe_router_topk * model.expert_width + (model.moe_shared_expert_intermediate_size or 0)
-    return matrices * active + (model.num_moe_experts or 0)
+    return matrices * active + (model.num_moe_experts or 0) + model.moe_shared_expert_gate
 
 
 def peak_tflops(device_name: str | None, override: float | None = None) -> float | None:

@@ -72,6 +72,15 @@ class MessageTimes:
         done = np.where(count > 0, starts + fixed + self._wire(sources, destinations, sizes), before)
         return np.where(count > 0, starts, -1.0).tolist(), done.tolist()
 
+    def all_to_all_seconds(self, num_bytes: int) -> float:
+        """Return the time in which every rank sends each other one `num_bytes`, with a copy before and after."""
+        others = self.n - 1
+        pairs = [(rank, other) for rank in range(self.n) for other in range(self.n) if rank != other]
+        sources, destinations = np.array(pairs, int).reshape(-1, 2).T
+        wire = self._wire(sources, destinations, np.full(len(pairs), num_bytes, float))
+        copies = 4 * self.n * num_bytes / (self.costs.merge_gibps * GIB)  # each reads and writes all
+        return self.costs.step_s + 2 * others * self.costs.message_s + float(wire.max(initial=0.0)) + copies
+
     def _wire(self, sources: Ints, destinations: Ints, sizes: Floats) -> Floats:
         """Return the time that each rank's messages of a step travel.
 

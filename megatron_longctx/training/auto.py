@@ -22,6 +22,7 @@ from ..planner.calibration import find_calibration, load_calibration
 from ..planner.choose_mode import Candidate, Problem, choose_mode, table
 from ..planner.cost import Costs
 from ..planner.flops import Work, training_flops
+from ..planner.messages import MessageTimes
 from .preflight import device_type
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ def resolve_schedule(config: Config) -> tuple[Config, str | None]:
     pack = () if config.data.packing == "none" else first_pack(config)
     ranking = _ranking(config, cluster, costs, pack, on_gpus=device_type(config) == "cuda")
     reason = f"parallelism.schedule=auto takes {ranking[0].name}, priced by {source}:\n{table(ranking)}"
+    if config.model.recurrent:
+        reason += f"\n{_beside_resharding(config, ranking[0], cluster, costs, pack)}"
     logger.info(reason)
     return _with_mode(config, ranking[0]), reason
 
@@ -118,6 +121,33 @@ def _ranking(
         max_bytes=None if par.max_attention_gib is None else int(par.max_attention_gib * 2**30),
     )
     return choose_mode(problem, cluster, costs, candidates)
+
+
+def _beside_resharding(
+    config: Config, best: Candidate, cluster: Cluster, costs: Costs | None, pack: Sequence[Sequence[int] | None]
+) -> str:
+    """Compare the choice with zigzag and an all-to-all from tokens to heads, and back, around every recurrent layer.
+
+    Megatron-Core's own gated delta nets work so. Nothing here runs it.
+    """
+    model, par, workload = config.model, config.parallelism, workload_of(config)
+    free = replace(config, parallelism=replace(par, layout="auto"), model=replace(model, pattern=None))
+    on_gpus = device_type(config) == "cuda"
+    zigzag = _ranking(free, cluster, costs, pack, on_gpus, [configured_mode(replace(par, schedule="zigzag"))])[0]
+    recurrent = sum(model.recurrent_layers)
+    mixed, values = model.delta_net_columns
+    columns = mixed + values + 2 * (model.linear_num_value_heads or 0) + values  # of the projection, and of the output
+    n, rows = par.context_parallel_size, config.data.seq_length * config.train.micro_batch_size
+    num_bytes = rows // n**2 * columns // par.tensor_parallel_size * workload.element_bytes
+    messages = MessageTimes(n, cluster, workload, costs or Costs.of_cluster(cluster))
+    move = 2 * messages.all_to_all_seconds(num_bytes)  # forward and backward
+    layers = model.num_layers - recurrent
+    seconds = layers * best.seconds, layers * zigzag.seconds + recurrent * move
+    return (
+        f"Layers G read contiguous tokens, so no layer re-shards them. Forward and backward of {layers} layers of "
+        f"attention take {1e3 * seconds[0]:.3f} ms with {best.name}. Zigzag, and an all-to-all to heads and back "
+        f"around each of {recurrent} layers G ({1e3 * move:.3f} ms), would take {1e3 * seconds[1]:.3f} ms."
+    )
 
 
 def _with_mode(config: Config, best: Candidate) -> Config:

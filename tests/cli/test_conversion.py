@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -38,6 +39,10 @@ MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
         "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
     "gpt_oss, in shards": ("gpt_oss", torch.float32, {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8,
                                                       "shard_size": "20KB"}),
+    "qwen3_next, bf16": ("qwen3_next", torch.bfloat16, {
+        "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 12,
+        "num_hidden_layers": 4, "mlp_only_layers": [1], "head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10}),
 }  # fmt: skip
 PROMPT = list(range(5, 40))
 Published = dict[str, tuple[Path, Any]]
@@ -261,6 +266,19 @@ def test_buffers_of_old_versions_and_copies_of_tied_weights_are_accepted(publish
     import_model(str(folder), [f"out={tmp_path / 'run'}"])
     _tensors(lambda t: t.update({"lm_head.weight": embedding + 1}))(folder)
     with pytest.raises(ValueError, match=r"tensors=lm_head\.weight: expected tensors that the architecture has"):
+        import_model(str(folder), [f"out={tmp_path / 'other'}"])
+
+
+def test_layers_that_predict_several_tokens_are_left_out(
+    published: Published, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(published["qwen3_next, bf16"][0], tmp_path / "source")
+    _tensors(lambda t: t.update({"mtp.fc.weight": torch.ones(2, 2), "mtp.norm.weight": torch.ones(2)}))(folder)
+    with caplog.at_level(logging.INFO):
+        import_model(str(folder), [f"out={tmp_path / 'run'}"])
+    assert "left out: 2 tensors mtp.*" in caplog.text
+    _tensors(lambda t: t.update({"mtpx": torch.ones(2)}))(folder)
+    with pytest.raises(ValueError, match=r"tensors=mtpx: expected tensors that the architecture has"):
         import_model(str(folder), [f"out={tmp_path / 'other'}"])
 
 

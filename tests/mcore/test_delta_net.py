@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
-from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.delta_net import GatedDeltaNet
+from megatron_longctx.mcore import delta_rule, groups
+from megatron_longctx.mcore.delta_net import GatedDeltaNet, _normalized
 from megatron_longctx.mcore.model import transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.spec import block_spec
@@ -19,6 +25,7 @@ from tests.shared.training import tiny_config
 
 KEY_HEADS, SHARED, KEY, VALUE, HIDDEN, TAPS = 2, 2, 8, 6, 32, 4
 LENGTH = 90
+HELPER = {"parallelism.schedule": "helper"}
 SIZES = {
     "model.pattern": "G-*-",
     "model.linear_num_key_heads": KEY_HEADS,
@@ -82,3 +89,72 @@ def _compare(rank: int, root: Path) -> None:
 def test_it_is_the_published_layer(tmp_path: Path) -> None:
     pytest.importorskip("transformers.models.qwen3_next")
     run_distributed(_compare, 1, tmp_path)
+
+
+def _rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_qk_l2norm_in_kernel: bool,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The documented interface of fla-core's function, by the reference recurrence."""
+    context = cp_context or SimpleNamespace(is_first_rank=True, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    assert use_qk_l2norm_in_kernel and len(q) == 1 and torch.equal(context.cu_seqlens, context.cu_seqlens_cpu)
+    q, k = (_normalized(x).repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))
+    lengths = context.cu_seqlens.diff().tolist()
+    own = delta_rule.section(lengths, not context.is_first_rank, delta_rule.chunked, q, k, v, g, beta)
+    if cp_context is None:
+        return own.out, None
+    lasts = tensor_parallel.gather_from_sequence_parallel_region(own.last.unsqueeze(0), group=context.group)
+    rank, size = context.group.rank(), context.group.size()
+    assert context.is_last_rank == (context.post_num_ranks == 0) and rank + context.post_num_ranks < size
+    out = delta_rule.finish(own, lasts, rank - context.pre_num_ranks, rank)
+    return out + 0 * lasts.sum().to(out.dtype), None  # its gradient is a collective on every rank
+
+
+def _convolution(
+    x: Tensor, weight: Tensor, *, initial_state: Tensor | None, activation: str, cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor,
+) -> tuple[Tensor, None]:  # fmt: skip
+    assert activation == "silu" and len(x) == 1 and torch.equal(cu_seqlens, cu_seqlens_cpu)
+    taps, parts = weight.shape[1], []
+    for number, (first, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+        before = x.new_zeros(x.shape[2], taps) if initial_state is None else initial_state[number]
+        whole = torch.cat([before[:, 1:], x[0, first:stop].T], dim=1)
+        parts.append(torch.nn.functional.conv1d(whole, weight.unsqueeze(1), groups=len(weight)).T)
+    return torch.nn.functional.silu(torch.cat(parts)).unsqueeze(0), None
+
+
+def _gated_norm(x: Tensor, gates: Tensor, weight: Tensor, bias: None, *, eps: float) -> Tensor:
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps) * torch.nn.functional.silu(gates)
+
+
+def _by_stand_ins(rank: int, root: Path) -> None:
+    for name, contents in {
+        "fla.ops.cp": {"FLACPContext": SimpleNamespace},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": _rule},
+        "fla.modules.causal_conv1d": {"causal_conv1d": _convolution},
+        "fla.modules.norm.fused_norm_gate": {"rms_norm_gated": _gated_norm},
+    }.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(contents)
+    config = tiny_config(root, "kernels", {**SIZES, "parallelism.context_parallel_size": 3, **HELPER})
+    collection = groups.from_config(config.parallelism)
+    sequence, megatron = build_sequence(config, collection.cp), transformer_config(config)
+    spec = block_spec(megatron, sequence, transformer_engine=False).layer_specs[0].submodules.self_attention
+    layer = build_module(spec, config=megatron, layer_number=1, pg_collection=collection)
+    packs: Sequence[Sequence[int]] = ((LENGTH,), (29, 1, 1, 32, 27), (30, 30, 30), (1,) * 31 + (4, 55))
+    for documents in packs:
+        pack = sequence.pack(documents)
+        x = torch.randn(pack.num_local_tokens, 2, HIDDEN, requires_grad=True)
+        found = []
+        for compute in (layer._by_kernels, layer._by_torch):
+            layer._by_torch = compute
+            out = layer(x, packed_seq_params=pack)[0]
+            found.append([out, *torch.autograd.grad(out.square().sum(), (x, *layer.parameters()))])
+            del layer._by_torch
+        for own, expected in zip(*found, strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+    groups.destroy()
+
+
+def test_the_kernels_get_what_they_need_on_unequal_ranks(tmp_path: Path) -> None:
+    run_distributed(_by_stand_ins, 3, tmp_path)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.mcore.delta_rule import Place, chunked, convolved, finish, flash_linear_attention, section
+from megatron_longctx.core.attention import ContextParallelAttention
+from megatron_longctx.mcore.delta_kernels import gated_delta_rule
+from megatron_longctx.mcore.delta_rule import Place, chunked, convolved, finish, section
+from megatron_longctx.mcore.pack import Pack
 
 BATCH, HEADS, KEY, VALUE, TAPS = 2, 3, 8, 5, 4
 
@@ -73,54 +74,38 @@ def test_sections_compute_what_the_recurrence_does(case: str) -> None:
         torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-11)
 
 
-def test_documents_and_states_reach_the_kernels_of_fla_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with the documented interface of its function: one row of sequences, with a state before each."""
-
-    def rule(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        *,
-        initial_state: Tensor,
-        cu_seqlens: Tensor,
-        output_final_state: bool,
-        cu_seqlens_cpu: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        assert len(q) == 1 and output_final_state and torch.equal(cu_seqlens, cu_seqlens_cpu)
-        spans = list(pairwise(cu_seqlens.tolist()))
-        assert len(initial_state) == len(spans)
-        parts = [[x[:, first:stop] for x in (q, k, v, g, beta)] for first, stop in spans]
-        rows = [chunked([part[0].shape[1]], initial_state[i : i + 1], *part) for i, part in enumerate(parts)]
-        return torch.cat([out for out, _ in rows], dim=1), torch.cat([state for _, state in rows])
-
-    module = ModuleType("fla.ops.gated_delta_rule")
-    module.chunk_gated_delta_rule = rule  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    inputs, state = _inputs(40, torch.float32), torch.randn(BATCH, HEADS, KEY, VALUE)
-    for own, expected in zip(
-        flash_linear_attention([9, 1, 30], state, *inputs), chunked([9, 1, 30], state, *inputs), strict=True
-    ):
-        torch.testing.assert_close(own, expected, check_dtype=False)
+@pytest.mark.parametrize("case", CASES)
+def test_places_say_between_which_ranks_a_document_goes_on(case: str) -> None:
+    lengths, sizes = CASES[case]
+    document = [number for number, length in enumerate(lengths) for _ in range(length)]
+    owner = [rank for rank, size in enumerate(sizes) for _ in range(size)]
+    bounds = [0, *accumulate(sizes)]
+    for rank, (first, stop) in enumerate(pairwise(bounds)):
+        place = Place([0, *accumulate(lengths)][:-1], bounds, rank)
+        assert place.whole == all(sizes)
+        if first < stop:
+            before = [token for token in range(first) if document[token] == document[first]]
+            after = [token for token in range(stop, len(document)) if document[token] == document[stop - 1]]
+            assert (place.before, place.continues) == (len(before), bool(before))
+            assert place.first_rank == owner[min(before, default=first)]
+            assert place.last_rank == owner[max(after, default=stop - 1)]
 
 
 @pytest.mark.gpu
 def test_the_kernels_of_fla_core_compute_what_the_chunks_do() -> None:
     pytest.importorskip("fla")
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 300, 4, size, device="cuda", dtype=torch.bfloat16) for size in (64, 64, 128))
+    sizes = ((2, 64), (2, 64), (4, 128))
+    q, k, v = (torch.randn(2, 300, *each, device="cuda", dtype=torch.bfloat16) for each in sizes)
     g, beta = -torch.rand(2, 300, 4, device="cuda"), torch.rand(2, 300, 4, device="cuda")
-    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    inputs = [x.requires_grad_() for x in (q, k, v, g, beta, torch.randn(2, 4, 64, 128, device="cuda"))]
-    found, expected = (kernel([100, 1, 199], inputs[5], *inputs[:5]) for kernel in (flash_linear_attention, chunked))
-    grads = [torch.randn_like(x) for x in expected]
-    pairs = zip(
-        (*found, *torch.autograd.grad(found, inputs, grads)),
-        (*expected, *torch.autograd.grad(expected, inputs, grads)),
-        strict=True,
-    )
-    for own, other in pairs:
+    inputs = [x.requires_grad_() for x in (q, k, v, g, beta)]
+    lengths = (100, 1, 199)
+    found = gated_delta_rule(*inputs, Pack(ContextParallelAttention(None), lengths), None)
+    q, k = (torch.nn.functional.normalize(x, dim=-1).repeat_interleave(2, dim=2) for x in (q, k))
+    expected = chunked(lengths, torch.zeros(2, 4, 64, 128, device="cuda"), q, k, *inputs[2:])[0]
+    grad = torch.randn_like(expected)
+    grads = (torch.autograd.grad(each, inputs, grad) for each in (found, expected))
+    for own, other in ((found, expected), *zip(*grads, strict=True)):
         assert (own - other).float().norm() < 0.01 * other.float().norm()
 
 

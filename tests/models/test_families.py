@@ -17,6 +17,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
 )
 
 from megatron_longctx.config import ModelConfig, RopeScaling
@@ -48,6 +49,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "qk_norm": True, "num_moe_experts": 3, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1,
         "moe_layer_freq": "[1,0,1]",
+    },
+    "qwen3_next": {
+        "qk_norm": True, "zero_centered_norms": True, "attention_output_gate": True, "moe_shared_expert_gate": True,
+        "num_moe_experts": 3, "moe_ffn_hidden_size": 20, "moe_shared_expert_intermediate_size": 12,
+        "moe_layer_freq": "[1,0,1]", "pattern": "GE*-GE", "rotary_percent": 0.5, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3,
     },
     "gpt_oss": {
         "activation": "swiglu_oai", "bias": True, "sinks": "learnable", "num_moe_experts": 3, "moe_router_topk": 3,
@@ -84,7 +91,6 @@ def test_a_model_converts_to_fields_and_back(family: Family, changes: dict[str, 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5: expected 1\.0"),
         ({"hidden_act": "relu2"}, r"hidden_act=relu2: expected silu"),
         ({"logit_scale": 0.5}, r"logit_scale=0\.5: expected fields that this family is known to have"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config=\{'bits': 4\}: expected fields"),
@@ -132,6 +138,7 @@ def test_harmless_fields_and_nulls_are_ignored(family: Family) -> None:
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1: expected 0.0"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True: expected False"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* expected .*full"),
+        ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5: expected 1\.0"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True: expected False"),
         ("qwen3", {"head_dim": None}, "head_dim=None: expected an integer"),
         ("mistral", {"sliding_window": 0}, r"model\.window=-1: expected null or at least 1"),
@@ -160,6 +167,11 @@ def test_harmless_fields_and_nulls_are_ignored(family: Family) -> None:
         ("qwen3_moe", {"mlp_only_layers": ["0"]}, r"mlp_only_layers=\['0'\]: expected numbers of layers"),
         ("qwen3_moe", {"decoder_sparse_step": 4}, "decoder_sparse_step=4: expected one that leaves a layer of experts"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: expected at least 1"),
+        ("qwen3_next", {"layer_types": ["mamba"] * 3}, "layer_types=.*: expected 3 of linear_attention and full_att"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 3}, "layer_types=full_attention: expected a layer of"),
+        ("qwen3_next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0: expected at"),
+        ("qwen3_next", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.5: expected 0.2"),
+        ("qwen3_next", {"linear_key_head_dim": None}, "linear_key_head_dim=None: expected an integer"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: expected 7.0"),
         ("gpt_oss", {"layer_types": None}, "layer_types=None: expected 3, as num_hidden_layers"),
     ],
@@ -178,6 +190,7 @@ PUBLISHED: dict[str, tuple[Any, set[str]]] = {
     "gemma3_text": (Gemma3TextConfig, {"_sliding_window_pattern"}),
     "mixtral": (MixtralConfig, {"output_router_logits"}),
     "qwen3_moe": (Qwen3MoeConfig, {"output_router_logits", "max_window_layers", "sliding_window"}),
+    "qwen3_next": (Qwen3NextConfig, {"output_router_logits", "full_attention_interval"}),
     "gpt_oss": (GptOssConfig, {"output_router_logits"}),
 }
 
@@ -226,6 +239,8 @@ def _other_value(value: Any) -> Any:
         ({}, "Models of other architectures"),
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "They cap logits"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Its images are not supported"),
+        ({"architectures": ["NemotronHForCausalLM"]}, "Its recurrent layers are of another kind: Mamba-2"),
+        ({"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "Its gated delta nets have separate projections"),
     ],
 )
 def test_unknown_architectures_are_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:

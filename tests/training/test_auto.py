@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,20 @@ def test_packed_data_is_simulated_with_its_first_pack(tmp_path: Path, monkeypatc
     resolve_schedule(config(*words, "data.packing=best_fit", "data.format=rollouts"))
     alone = sum(length * (length + 1) // 2 for length in (100, 11, 21))  # with the prompt's last token and the end
     assert problems[-1].mask.pairs == alone + 100 * (11 + 21)
+
+
+def test_hybrid_models_are_compared_with_resharding_around_their_recurrent_layers() -> None:
+    """The all-to-alls cost more than the schedules differ by, and longer sequences move more tokens."""
+    found = {}
+    for tokens in (65536, 131072):
+        _, reason = resolve_schedule(config(ON_CLUSTER, "model=tiny_hybrid", f"data.seq_length={tokens}"))
+        assert reason and "parallelism.schedule=auto takes" in reason
+        pattern = (
+            r"(\d) layers of attention take (\S+) ms with .* each of (\d) layers G \((\S+) ms\), would take (\S+) ms"
+        )
+        match = re.search(pattern, reason)
+        assert match and (match[1], match[3]) == ("1", "3")
+        own, move, zigzag = (float(match[i]) for i in (2, 4, 5))
+        assert 3 * move < zigzag and own < zigzag
+        found[tokens] = move
+    assert 1.2 < found[131072] / found[65536] <= 2

@@ -22,14 +22,17 @@ HYBRID: dict[str, Any] = {
     "model.linear_num_value_heads": 4,
     "model.linear_key_head_dim": 8,
     "model.linear_value_head_dim": 6,
+    "model.attention_output_gate": True,
+    "model.rotary_percent": 0.5,
     SCHEDULE: "helper",
 }
 STEPS = {"train.steps": 10, "optim.warmup_steps": 0}
 EXPERTS = {"model.pattern": "GE*-", "model.num_moe_experts": 4, "model.moe_layer_freq": "[1,0]"}
+SHARED = {"model.moe_shared_expert_intermediate_size": 16, "model.moe_shared_expert_gate": True}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {**HYBRID, **STEPS},
     "packed": {**HYBRID, **STEPS, "data.packing": "best_fit", "data.mask_eod_loss": True},
-    "experts": {**HYBRID, **STEPS, **EXPERTS},
+    "experts": {**HYBRID, **STEPS, **EXPERTS, **SHARED},
 }
 BUILDER = {"model.builder": "hybrid"} if RELEASE >= (0, 19) else {}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -72,6 +75,9 @@ def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
         ({"model.pattern": "GE*-"}, "model.pattern=GE[*]-: expected E in layers with experts and - in others: --"),
         ({"model.linear_key_head_dim": None}, "model.linear_key_head_dim=None: expected a number with model.pattern"),
         ({"model.pattern": "*-*-"}, "model.linear_num_key_heads=2: expected null with model.pattern"),
+        ({"model.rotary_percent": 0.3}, "model.rotary_percent=0.3: expected a share of the 8 elements of a head"),
+        ({"model.rotary_percent": 0.125}, "model.head_dim=8: expected an even head dimension with rope, and an even"),
+        ({"model.moe_shared_expert_gate": True}, "model.moe_shared_expert_gate=True: expected False"),
         ({"model.linear_num_key_heads": 3}, "model.linear_num_key_heads=3: expected a divisor of"),
         ({CP: 2, SCHEDULE: "zigzag"}, "parallelism.schedule=zigzag: .* Set parallelism.schedule=helper"),
         ({CP: 2, LAYOUT: "balanced"}, "parallelism.layout=balanced: expected auto or contiguous with model.pattern"),

@@ -15,14 +15,20 @@ from ..weights import Weight
 def _read(fields: Fields) -> dict[str, Any]:
     common.full_attention_only(fields)
     fields.require("num_key_value_heads")
+    keys = common.read(fields)
+    return keys | read_experts(fields, keys["num_layers"], norm_topk_prob=False)
+
+
+def read_experts(fields: Fields, num_layers: int, norm_topk_prob: bool) -> dict[str, Any]:
+    """Read the fields of experts. norm_topk_prob: its default."""
     # Later versions of `transformers` write num_local_experts.
     experts = fields.get("num_local_experts", None, int) or fields.require("num_experts")
     fields.ignore("num_experts")
-    keys = common.read(fields) | common.read_experts(fields, experts)
-    return keys | {
-        "moe_layer_freq": _read_layers(fields, keys["num_layers"]),
+    return {
+        **common.read_experts(fields, experts),
+        "moe_layer_freq": _read_layers(fields, num_layers),
         "moe_ffn_hidden_size": fields.require("moe_intermediate_size"),
-        "moe_router_pre_softmax": not fields.get("norm_topk_prob", False),
+        "moe_router_pre_softmax": not fields.get("norm_topk_prob", norm_topk_prob),
     }
 
 
@@ -42,7 +48,8 @@ def _read_layers(fields: Fields, num_layers: int) -> str:
     return layer_list(layers)
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def write(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a model, which `Family.read` reads."""
     return {
         **common.write(model),
         **common.write_experts(model),
@@ -54,12 +61,13 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _weights(model: ModelConfig) -> list[Weight]:
+def weights(model: ModelConfig) -> list[Weight]:
+    """Return the weights of a model."""
     experts = (f"{PUBLISHED_MLP}experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
     return [*common.with_separate_experts(model, f"{PUBLISHED_MLP}gate.", *experts), *common.qk_norms()]
 
 
 FAMILY = Family(
-    "qwen3_moe", ("Qwen3MoeForCausalLM",), _read, _write, _weights,
+    "qwen3_moe", ("Qwen3MoeForCausalLM",), _read, write, weights,
     constants={"attention_bias": False, "use_sliding_window": False}, keys={"qk_norm": True},
 )  # fmt: skip

@@ -182,7 +182,8 @@ def router_parameters(job: Job) -> int:
     """Return the number of parameters of one layer's router, and of this rank's part of its shared expert."""
     model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
     shared = (model.fc1_columns + 1) * model.hidden_size * (model.moe_shared_expert_intermediate_size or 0)
-    return (model.num_moe_experts or 0) * (model.hidden_size + model.bias) + shared // tp
+    gate = model.hidden_size * model.moe_shared_expert_gate
+    return (model.num_moe_experts or 0) * (model.hidden_size + model.bias) + shared // tp + gate
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,7 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
     elif model.qk_norm:
         saved += sum(size + normed(size, size // (e * model.kv_channels)) for size in (q, kv // 2))
     result = per_sequence * workload.token_bytes(Kind.OUT)
+    saved += (q + 4 * q // e) * model.attention_output_gate  # the gated output, and the sigmoid in fp32
     if recurrent:
         result, saved, qkv, kept = 0, delta_net_bytes(job), 0, 0
     post_norms = 2 * norm if model.post_norms else 0  # they keep their input, not their output; both have the same size
@@ -287,6 +289,11 @@ def delta_net_bytes(job: Job) -> int:
     mixed, values = model.delta_net_columns
     heads, key_heads = model.linear_num_value_heads or 0, model.linear_num_key_heads or 0
     keys = heads * (model.linear_key_head_dim or 0)
+    before, value = model.linear_conv_kernel_dim - 1, model.linear_value_head_dim or 0
+    if job.fused and e == 2:  # fla-core's kernels: inputs of both, a chunk's system, what the norm and the product read
+        row = e * (2 * mixed + 3 * values + CHUNK * heads) + 4 * (5 * heads + 2 * key_heads)
+        constant = mixed * before * e + 4 * keys * value
+        return (job.tokens * row + constant * job.config.train.micro_batch_size) // tp
     state = 4 if job.fused else 8
     convolution, rule = e * 3 * mixed, e * (2 * keys + values) + 4 * (4 * heads + 2 * key_heads)
     # In fp32: what the norm reads and, unless it is one kernel, its result; the gates and both factors of the product.
@@ -294,8 +301,7 @@ def delta_net_bytes(job: Job) -> int:
     continued = 0
     if job.config.parallelism.context_parallel_size > 1:  # by which a rank reads the state that enters
         continued = keys * (state + e)
-    before, columns = model.linear_conv_kernel_dim - 1, (model.linear_key_head_dim or 0) + values // heads
-    constant = mixed * before * e + keys * columns * state + 8 * heads
+    constant = mixed * before * e + keys * ((model.linear_key_head_dim or 0) + value) * state + 8 * heads
     return (job.tokens * (convolution + rule + norm + continued) + constant * job.config.train.micro_batch_size) // tp
 
 

@@ -101,7 +101,7 @@ PEAKS: dict[str, dict[str, Any]] = {
     "tp2 kept": {TP: 2, MODE: "attention_output", CHUNK: 64},
     "half kept": {CP: 2, CHUNK: 64, MODE: "attention_output", "recompute.kept_results": 0.5},
     "experts": {CP: 2, "model.num_moe_experts": 4, **MIXED},
-    "delta net": {CHUNK: 64, **DELTA_NET, "model.pattern": "*-*-G-"},
+    "delta net": {CHUNK: 64, **DELTA_NET, "model.pattern": "*-*-G-", "model.attention_output_gate": True},
     "delta net kept": {CHUNK: 64, **DELTA_NET, MODE: "attention_output", "model.linear_key_head_dim": 24},
 }
 

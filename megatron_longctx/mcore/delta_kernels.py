@@ -1,0 +1,90 @@
+"""The parts of a gated delta net by the Triton kernels of the package fla-core, for 16-bit tensors on GPUs.
+
+The kernels have context parallelism of their own: every rank computes its last state and the matrix by which an
+entering state is multiplied, all gather both, and each continues from its own entering state, forward and backward. The
+package's function that describes the ranks needs equal numbers of tokens; the kernels do not, so it is described here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from .pack import Pack
+
+
+def convolved(x: Tensor, halo: Tensor | None, weight: Tensor, pack: Pack) -> Tensor:
+    """Return SiLU of causal convolutions of every channel of `x` `[b, s, c]`.
+
+    Args:
+        halo: the taps - 1 tokens before the first, `[taps - 1, b, c]`; any values where there are none. None if no
+            document goes on from rank to rank.
+        weight: `[c, taps]`; the last tap is the token itself.
+    """
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    stops, on_host = pack.stops(len(x), x.device)
+    state = None
+    if halo is not None:
+        taps, rows = weight.shape[1], len(pack.place.lengths)
+        seen = min(taps - 1, pack.place.before)  # of its first document; an empty slice keeps the graph on all ranks
+        state = functional.pad(halo[taps - 1 - seen :].permute(1, 2, 0), (taps - seen, 0))
+        state = functional.pad(state.unsqueeze(1), (0, 0, 0, 0, 0, rows - 1)).flatten(0, 1)
+    out, _ = causal_conv1d(
+        x.flatten(0, 1).unsqueeze(0),
+        weight,
+        initial_state=state,
+        activation="silu",
+        cu_seqlens=stops,
+        cu_seqlens_cpu=on_host,
+    )
+    return out.view(x.shape)  # type: ignore[no-any-return]
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pack: Pack, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Return the rule's outputs `[b, s, h, v]`, with queries and keys normalized here.
+
+    Args:
+        q, k: `[b, s, key heads, k]`; a key head serves several value heads in a row.
+        v, g, beta: `[b, s, h, v]` and `[b, s, h]`.
+        group: the context-parallel ranks, none of them without tokens; unused if no document goes on between them.
+    """
+    from fla.ops.cp import FLACPContext
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    place = pack.place
+    if not place.exchanges:
+        stops, on_host = pack.stops(len(q), q.device)
+        flat = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta))
+        out, _ = chunk_gated_delta_rule(*flat, use_qk_l2norm_in_kernel=True, cu_seqlens=stops, cu_seqlens_cpu=on_host)
+        return out.view(v.shape)  # type: ignore[no-any-return]
+    stops, on_host = pack.stops(1, q.device)
+    context = FLACPContext(
+        group=group,
+        cu_seqlens=stops,
+        cu_seqlens_cpu=on_host,
+        is_first_rank=not place.continues,
+        pre_num_ranks=place.rank - place.first_rank,
+        is_last_rank=place.last_rank == place.rank,
+        post_num_ranks=place.last_rank - place.rank,
+    )
+    rows: list[Any] = [
+        chunk_gated_delta_rule(
+            *(x[row : row + 1] for x in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=True, cp_context=context
+        )[0]
+        for row in range(len(q))
+    ]
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def gated_norm(x: Tensor, gates: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the RMS norm of the last dimension, times SiLU of gates of the same shape, rounded once."""
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+    return rms_norm_gated(x, gates, weight, None, eps=epsilon)  # type: ignore[no-any-return]

@@ -1,0 +1,99 @@
+"""Qwen3-Next: gated delta nets in most layers, attention with gates and partial RoPE in others, experts, one shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...config import RECURRENT_KEYS, ModelConfig
+from .. import common
+from ..common import ATTENTION, FULL, MLP, PUBLISHED_MLP
+from ..family import Family
+from ..fields import RESTORE, Fields, refuse_field
+from ..weights import DELTA, DELTA_CONVOLUTION, GATE_UP, GATED_QKV, Weight
+from . import qwen3_moe
+
+_LINEAR = "linear_attention"
+_PUBLISHED = "model.layers.{layer}.linear_attn."
+_SHARED = "moe_shared_expert_intermediate_size"
+_QKV = f"{ATTENTION}linear_qkv."
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    common.require_head_sizes(fields)
+    keys = common.read(fields, partial_rotary=0.25)
+    keys |= qwen3_moe.read_experts(fields, keys["num_layers"], norm_topk_prob=True)
+    keys[_SHARED] = fields.require("shared_expert_intermediate_size")
+    sizes = {key: fields.require(key) for key in RECURRENT_KEYS}
+    recurrent = _read_layers(fields, keys["num_layers"])
+    if not any(recurrent):
+        raise refuse_field("layer_types", FULL, f"a layer of {_LINEAR}", "Such models are not known to be published.")
+    of_experts = ModelConfig(**{key: keys[key] for key in ("num_layers", "num_moe_experts", "moe_layer_freq")})
+    pairs = ["*G"[mixer] + "-E"[mlp] for mixer, mlp in zip(recurrent, of_experts.expert_layers, strict=True)]
+    period = next(n for n in range(1, len(pairs) + 1) if len(pairs) % n == 0 and pairs == pairs[:n] * (len(pairs) // n))
+    return keys | sizes | {"pattern": "".join(pairs[:period])}
+
+
+def _read_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """Return for every layer whether it is recurrent."""
+    interval = fields.get("full_attention_interval", 4)
+    if interval < 1:
+        raise refuse_field("full_attention_interval", interval, "at least 1", RESTORE)
+    types = fields.get("layer_types", [_LINEAR if number % interval else FULL for number in range(1, num_layers + 1)])
+    if len(types) != num_layers or not {*types} <= {_LINEAR, FULL}:
+        expected = f"{num_layers} of {_LINEAR} and {FULL}, as num_hidden_layers"
+        raise refuse_field("layer_types", types, expected, RESTORE)
+    return [each == _LINEAR for each in types]
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **qwen3_moe.write(model),
+        **{key: getattr(model, key) for key in RECURRENT_KEYS},
+        "layer_types": [_LINEAR if recurrent else FULL for recurrent in model.recurrent_layers],
+        "partial_rotary_factor": model.rotary_percent,
+        "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+    }
+
+
+def _weights(model: ModelConfig) -> list[Weight]:
+    weights = []
+    for each in qwen3_moe.weights(model):
+        if each.name == f"{_QKV}weight":
+            each = replace(each, form=GATED_QKV)
+        of_attention = each.name.startswith(ATTENTION) and each.name != f"{_QKV}layer_norm_weight"
+        weights.append(replace(each, in_recurrent_layers=False) if of_attention else each)
+    return [*weights, *_delta_net_weights(), *_shared_expert_weights()]
+
+
+def _delta_net_weights() -> list[Weight]:
+    projections = (f"{_PUBLISHED}in_proj_qkvz.weight", f"{_PUBLISHED}in_proj_ba.weight")
+    convolution, shape = (f"{_PUBLISHED}conv1d.weight",), ("delta_mixed", "delta_taps")
+    weights = [
+        Weight(f"{_QKV}weight", projections, ("delta_rows", "hidden"), DELTA),
+        Weight(f"{ATTENTION}linear_proj.weight", (f"{_PUBLISHED}out_proj.weight",), ("hidden", "delta_values")),
+        Weight(f"{ATTENTION}conv_weight", convolution, shape, DELTA_CONVOLUTION),
+        Weight(f"{ATTENTION}decay_log", (f"{_PUBLISHED}A_log",), ("delta_heads",)),
+        Weight(f"{ATTENTION}decay_bias", (f"{_PUBLISHED}dt_bias",), ("delta_heads",)),
+        Weight(f"{ATTENTION}norm_weight", (f"{_PUBLISHED}norm.weight",), ("delta_value",)),
+    ]
+    return [replace(each, in_recurrent_layers=True) for each in weights]
+
+
+def _shared_expert_weights() -> list[Weight]:
+    own, published = f"{MLP}shared_experts.", f"{PUBLISHED_MLP}shared_expert"
+    gate_up = (f"{published}.gate_proj.weight", f"{published}.up_proj.weight")
+    weights = [
+        Weight(f"{own}linear_fc1.weight", gate_up, ("shared_gate_up", "hidden"), GATE_UP),
+        Weight(f"{own}linear_fc2.weight", (f"{published}.down_proj.weight",), ("hidden", "shared_ffn")),
+        Weight(f"{own}gate_weight", (f"{published}_gate.weight",), ("one", "hidden")),
+    ]
+    return [replace(each, in_expert_layers=True) for each in weights]
+
+
+FAMILY = Family(
+    "qwen3_next", ("Qwen3NextForCausalLM",), _read, _write, _weights,
+    constants={"attention_bias": False},
+    keys={"qk_norm": True, "zero_centered_norms": True, "attention_output_gate": True, "moe_shared_expert_gate": True},
+    dropped="mtp.",
+)  # fmt: skip
