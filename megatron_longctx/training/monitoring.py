@@ -44,7 +44,7 @@ class Interval:
     losses: list[LossSum] = field(default_factory=list)
 
     def record(
-        self, model: ModelConfig, vocab_size: int, num_devices: int, peak_tflops: float | None
+        self, model: ModelConfig, vocab_size: int, num_devices: int, peak_tflops: float | None, fp8: bool = False
     ) -> dict[str, Any]:
         """Return the metrics: means over the steps, the loss per token; the save stall is a sum.
 
@@ -55,7 +55,7 @@ class Interval:
         flops, steps = training_flops(model, vocab_size, work), len(self.losses)
         return {
             names.LOSS: total.mean,
-            **performance(flops, work.tokens, self.seconds, num_devices, peak_tflops),
+            **performance(flops, work.tokens, self.seconds, num_devices, peak_tflops, fp8),
             names.IMBALANCE_DP: fmean(imbalance(model, vocab_size, loss.replicas) for loss in self.losses),
             names.STEP_S: self.seconds / steps,
             names.DATA_WAIT_S: self.data_wait_s / steps,

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from ...config import Config, configured_plan, planned_mask, token_unit, workload_of
+from ...config import Config, configured_plan, planned_mask, workload_of
 from ...config.model import DELTA_RULE_CHUNK as CHUNK
 from ...core.errors import refuse
 from ...core.plans import Kind, Plan, Recorder, Recording, Target, backward_plan
@@ -32,6 +32,11 @@ class Job:
     def element_bytes(self) -> int:
         """The size of a weight or an activation."""
         return 2 if self.config.train.precision == "bf16" else 4
+
+    @property
+    def product_bytes(self) -> int:
+        """The size of an element of a product's input that backward keeps."""
+        return self.element_bytes if self.config.train.fp8 == "none" else 1
 
     @property
     def num_layers(self) -> int:
@@ -84,7 +89,8 @@ class Job:
     @property
     def hidden_tokens(self) -> int:
         """The tokens of a hidden state between tensor-parallel layers, which sequence parallelism shards."""
-        return -(-self.tokens // token_unit(self.config.parallelism))
+        par = self.config.parallelism
+        return -(-self.tokens // (par.tensor_parallel_size if par.uses_sequence_parallel else 1))
 
     def in_flight(self, stage: int) -> int:
         """Return the number of micro-batches whose activations a pipeline stage holds at the same time (1F1B)."""
@@ -96,7 +102,7 @@ class Job:
 def stage_parameters(job: Job, stage: int) -> int:
     """Return the number of parameters of one rank of a pipeline stage."""
     model, last = job.config.model, job.config.parallelism.pipeline_parallel_size - 1
-    total = sum(count * layer_parameters(job, *kind) for kind, count in job.kinds(stage).items())
+    total = stage_layers(job, stage)
     if stage == 0:
         total += embedding_weights(job)
         if model.position_embedding == "learned":
@@ -106,6 +112,11 @@ def stage_parameters(job: Job, stage: int) -> int:
         if not (model.tie_embeddings and last == 0):
             total += embedding_weights(job)
     return total
+
+
+def stage_layers(job: Job, stage: int) -> int:
+    """Return how many of `stage_parameters` are in layers."""
+    return sum(count * layer_parameters(job, *kind) for kind, count in job.kinds(stage).items())
 
 
 def stage_experts(job: Job, stage: int) -> int:
@@ -203,9 +214,8 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
 
     They are those that Megatron's layers save with this package's attention and torch's norms.
     """
-    model, e, tokens = job.config.model, job.element_bytes, job.tokens
-    tp = job.config.parallelism.tensor_parallel_size
-    workload = workload_of(job.config)
+    config, e, tokens = job.config, job.element_bytes, job.tokens
+    model, tp, workload = config.model, config.parallelism.tensor_parallel_size, workload_of(config)
     rope = model.position_embedding == "rope"
     per_sequence = job.tokens // job.config.train.micro_batch_size
     hidden = e * job.hidden_tokens * model.hidden_size
@@ -230,6 +240,9 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
         return size + 4 * rows * (1 if rms else 2) + (0 if job.fused or not rms else size)
 
     norm = normed(hidden, job.hidden_tokens)
+    before_product = norm - hidden + hidden * job.product_bytes // e
+    if config.train.fp8 == "delayed":  # the output projection keeps its input in FP8, beside attention's own output
+        saved += per_sequence * workload.elements(Kind.OUT)
     if model.latent:  # the cosines and sines that queries and keys were multiplied by are saved as well
         saved += 4 * e * per_sequence * model.rope_channels + e * job.hidden_tokens * model.rope_channels
         for rank, rows in ((model.kv_lora_rank, job.hidden_tokens), (model.q_lora_rank, tokens)):
@@ -243,15 +256,15 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
         result, saved, qkv, kept = 0, delta_net_bytes(job), 0, 0
     post_norms = 2 * norm if model.post_norms else 0  # they keep their input, not their output; both have the same size
     gate = 2 * act if model.fc1_columns == 2 and not (job.fused and model.activation == "swiglu") else 0
-    inside, tile_tokens = fc1 + act + gate, job.config.recompute.mlp_tile_tokens
+    inside, tile_tokens = fc1 + act * job.product_bytes // e + gate, job.config.recompute.mlp_tile_tokens
     if experts:
         inside, fc1 = expert_bytes(job)
     return LayerBytes(
         input=hidden,
         result=result,
-        attention=norm + saved + kept,
+        attention=before_product + saved + kept,
         qkv=qkv + kept,
-        mlp=hidden + norm + post_norms + (inside if tile_tokens is None else 0),
+        mlp=hidden + before_product + post_norms + (inside if tile_tokens is None else 0),
         fc1=fc1,
         norm=norm,
         # The gradient of fc1 comes on top: the last activation has been freed by then.
