@@ -85,6 +85,9 @@ QUICK: dict[str, tuple[str, ...]] = {
 }
 """One step each, of every kind of run that FP8 supports."""
 
+Records = dict[str, dict[str, Any]]
+"""What runs gave, by their names: a record of `analysis.record.read_run`, or an `error`."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -194,9 +197,10 @@ def draw_curves(cells: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def cells_of(settings: Mapping[str, Sequence[str]], shared: Sequence[str], root: Path) -> tuple[list[Cell], dict]:
+def cells_of(settings: Mapping[str, Sequence[str]], shared: Sequence[str], root: Path) -> tuple[list[Cell], Records]:
     """Return the cells with these settings, and the errors of those that are refused, by name."""
-    cells, refused = [], {}
+    cells: list[Cell] = []
+    refused: Records = {}
     for name, words in settings.items():
         baseline = next((word.partition("=")[2] for word in words if word.startswith("baseline=")), None)
         given = [word for word in words if not word.startswith("baseline=")]
@@ -216,7 +220,7 @@ def _last_of_group(words: Sequence[str]) -> list[str]:
     return [f"{key}={value}" for key, value in by_key.items()]
 
 
-def run(cells: Sequence[Cell], ranks: int, deadline: float, out: Path, done: dict[str, Any]) -> dict[str, Any]:
+def run(cells: Sequence[Cell], ranks: int, deadline: float, out: Path, done: Records) -> Records:
     """Run cells until the deadline (of `time.time`), and return their records by name, also in the file `out`.
 
     Args:
@@ -323,7 +327,8 @@ def table_cells(settings: Sequence[str], root: Path) -> tuple[Cases, list[Cell]]
 
 def run_part(part: str, settings: Sequence[str], ranks: int, seconds: float, out: Path, root: Path) -> bool:
     """Run a part, write its files, and print what it shows. Return whether all cells succeeded."""
-    deadline, path, refused = time.time() + seconds, out.with_name(f"{out.name}_{part}.json"), {}
+    deadline, path = time.time() + seconds, out.with_name(f"{out.name}_{part}.json")
+    refused: Records = {}
     if part == "table":
         cases, cells = table_cells(settings, root)
     else:

@@ -21,7 +21,7 @@ from ..config import TrainConfig
 from ..core.errors import refuse
 
 _AMAX_STEPS = 1024  # TransformerEngine's own default; Megatron's is the last step alone, which an outlier can surprise
-_PARTS = ("scale", "amax_history")
+_STATE = "_extra_state"
 
 
 def fp8_settings(train: TrainConfig) -> dict[str, Any]:
@@ -107,47 +107,45 @@ def take_scales(model: torch.nn.Module, state: dict[str, Any]) -> None:
 
     TransformerEngine's own state is a pickle with classes, which readers of checkpoints refuse for good reason.
     """
-    for key, layer in _layers(model, state):
-        meta = getattr(layer, "fp8_meta", {})
-        found = {
-            f"{part}_{way}": getattr(meta[f"scaling_{way}"], part).cpu()
-            for way in ("fwd", "bwd")
-            for part in _PARTS
-            if hasattr(meta.get(f"scaling_{way}"), part)
-        }
-        if found:
-            state[key].data = found
+    for name, layer in model.named_modules():
+        if (key := f"{name}.{_STATE}") in state and (scales := _scales(layer)):
+            state[key].data = {part: x.cpu() for part, x in scales.items()}
 
 
 def give_scales(model: Any, state: dict[str, Any]) -> None:
     """Copy the scales that `take_scales` has put into a model's state to layers with delayed scales, if it has these.
 
     Raises:
-        ValueError: the checkpoint has other numbers of scales.
+        ValueError: the checkpoint has other scales.
     """
     config = model.config
-    for key, layer in _layers(model, state):
-        if not isinstance(found := state[key], Mapping):
+    for key, saved in state.items():
+        if not (key.endswith(f".{_STATE}") and isinstance(saved, Mapping)):
             continue
         state[key] = None
         if not (config.fp8 and config.fp8_recipe == "delayed"):
             continue
+        layer = model.get_submodule(key.removesuffix(f".{_STATE}"))
         layer.fp8_meta |= {"recipe": (recipe := get_fp8_recipe(config)), "num_gemms": 1}
         layer.init_fp8_meta_tensors(recipe)
-        for name, saved in found.items():
-            part, _, way = name.rpartition("_")
-            own: Tensor = getattr(layer.fp8_meta[f"scaling_{way}"], part)
-            if own.shape != saved.shape:
-                expected = f"the {tuple(own.shape)} of this TransformerEngine"
-                remedy = "Load the run's weights alone, with train.init_from."
-                raise refuse(f"{key}.{name}", tuple(saved.shape), expected, remedy)
-            own.copy_(saved)
+        own = _scales(layer)
+        sizes, expected = ({name: tuple(x.shape) for name, x in each.items()} for each in (saved, own))
+        if sizes != expected:
+            remedy = "Load the run's weights alone, with train.init_from."
+            raise refuse(key, sizes, f"{expected}, as in this TransformerEngine", remedy)
+        for name, x in own.items():
+            x.copy_(saved[name])
 
 
-def _layers(model: torch.nn.Module, state: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the layers whose own state is part of a model's state, with its key."""
-    suffix = "._extra_state"
-    return [(key, model.get_submodule(key.removesuffix(suffix))) for key in state if key.endswith(suffix)]
+def _scales(layer: Any) -> dict[str, Tensor]:
+    """Return a layer's delayed scales and their histories of amaxes, forward and backward; none without them."""
+    states = {way: getattr(layer, "fp8_meta", {}).get(f"scaling_{way}") for way in ("fwd", "bwd")}
+    return {
+        f"{part}_{way}": getattr(state, part)
+        for way, state in states.items()
+        for part in ("scale", "amax_history")
+        if hasattr(state, "amax_history")
+    }
 
 
 def _transformer_engine(load: bool = False) -> Any:
