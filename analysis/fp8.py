@@ -49,9 +49,12 @@ _SMALL = (
 )
 _SHARED = (
     *("train.device=cuda", "model.implementation=transformer_engine", "train.save=false", "logging.wandb=disabled"),
-    *("parallelism=cp2", "parallelism.timeout_s=90", "train.check_memory=false", "attention.deterministic=true"),
+    *("parallelism=cp2", "parallelism.timeout_s=90", "train.check_memory=false"),
 )
-_SIX = (*_SMALL, "train.global_batch_size=2", "optim.warmup_steps=1", "optim.decay_steps=6", "train.steps=6")
+_SIX = (
+    *(*_SMALL, "train.global_batch_size=2", "optim.warmup_steps=1", "optim.decay_steps=6", "train.steps=6"),
+    "attention.deterministic=true",
+)
 _TP2 = ("parallelism=single", "parallelism.tensor_parallel_size=2")
 _EXPERTS = ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=1408")
 _MLA = (
@@ -154,7 +157,7 @@ def curves() -> dict[str, tuple[str, ...]]:
     """Return the settings of the loss curves."""
     shared = (
         *("model=smollm2_135m", "data.seq_length=8192", "train.global_batch_size=4", f"train.steps={_CURVE_STEPS}"),
-        *("optim.lr=3e-4", "optim.warmup_steps=20", "attention.deterministic=false"),
+        *("optim.lr=3e-4", "optim.warmup_steps=20"),
     )
     return {kind: shared if kind == "bf16" else (*shared, f"train.fp8={kind}") for kind in ("bf16", *RECIPES)}
 
