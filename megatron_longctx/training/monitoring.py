@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from ..config import Config, ModelConfig, files, names
+from ..config import Config, files, names
 from ..mcore.data import TrainingBatch, TrainingData
 from ..mcore.step import EvalStep, LossSum, TrainStep
 from ..planner.flops import Work, imbalance, performance, training_flops
@@ -43,13 +43,12 @@ class Interval:
     imbalances_pct: list[float] = field(default_factory=list)
     losses: list[LossSum] = field(default_factory=list)
 
-    def record(
-        self, model: ModelConfig, vocab_size: int, num_devices: int, peak_tflops: float | None, fp8: bool = False
-    ) -> dict[str, Any]:
+    def record(self, config: Config, vocab_size: int, num_devices: int, peak_tflops: float | None) -> dict[str, Any]:
         """Return the metrics: means over the steps, the loss per token; the save stall is a sum.
 
         For the arguments, see `performance` and `training_flops`.
         """
+        model, fp8 = config.model, config.train.fp8 != "none"
         work = sum((loss.work for loss in self.losses), Work(0, 0, 0))
         total = LossSum(sum(loss.loss_sum for loss in self.losses), sum(loss.num_tokens for loss in self.losses), work)
         flops, steps = training_flops(model, vocab_size, work), len(self.losses)

@@ -216,13 +216,12 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
     """
     config, e, tokens = job.config, job.element_bytes, job.tokens
     model, tp, workload = config.model, config.parallelism.tensor_parallel_size, workload_of(config)
-    rope = model.position_embedding == "rope"
     per_sequence = job.tokens // job.config.train.micro_batch_size
     hidden = e * job.hidden_tokens * model.hidden_size
-    q = per_sequence * workload.elements(Kind.Q) * e
-    kv = per_sequence * workload.elements(Kind.KV) * e
+    q, kv = (per_sequence * workload.elements(kind) * e for kind in (Kind.Q, Kind.KV))
     # Keys and values are views of the projection without RoPE. So are queries if each has its own key/value head.
-    saved = q + kv + (0 if rope or model.num_kv_heads == model.num_attention_heads else q)
+    copied = model.position_embedding != "rope" and model.num_kv_heads != model.num_attention_heads
+    saved = (1 + copied) * q + kv
     qkv, kept = q + kv, job.footprints[0].kept
     reads = job.recordings[1][0].reads_own
     if kept and reads.isdisjoint((Kind.Q_GRAD, Kind.KV)):  # kept blocks, with their lse, replace the rank's own q, k, v
@@ -233,14 +232,14 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
             saved = qkv = q
     fc1 = e * tokens * model.fc1_columns * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
-    rms = model.normalization == "rmsnorm"
 
     def normed(size: int, rows: int) -> int:
         """Return what a norm of `size` bytes keeps besides its input."""
+        rms = model.normalization == "rmsnorm"
         return size + 4 * rows * (1 if rms else 2) + (0 if job.fused or not rms else size)
 
     norm = normed(hidden, job.hidden_tokens)
-    before_product = norm - hidden + hidden * job.product_bytes // e
+    normed_input = norm - hidden + hidden * job.product_bytes // e
     if config.train.fp8 == "delayed":  # the output projection keeps its input in FP8, beside attention's own output
         saved += per_sequence * workload.elements(Kind.OUT)
     if model.latent:  # the cosines and sines that queries and keys were multiplied by are saved as well
@@ -254,17 +253,16 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
     result = per_sequence * workload.token_bytes(Kind.OUT)
     if recurrent:
         result, saved, qkv, kept = 0, delta_net_bytes(job), 0, 0
-    post_norms = 2 * norm if model.post_norms else 0  # they keep their input, not their output; both have the same size
+    post_norms = 2 * norm * model.post_norms  # they keep their input, not their output; both have the same size
     gate = 2 * act if model.fc1_columns == 2 and not (job.fused and model.activation == "swiglu") else 0
-    inside, tile_tokens = fc1 + act * job.product_bytes // e + gate, job.config.recompute.mlp_tile_tokens
-    if experts:
-        inside, fc1 = expert_bytes(job)
+    inside, fc1 = expert_bytes(job) if experts else (fc1 + act * job.product_bytes // e + gate, fc1)
+    tile_tokens = config.recompute.mlp_tile_tokens
     return LayerBytes(
         input=hidden,
         result=result,
-        attention=before_product + saved + kept,
+        attention=normed_input + saved + kept,
         qkv=qkv + kept,
-        mlp=hidden + before_product + post_norms + (inside if tile_tokens is None else 0),
+        mlp=hidden + normed_input + post_norms + (inside if tile_tokens is None else 0),
         fc1=fc1,
         norm=norm,
         # The gradient of fc1 comes on top: the last activation has been freed by then.
@@ -280,7 +278,7 @@ def expert_bytes(job: Job) -> tuple[int, int]:
     rows = job.hidden_tokens * model.moe_router_topk * par.tensor_size_of_experts  # through the experts of a rank
     fc1 = e * rows * columns * width
     # The input of both matrices. A gate adds its two halves and their product before it is weighted.
-    inside = e * rows * model.hidden_size + fc1 + e * rows * width
+    inside = job.product_bytes * rows * (model.hidden_size + width) + fc1
     if not (job.fused and model.activation == "swiglu"):
         inside += e * rows * width * (3 if columns == 2 else 1)
     routing = job.hidden_tokens * (model.num_moe_experts or 0) * 4
