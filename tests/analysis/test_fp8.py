@@ -1,5 +1,6 @@
 """The measurement of FP8: its runs compose, a failing one does not end the others, and comparisons find differences."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,17 @@ def test_a_failing_run_does_not_end_the_others(
     assert len(cells["works"]["steps"]) == 1
     printed = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert {"fails", "refused", "works"} & set(printed) == {"refused"}  # the ranks print the others themselves
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs TransformerEngine")
+def test_reruns_second_trainers_and_resumed_runs_have_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = fp8.checks()
+    kinds = [f"{recipe}_{kind}" for recipe in fp8.RECIPES for kind in ("cp2", "again", "replay", "saved", "resumed")]
+    monkeypatch.setattr(fp8, "checks", lambda: {name: (*whole[name], "parallelism=single") for name in kinds})
+    assert fp8.main(["--checks", "--seconds", "500", "--ranks", "1", "--out", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out_checks.json").read_text())["comparisons"]
+    assert len(found) == 9 and all(each["bits equal"] for each in found), found
