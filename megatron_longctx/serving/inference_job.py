@@ -142,7 +142,7 @@ def build_job(
     """
     run, iteration = checkpoint_of(own)
     loaded = load_config(run / RESOLVED)
-    # Drop training's own sizes, and FP8.
+    # Drop training's own sizes.
     parallelism = replace(
         loaded.parallelism,
         pipeline_parallel_size=1,
@@ -151,9 +151,7 @@ def build_job(
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=tensor_size_of_experts(loaded.model),
     )
-    train = replace(loaded.train, fp8="none", bf16_layers_at_start=0, bf16_layers_at_end=0)
-    own_sizes = replace(loaded, parallelism=parallelism, train=train)
-    config = adapted(override_config(own_sizes, settings, training=False))
+    config = adapted(override_config(replace(loaded, parallelism=parallelism), settings, training=False))
     config = with_length(config, loaded)
     check_saved_weights("checkpoint", run, config, iteration, ignore=RETRAINABLE)
     job = InferenceJob(config, run / "checkpoints", iteration, options)
