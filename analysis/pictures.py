@@ -394,6 +394,7 @@ def emulated(out: Path) -> None:
     network.draw([network.Result(**each) for each in data["measurements"]], out)
 
 
+PICTURES = {
     "emulated": (emulated, RESULTS / "network_emulated.png"),
     "extend": (extend, RESULTS / "extend_smollm2_64k.png"),
     "inference": (inference, IMAGES / "inference.png"),

@@ -27,6 +27,7 @@ COLUMNS = (
     ("TFLOP/s/GPU (causal)", "perf/tflops_per_gpu", ".1f"),
     ("MFU causal %", "perf/mfu_causal_pct", ".1f"),
     ("MFU dense %", "perf/mfu_dense_pct", ".1f"),
+    ("MFU of FP8's peak, causal %", "perf/mfu_fp8_pct", ".1f"),
     ("step s", "perf/step_s", ".3f"),
     ("peak GiB active", "mem/peak_active_gib", ".1f"),
     ("peak GiB reserved", "mem/peak_reserved_gib", ".1f"),
@@ -67,7 +68,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Return Markdown with one row per run."""
-    head = ["run", "layers", "tokens", "CP", "TP", "schedule", "recompute", "steps", "first loss", "last loss"]
+    head = ["run", "layers", "tokens", "CP", "TP", "schedule", "recompute", "FP8", "steps", "first loss", "last loss"]
     rows = []
     for run in runs:
         config, steps = run["config"], run["steps"]
@@ -77,6 +78,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             *(str(par["context_parallel_size"]), str(par["tensor_parallel_size"])),
             config["attention"].get("baseline") or par["schedule"],
             config["recompute"]["mode"] if "recompute" in config else "-",
+            config["train"].get("fp8", "none"),
             *(str(len(steps)), f"{steps[0]['train/loss']:.4f}", f"{steps[-1]['train/loss']:.4f}"),
             *(format(run["medians"][key], form) if key in run["medians"] else "-" for _, key, form in COLUMNS),
         ])  # fmt: skip

@@ -107,8 +107,8 @@ def _cut(lengths: Sequence[int]) -> Iterator[str]:
         left = left[length - 1 :]
 
 
-def _rank(rank: int, cases: Cases, out: Path) -> None:
-    """Train and record every case; free the device's memory in between."""
+def train_case(config: Config, baseline: str | None = None) -> dict[str, Any]:
+    """Train a case on this rank in an ordinary run folder, and return its record; free the device's memory."""
     from megatron_longctx.mcore import groups
     from megatron_longctx.mcore.sequence import build_sequence
     from megatron_longctx.training.loop import Trainer
@@ -116,26 +116,33 @@ def _rank(rank: int, cases: Cases, out: Path) -> None:
     from megatron_longctx.training.worker import configure_logging
 
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    folder = RunFolder.of(config)
+    if dist.get_rank() == 0:
+        folder.prepare(config, None)
+    dist.barrier()
+    configure_logging(folder.log, dist.get_rank())
+    build = build_sequence if baseline is None else partial(transformer_engine.build_sequence, baseline)
+    try:
+        Trainer(config, folder, StopRequest(), build_sequence=build).train()
+    finally:
+        groups.destroy()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    if dist.get_rank():
+        return {}
+    recorded = read_run(folder.path)
+    recorded["config"]["attention"]["baseline"] = baseline
+    return recorded
+
+
+def _rank(rank: int, cases: Cases, out: Path) -> None:
+    """Train and record every case."""
     recorded = []
     for config in cases.configs:
-        folder = RunFolder.of(config)
+        recorded.append(train_case(config, cases.baselines.get(config.run.name)))
         if rank == 0:
-            folder.prepare(config, None)
-        dist.barrier()
-        configure_logging(folder.log, rank)
-        baseline = cases.baselines.get(config.run.name)
-        build = build_sequence if baseline is None else partial(transformer_engine.build_sequence, baseline)
-        trainer = Trainer(config, folder, StopRequest(), build_sequence=build)
-        trainer.train()
-        del trainer
-        groups.destroy()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        if rank == 0:
-            recorded.append(read_run(folder.path))
-            recorded[-1]["config"]["attention"]["baseline"] = baseline
             write(recorded, out, cases.title, cases.note)
 
 

@@ -29,7 +29,7 @@ _MAX_PACKS = 64
 
 def build_sequence(baseline: str, config: Config, group: dist.ProcessGroup) -> ShardedSequence:
     """Build the trainer's sequence of `config.data.seq_length` tokens with TransformerEngine's attention."""
-    kind, unit = baseline.removeprefix("te_"), token_unit(config.parallelism)
+    kind, unit = baseline.removeprefix("te_"), token_unit(config)
     return ShardedSequence(TransformerEngineAttention(group, kind, unit=unit), config.data.seq_length)
 
 

@@ -100,7 +100,7 @@ def _prepare(settings: Sequence[str], steps: int, tolerance: float | None, root:
         )
     device = preflight.device_type(config)
     config, _ = auto.resolve_schedule(_short(config, steps, root))
-    if not any(word.startswith("train.precision=") for word in settings):
+    if config.train.fp8 == "none" and not any(word.startswith("train.precision=") for word in settings):
         with contextlib.suppress(ValueError):  # a kernel that supports only bf16, as the fast ones for GPUs
             exact = replace(config, train=replace(config.train, precision="fp32"))
             preflight.check_kernel(exact, device)

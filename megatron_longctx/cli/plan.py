@@ -120,7 +120,7 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
         par.context_parallel_size,
         _mask(config, causal),
         _target(config),
-        token_unit(par),
+        token_unit(config),
         config.layout,
         replace(mode_options(par), inner_size=None, max_buffer_tokens=None),
         keep_received=config.keep_received,

@@ -12,7 +12,7 @@ from ..core.errors import refuse
 from ..core.plans.mask import causal
 from .bounds import check, keys_of
 from .model import ModelConfig
-from .planned import configured_mode, names_as_keys
+from .planned import configured_mode, names_as_keys, token_unit
 from .rules import RULES
 from .tree import Config, InferenceConfig
 
@@ -53,6 +53,8 @@ def validate(config: Config, training: bool = True) -> None:
     _check_model(config.model)
     _check_parallelism(config, training)
     _check_training(config)
+    if config.train.fp8 != "none":
+        _check_fp8(config, training)
 
 
 def check_inference(inference: InferenceConfig) -> None:
@@ -232,6 +234,50 @@ def _check_recurrent(config: Config) -> None:
     _check_is("parallelism.layout", par.layout, ("auto", "contiguous"), condition, why)
     heads = {"model.linear_num_key_heads": config.model.linear_num_key_heads or 1}
     _check_divides("parallelism.tensor_parallel_size", par.tensor_parallel_size, heads)
+
+
+def _check_fp8(config: Config, training: bool) -> None:
+    """Refuse sizes that products in FP8 cannot have."""
+    model, par, train = config.model, config.parallelism, config.train
+    block, tp, condition = train.fp8_block, par.tensor_parallel_size, f"with train.fp8={train.fp8}"
+    if not training:
+        raise refuse("train.fp8", train.fp8, "none in inference, which computes in train.precision", "Leave it.")
+    heads = model.num_attention_heads
+    widths = {
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size / tensor_parallel_size": model.ffn_hidden_size // tp,
+        "the columns of queries, keys and values / tensor_parallel_size": model.num_kv_heads * model.kv_channels // tp,
+        "the columns of attention's output / tensor_parallel_size": heads * model.value_channels // tp,
+        "model.moe_ffn_hidden_size / expert_tensor_parallel_size": model.expert_width // par.tensor_size_of_experts,
+        "model.moe_shared_expert_intermediate_size / tensor_parallel_size": (
+            (model.moe_shared_expert_intermediate_size or 0) // tp
+        ),
+        "the columns of MLA's keys and values / tensor_parallel_size": (
+            heads * ((model.qk_head_dim or 0) + model.value_channels) // tp if model.latent else 0
+        ),
+        "model.kv_lora_rank": model.kv_lora_rank or 0,
+        "model.kv_lora_rank + model.qk_pos_emb_head_dim": model.kv_latent_channels,
+        "model.q_lora_rank": model.q_lora_rank or 0,
+    }
+    for name, width in widths.items():
+        if width % block:
+            raise refuse(name, width, f"a multiple of {block} {condition}", "Set train.fp8=none for this model.")
+    unit = token_unit(config)
+    tokens = {"data.seq_length": config.data.seq_length}
+    if config.recompute.mlp_tile_tokens is not None:
+        tokens["recompute.mlp_tile_tokens"] = config.recompute.mlp_tile_tokens // train.micro_batch_size
+    for name, count in tokens.items():
+        if count % unit or not count:
+            sizes = f"{block}" + f" x parallelism.tensor_parallel_size={tp}" * (unit > block)
+            remedy = f"Nearest: {max(unit, count // unit * unit)} or {(count // unit + 1) * unit}."
+            raise refuse(name, attrgetter(name)(config), f"a multiple of {sizes} for each sequence {condition}", remedy)
+    most = min(model.num_layers // par.pipeline_parallel_size, model.num_layers - 1)
+    for name in ("train.bf16_layers_at_start", "train.bf16_layers_at_end"):
+        if (layers := attrgetter(name)(config)) > most:
+            raise refuse(name, layers, f"at most {most}, so that a stage's layers are enough", "Lower it.")
+    if train.bf16_layers_at_start + train.bf16_layers_at_end >= model.num_layers:
+        expected = f"fewer than model.num_layers={model.num_layers} together with train.bf16_layers_at_end"
+        raise refuse("train.bf16_layers_at_start", train.bf16_layers_at_start, expected, "Lower one of them.")
 
 
 def _check_shared_heads(model: ModelConfig, tp: int) -> None:

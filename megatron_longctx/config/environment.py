@@ -99,12 +99,14 @@ def facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str
     """
     par, sizes = config.get("parallelism", {}), _sizes(config, environment)
     mode = par.get("schedule", "unknown") if sizes["cp"] > 1 else "one rank"
+    train = config.get("train", {})
+    fp8 = train.get("fp8", "none")
     return {
         "model": config.get("model", {}).get("name", "unknown"),
         "length": config.get("data", {}).get("seq_length"),
         "mode": mode,
         "parallelism": " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank",
-        "precision": config.get("train", {}).get("precision", "unknown"),
+        "precision": train.get("precision", "unknown") + ("" if fp8 == "none" else f" FP8 {fp8}"),
         "recompute": config.get("recompute", {}).get("mode", "none"),
         "hardware": environment.get("device", "unknown"),
     }

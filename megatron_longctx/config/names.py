@@ -30,6 +30,7 @@ TOKENS_PER_S_PER_GPU: Final = "perf/tokens_per_s_per_gpu"
 TFLOPS_PER_GPU: Final = "perf/tflops_per_gpu"
 MFU_CAUSAL_PCT: Final = "perf/mfu_causal_pct"
 MFU_DENSE_PCT: Final = "perf/mfu_dense_pct"
+MFU_FP8_PCT: Final = "perf/mfu_fp8_pct"
 IMBALANCE_DP: Final = "perf/imbalance_dp"
 
 PEAK_ACTIVE_GIB: Final = "mem/peak_active_gib"

@@ -100,7 +100,7 @@ def configured_plan(config: Config, mask: Mask) -> Plan:
         par.context_parallel_size,
         mask,
         mode_options(par),
-        token_unit(par),
+        token_unit(config),
         config.layout,
         keep_received=config.keep_received,
         batch=config.train.micro_batch_size,
@@ -114,9 +114,13 @@ def layout_of(config: Config) -> str:
     return configured_mode(replace(par, cluster=None)).layout_of(documents([2] * (1 + packed)), config.layout)
 
 
-def token_unit(par: ParallelismConfig) -> int:
-    """Return the number that a rank's tokens are a multiple of: ranks of sequence parallelism share them equally."""
-    return par.tensor_parallel_size if par.uses_sequence_parallel else 1
+def token_unit(config: Config) -> int:
+    """Return the number that a rank's tokens are a multiple of.
+
+    Ranks of sequence parallelism share them equally, and products in FP8 take blocks of them.
+    """
+    par = config.parallelism
+    return (par.tensor_parallel_size if par.uses_sequence_parallel else 1) * config.train.fp8_block
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

@@ -26,6 +26,7 @@ from .parallelism import (
 
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
 
+FP8_RECIPES = ("none", "delayed", "tensorwise", "blockwise", "mxfp8")
 _MAX_COUNT = 10**9  # of steps, samples and tokens: no key is meant for more
 _SHARE = r"([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})"
 _WEIGHT = rf" *{_SHARE} *"
@@ -120,6 +121,11 @@ class TrainConfig:
     micro_batch_size: int = number(1, 1, 10**6)  # sequences per forward pass of one data-parallel rank
     # precision of parameters and activations; gradients and optimizer are fp32
     precision: str = choice("bf16", ("fp32", "bf16"))
+    # Matrix products of TransformerEngine's layers in FP8, with scales from earlier steps (delayed), of each tensor
+    # (tensorwise), of blocks (blockwise) or of 32 values (mxfp8). none: in train.precision, as everything else.
+    fp8: str = choice("none", FP8_RECIPES)
+    bf16_layers_at_start: int = number(0, 0, 10_000)  # first layers without FP8; not with delayed
+    bf16_layers_at_end: int = number(0, 0, 10_000)  # last layers without FP8; not with delayed
     device: str = choice("auto", ("auto", "cpu", "cuda"))  # auto: CUDA if there is a device
     check_memory: bool = True  # refuse a run that is predicted not to fit, and warn if it is close
     # Refuse a tokenizer that the dataset was not written with, lengths beyond those for which the unchanged RoPE of
@@ -142,6 +148,11 @@ class TrainConfig:
     eval_samples: int = number(32, 1, 10**6)  # sequences of the validation part, always the same ones, over all ranks
     # Ranks to start on this host; null: one per GPU, or the smallest number that fits on CPU.
     num_processes: int | None = number(None, 1, MAX_RANKS)
+
+    @property
+    def fp8_block(self) -> int:
+        """The number that sizes of FP8 products are multiples of; 1 without FP8."""
+        return {"none": 1, "mxfp8": 32}.get(self.fp8, 16)
 
 
 @dataclass(frozen=True)

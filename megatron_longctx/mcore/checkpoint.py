@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from ..core.comm import on_rank_0
-from . import checkpoint_folder, checkpoint_optimizer, checkpoint_reader
+from . import checkpoint_folder, checkpoint_optimizer, checkpoint_reader, fp8
 from .checkpoint_folder import TRACKER, Retention, examine, iteration_directory, latest
 from .checkpoint_writer import HostCopies, PendingSave, SaveStrategy, delete
 from .version import SAVE_ARGUMENTS
@@ -158,6 +158,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
         for key in layer_state:
             del sharded["model"][key]
     loaded = checkpoint_reader.load(sharded, path)
+    fp8.give_scales(_model(state), loaded["model"])
     _model(state).load_state_dict(loaded["model"] | layer_state)
     if state.optimizer is not None:
         checkpoint_optimizer.load(state.optimizer, loaded["optimizer"])
@@ -235,6 +236,7 @@ def sharded_state_dict(state: TrainingState, *, is_loading: bool, with_rng: bool
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     model_part = _model(state).sharded_state_dict(metadata=metadata)
+    fp8.take_scales(_model(state), model_part)
     sharded: dict[str, Any] = {"model": model_part}
     if state.optimizer is not None:
         # The optimizer finds each parameter's sharding by the parameter object inside the model's dictionary.

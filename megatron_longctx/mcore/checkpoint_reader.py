@@ -233,7 +233,7 @@ def _check_layer_state(name: str, state: Any) -> None:
         if content:
             check_pickle(content)
             _Unpickler(io.BytesIO(content)).load()
-    elif state is not None:
+    elif state is not None and not (isinstance(state, dict) and set(map(type, state.values())) <= {torch.Tensor}):
         raise pickle.UnpicklingError(f"{name} holds a {type(state).__name__}, expected a tensor or nothing")
 
 

@@ -73,7 +73,7 @@ class TrainingData(Dataset[TrainingBatch]):
     """
 
     def __init__(self, config: Config, tokenizer: MegatronTokenizerText, vocab_size: int, part: int = 0) -> None:
-        self._data, self._unit = config.data, token_unit(config.parallelism)
+        self._data, self._unit = config.data, token_unit(config)
         self._eod: int = tokenizer.eod
         self._vocab_size = vocab_size
         weights, prefixes = zip(*config.data.datasets, strict=True)
@@ -262,7 +262,7 @@ def first_pack(config: Config) -> tuple[tuple[int, ...], tuple[int, ...] | None]
     weights, prefixes = zip(*config.data.datasets, strict=True)
     dataset, sample = Blend(weights).locate(0)
     spans = _Source(config.data, prefixes[dataset], config.train.seed, 0).order.spans(sample)
-    return _documents(spans, config.data.seq_length, token_unit(config.parallelism))
+    return _documents(spans, config.data.seq_length, token_unit(config))
 
 
 def _documents(spans: Spans, seq_length: int, unit: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -284,7 +284,7 @@ def check_packs(config: Config) -> None:
         ValueError: the message names the dataset, the pack's tokens and how many are enough.
     """
     par, data = config.parallelism, config.data
-    n, unit = par.context_parallel_size, token_unit(par)
+    n, unit = par.context_parallel_size, token_unit(config)
     parts = (0,) if config.train.eval_interval is None else (0, 1)  # for training, and for validation
     if data.packing != "best_fit" or n == 1:
         return

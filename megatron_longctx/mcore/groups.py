@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from ..config import ParallelismConfig
 from ..core.errors import refuse
-from . import cpu
+from . import cpu, fp8
 
 # As in Megatron-LM: pipeline stages initialize different layers, so they draw from different streams.
 _SEED_STEP_PER_STAGE = 100
@@ -105,6 +105,7 @@ def destroy() -> None:
     """Drop every Megatron process group and global buffer, so that `initialize` can be called again."""
     _stale.extend((dist.group.WORLD, group) for group in parallel_state._global_process_group_list or () if group)
     parallel_state.destroy_model_parallel()
+    fp8.reset()
 
 
 def _check(tensor: int, context: int, pipeline: int, seed: int) -> None:

@@ -23,6 +23,7 @@ from ..config import LATENT_KEYS, RECURRENT_KEYS, Config, ModelConfig
 from ..core.errors import refuse
 from ..models.rope_frequencies import frequencies_of
 from .experts import expert_settings
+from .fp8 import fp8_settings
 from .head import with_chunked_head
 from .rope import ShardedRotaryEmbedding
 from .row_parallel import RowReductions
@@ -151,6 +152,7 @@ def _run_settings(config: Config) -> dict[str, Any]:
         attention_softmax_in_fp32=True,
         deterministic_mode=False,
         **recompute,
+        **fp8_settings(config.train),
     )
 
 

@@ -25,6 +25,7 @@ from ..core.errors import refuse
 from ..core.kernels.no_grad import first_order
 from .core_attention import ContextParallelCoreAttention
 from .delta_net import GatedDeltaNet
+from .fp8 import Rerun
 from .norms import PostNormAdd
 from .stores import AttentionTape, Store
 from .version import as_builder, copy_spec, mlp_spec
@@ -33,7 +34,6 @@ _Run = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 _OTHER_SAVINGS: dict[str, tuple[Any, ...]] = {
     "recompute_granularity": (None,),
-    "fp8": (None, False),
     "fp4": (None, False),
     "cpu_offloading": (False,),
     "fine_grained_activation_offloading": (False,),
@@ -74,14 +74,15 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
         run = super().forward
         if not (self.training and torch.is_grad_enabled()):
             return run(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
-        tape = AttentionTape(self._store)
+        tape, quantized = AttentionTape(self._store), Rerun(self.config.fp8)
         core: ContextParallelCoreAttention | None = getattr(self.self_attention, "core_attention", None)
         recording = (
             nullcontext if core is None else lambda: core.taped(tape)
         )  # none in MLPs of a stack and recurrent layers
 
         def taped(hidden: Tensor) -> Tensor:
-            with recording(), self._skip_unread_output() if tape.replaying else nullcontext():
+            again, rest = tape.replaying, self._skip_unread_output() if tape.replaying else nullcontext()
+            with recording(), rest, quantized.again() if again else quantized.first():
                 output, _ = run(hidden, *args, **kwargs)
             tape.rewind()
             return output  # type: ignore[no-any-return]
@@ -139,6 +140,9 @@ class TiledMLP(MLP):  # type: ignore[misc]
         if config.gradient_accumulation_fusion:
             expected = "False with recompute.mlp_tile_tokens"
             raise refuse("gradient_accumulation_fusion", True, expected, "Set it to False.")
+        if config.fp8 and config.fp8_recipe == "delayed":
+            remedy = "A delayed scale is of whole tensors: choose another recipe, or no tiles."
+            raise refuse("fp8_recipe", "delayed", "another one with recompute.mlp_tile_tokens", remedy)
         super().__init__(config, *args, **kwargs)
         self._shape_only = False
 
@@ -168,7 +172,8 @@ class TiledMLP(MLP):  # type: ignore[misc]
         ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         rows = max(1, self.tile_tokens // (ranks * hidden_states.shape[1]))
         parameters = tuple(p for p in self.parameters() if p.requires_grad)
-        output = _Tiled.apply((run, rerun), rows, self._shape_only, hidden_states, *parameters)  # type: ignore[no-untyped-call]
+        quantized = Rerun(self.config.fp8)
+        output = _Tiled.apply((run, rerun), quantized, rows, self._shape_only, hidden_states, *parameters)  # type: ignore[no-untyped-call]
         bias = biases[0] if biases else self.linear_fc2.bias if self.linear_fc2.skip_bias_add else None
         return output, bias
 
@@ -198,14 +203,20 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runs: tuple[_Run, _Run], rows: int, shape_only: bool, hidden: Tensor, *parameters: Tensor
+        ctx: Any,
+        runs: tuple[_Run, _Run],
+        quantized: Rerun,
+        rows: int,
+        shape_only: bool,
+        hidden: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         run, ctx.rerun = runs
-        ctx.rows = rows
+        ctx.rows, ctx.quantized = rows, quantized
         ctx.save_for_backward(hidden, *parameters)
         output = torch.zeros_like(hidden)
-        if not shape_only:
-            for tile in _tiles(hidden, rows):
+        with quantized.first():
+            for tile in () if shape_only else _tiles(hidden, rows):
                 output[tile] = run(hidden[tile])[0]
         return output
 
@@ -217,7 +228,7 @@ class _Tiled(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(parameters)
         for tile in _tiles(hidden, ctx.rows):
             x = hidden[tile].detach().requires_grad_()
-            with torch.enable_grad():
+            with torch.enable_grad(), ctx.quantized.again():
                 output, _ = ctx.rerun(x)
             grad_x, *tile_grads = torch.autograd.grad(output, (x, *parameters), grads[0][tile], allow_unused=True)
             del output
@@ -227,7 +238,7 @@ class _Tiled(torch.autograd.Function):
                     total = sums[i]
                     sums[i] = grad.float() if total is None else total.add_(grad)
         totals = (None if x is None else x.to(p.dtype) for x, p in zip(sums, parameters, strict=True))
-        return None, None, None, grad_hidden, *totals
+        return None, None, None, None, grad_hidden, *totals
 
 
 def _tiles(hidden: Tensor, rows: int) -> Iterator[slice]:

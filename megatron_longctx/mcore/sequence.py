@@ -257,7 +257,7 @@ def _version(x: Any) -> Any:
 
 def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
     """Build the sequence of `config.data.seq_length` tokens over the context-parallel `group`."""
-    par, settings, unit = config.parallelism, config.attention, token_unit(config.parallelism)
+    par, settings, unit = config.parallelism, config.attention, token_unit(config)
     with names_as_keys():
         attention = ContextParallelAttention(
             group,

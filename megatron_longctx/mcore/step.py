@@ -168,18 +168,23 @@ class EvalStep(_Step):
 
 @contextmanager
 def _evaluating(models: Sequence[Any]) -> Iterator[None]:
-    """Switch models to evaluation mode, and complete gathers of parameters that overlap the next training step."""
+    """Switch models to evaluation mode, and complete gathers of parameters that overlap the next training step.
+
+    Products in FP8 are computed in the model's precision, as by the exported model. They would also change amaxes.
+    """
     overlapped = [model for model in models if getattr(model, "use_forward_hook", False)]
-    training = [model.training for model in models]
+    training = [(model.training, model.config.fp8) for model in models]
     for model in overlapped:
         model.disable_forward_pre_hook()
     for model in models:
         model.eval()
+        model.config.fp8 = None
     try:
         yield
     finally:
-        for model, mode in zip(models, training, strict=True):
+        for model, (mode, fp8) in zip(models, training, strict=True):
             model.train(mode)
+            model.config.fp8 = fp8
         for model in overlapped:
             model.enable_forward_pre_hook()
 

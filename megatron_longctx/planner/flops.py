@@ -141,7 +141,7 @@ def peak_tflops(device_name: str | None, override: float | None = None) -> float
 
 
 def performance(
-    flops: StepFlops, tokens: int, step_s: float, num_devices: int, peak_tflops: float | None
+    flops: StepFlops, tokens: int, step_s: float, num_devices: int, peak_tflops: float | None, fp8: bool = False
 ) -> dict[str, float | None]:
     """Return the `perf/…` metrics of one step, keyed by `names`. `perf/tflops_per_gpu` uses the causal convention.
 
@@ -150,7 +150,9 @@ def performance(
         tokens: trained in the step, over all devices.
         step_s: wall-clock seconds of the step.
         num_devices: GPUs (or CPU ranks) that shared the step.
-        peak_tflops: dense peak of one device in TFLOP/s; with None, both MFU values are None.
+        peak_tflops: dense peak of one device in TFLOP/s, of bf16 also with FP8; with None, the MFU values are None.
+        fp8: whether products are in FP8, whose peak is twice that of bf16. Attention and the LM head are not, so 100%
+            of it cannot be reached.
 
     Raises:
         ValueError: `step_s` or `num_devices` is not positive.
@@ -158,7 +160,10 @@ def performance(
     if step_s <= 0 or num_devices < 1:
         raise ValueError(f"step_s={step_s}, num_devices={num_devices}: expected both above 0. Measure a whole step.")
     per_device = step_s * num_devices
+    of_fp8: dict[str, float | None] = {}
     causal_tflops, dense_tflops = flops.causal / per_device / 1e12, flops.dense / per_device / 1e12
+    if fp8:
+        of_fp8[names.MFU_FP8_PCT] = None if peak_tflops is None else 50 * causal_tflops / peak_tflops
     return {
         names.STEP_S: step_s,
         names.TOKENS_PER_S: tokens / step_s,
@@ -166,4 +171,5 @@ def performance(
         names.TFLOPS_PER_GPU: causal_tflops,
         names.MFU_CAUSAL_PCT: None if peak_tflops is None else 100 * causal_tflops / peak_tflops,
         names.MFU_DENSE_PCT: None if peak_tflops is None else 100 * dense_tflops / peak_tflops,
+        **of_fp8,
     }

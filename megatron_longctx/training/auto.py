@@ -113,7 +113,7 @@ def _ranking(
         n=n,
         mask=planned_mask(config, *pack),
         target=Target(workload_of(config), fa4_takes(config.attention.deterministic), over_peers),
-        unit=token_unit(par),
+        unit=token_unit(config),
         layout=config.layout,
         options=mode_options(par),
         keep_received=config.keep_received,

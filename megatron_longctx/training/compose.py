@@ -67,11 +67,14 @@ def override_config(config: Config, overrides: Sequence[str], training: bool = T
     """Return `config`, for example that of a run, with overrides as for `compose_config`, except `experiment`.
 
     Args:
-        training: see `config.validate`.
+        training: see `config.validate`. Without it, a run that was trained in FP8 computes in bf16.
 
     Raises:
         ValueError: as `compose_config`.
     """
+    if not training:
+        plain = replace(config.train, fp8="none", bf16_layers_at_start=0, bf16_layers_at_end=0)
+        config = replace(config, train=plain)
     overrides = checked_overrides(overrides)
     settings = [(name, value) for name, _, value in (override.partition("=") for override in overrides)]
     layers = [OmegaConf.create(config.as_dict())]

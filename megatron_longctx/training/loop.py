@@ -264,7 +264,7 @@ class Trainer:
             names.GRAD_NORM: result.grad_norm,
             names.LEARNING_RATE: result.lr,
             names.VALIDATION_LOSS: validation_loss,
-            **interval.record(self.config.model, self.vocab_size, dist.get_world_size(), self._peak_tflops),
+            **interval.record(self.config, self.vocab_size, dist.get_world_size(), self._peak_tflops),
             **memory_peaks(),
         }
         for sink in self.sinks:

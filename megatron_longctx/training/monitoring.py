@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ..config import Config, ModelConfig, files, names
+from ..config import Config, files, names
 from ..mcore.data import TrainingBatch, TrainingData
 from ..mcore.step import EvalStep, LossSum, TrainStep
 from ..planner.flops import Work, imbalance, performance, training_flops
@@ -43,19 +43,18 @@ class Interval:
     imbalances_pct: list[float] = field(default_factory=list)
     losses: list[LossSum] = field(default_factory=list)
 
-    def record(
-        self, model: ModelConfig, vocab_size: int, num_devices: int, peak_tflops: float | None
-    ) -> dict[str, Any]:
+    def record(self, config: Config, vocab_size: int, num_devices: int, peak_tflops: float | None) -> dict[str, Any]:
         """Return the metrics: means over the steps, the loss per token; the save stall is a sum.
 
         For the arguments, see `performance` and `training_flops`.
         """
+        model, fp8 = config.model, config.train.fp8 != "none"
         work = sum((loss.work for loss in self.losses), Work(0, 0, 0))
         total = LossSum(sum(loss.loss_sum for loss in self.losses), sum(loss.num_tokens for loss in self.losses), work)
         flops, steps = training_flops(model, vocab_size, work), len(self.losses)
         return {
             names.LOSS: total.mean,
-            **performance(flops, work.tokens, self.seconds, num_devices, peak_tflops),
+            **performance(flops, work.tokens, self.seconds, num_devices, peak_tflops, fp8),
             names.IMBALANCE_DP: fmean(imbalance(model, vocab_size, loss.replicas) for loss in self.losses),
             names.STEP_S: self.seconds / steps,
             names.DATA_WAIT_S: self.data_wait_s / steps,

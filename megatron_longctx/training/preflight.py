@@ -26,6 +26,7 @@ from ..mcore.checkpoint import Saved
 from ..mcore.corpus import check_corpus, check_tokenizer, check_values
 from ..mcore.data import check_packs, check_samples
 from ..mcore.data_identity import Identity, identity, identity_error, tokenizer_identity
+from ..mcore.fp8 import require_fp8
 from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
@@ -37,6 +38,8 @@ from .run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 _RANK_BYTES = 256 * 2**20  # host memory that a rank needs at least, before its model
+# Recipes that need another GPU than Ada: its name, the least compute capability, and the first one that has it not.
+_FP8_DEVICES = {"blockwise": ("Hopper", (9, 0), (99, 0)), "mxfp8": ("Blackwell", (10, 0), (12, 0))}
 _SAMPLE_BYTES = 28  # host memory of a batch's token: its id, label, mask and position
 
 
@@ -80,6 +83,8 @@ def check(config: Config, world_size: int) -> tuple[int | None, Identity]:
         raise refuse("logging.tensorboard", True, "the package tensorboard, which is not installed here", remedy)
     if uses_transformer_engine(config.model):
         require_transformer_engine()
+    if config.train.fp8 != "none":
+        _check_fp8(config, device)
     if config.model.builder == "hybrid":
         require_hybrid_model()
     fast = device == "cuda" and config.train.precision == "bf16" and not config.attention.deterministic
@@ -120,6 +125,23 @@ def check(config: Config, world_size: int) -> tuple[int | None, Identity]:
     return saved.iteration, data
 
 
+def _check_fp8(config: Config, device: str) -> None:
+    """Refuse FP8 on devices, or with a TransformerEngine, that cannot compute it."""
+    fp8, (name, least, below) = config.train.fp8, _FP8_DEVICES.get(config.train.fp8, ("Ada", (8, 9), (99, 0)))
+    if device == "cpu":
+        raise refuse("train.fp8", fp8, "none on CPUs", "They have no products in FP8; leave it.")
+    if for_other_nodes():
+        return
+    if not uses_transformer_engine(config.model):
+        expected = "none without TransformerEngine, whose layers compute in FP8"
+        raise refuse("train.fp8", fp8, expected, f"Run {install('gpu')}, or leave it.")
+    if not least <= (capability := torch.cuda.get_device_capability()) < below:
+        expected = f"a recipe of this GPU, of compute capability {capability[0]}.{capability[1]}"
+        remedy = f"{fp8} needs {least[0]}.{least[1]} ({name}) or later" + f", below {below[0]}.0" * (below[0] < 99)
+        raise refuse("train.fp8", fp8, expected, f"{remedy}.")
+    require_fp8(fp8)
+
+
 @names_as_keys()
 def check_mode(config: Config, length: int, key: str, needs_tokens: bool = True) -> None:
     """Refuse a mode that cannot divide the heads or plan sequences of `length` tokens, the value of the setting `key`.
@@ -128,7 +150,7 @@ def check_mode(config: Config, length: int, key: str, needs_tokens: bool = True)
         needs_tokens: also refuse a length that leaves a context-parallel rank without tokens. Packs have other lengths.
     """
     par, workload = config.parallelism, workload_of(config)
-    n, unit, mode = par.context_parallel_size, token_unit(par), configured_mode(par)
+    n, unit, mode = par.context_parallel_size, token_unit(config), configured_mode(par)
     mode.check_heads(n, workload.num_heads, workload.num_kv_heads)
     plan = build_plan(mode, n, length, unit=unit, layout=config.layout)
     if needs_tokens and not all(map(plan.queries.num_tokens, range(n))):

@@ -261,7 +261,7 @@ def _config(**settings: Any) -> TransformerConfig:
     [
         ("recompute_granularity", "full"),
         ("recompute_granularity", "selective"),
-        *((name, True) for name in ("fp8", "cpu_offloading", "fine_grained_activation_offloading")),
+        *((name, True) for name in ("fp4", "cpu_offloading", "fine_grained_activation_offloading")),
     ],
 )
 def test_other_settings_that_save_activations_are_refused(name: str, value: Any) -> None:

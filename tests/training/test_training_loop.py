@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_longctx.config import ModelConfig, names
+from megatron_longctx.config import Config, names
 from megatron_longctx.core.plans import build_plan
 from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.mcore import checkpoint, model
@@ -202,7 +202,7 @@ def interval_record(waited: float | None) -> dict[str, float | None]:
         LossSum(30.0, 10, Work(10, 55, 100), 0.2, [[1.0, 3.0]]),
         LossSum(60.0, 40, Work(40, 220, 400), waited, [[1.0, 1.0]]),
     ]
-    return Interval(6.0, 0.9, 0.5, [1.0, 2.0, 6.0], losses).record(ModelConfig(), 512, 2, None)
+    return Interval(6.0, 0.9, 0.5, [1.0, 2.0, 6.0], losses).record(Config(), 512, 2, None)
 
 
 def test_records_are_means_of_the_steps() -> None:

@@ -19,6 +19,7 @@ from .shapes import (
     layer_bytes,
     mlp_weights,
     stage_experts,
+    stage_layers,
     stage_parameters,
 )
 
@@ -166,6 +167,8 @@ def _resident(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ..
         Term("gradients (fp32)", parameters * 4),
         Term("attention's buffers", attention.buffers, per_token=True),
     ]
+    if job.config.train.fp8 != "none":  # in the order of both operands of products; layers in bf16 need none
+        terms.append(Term("weights in FP8", 2 * stage_layers(job, stage)))
     if not job.config.optim.states_on_host:
         state = _state_bytes(job) - (8 if _makes_moments(job) else 0)
         terms.append(Term("optimizer state (fp32)", _own_parameters(job, stage) * state))

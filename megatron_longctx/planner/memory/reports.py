@@ -160,7 +160,8 @@ def _title(job: Job) -> str:
     head = "logits of all tokens at once" if chunk is None else f"logits of {chunk:,} tokens at once"
     ranks = par.model_parallel_size * job.data_parallel_size
     sizes = f"{ranks} ranks (CP {par.context_parallel_size}, TP {par.tensor_parallel_size})"
-    return f"{config.model.name}, {config.data.seq_length:,} tokens over {sizes}, {config.train.precision}, {head}"
+    precision = config.train.precision + f" with FP8 ({config.train.fp8})" * (config.train.fp8 != "none")
+    return f"{config.model.name}, {config.data.seq_length:,} tokens over {sizes}, {precision}, {head}"
 
 
 def draw(bars: Sequence[tuple[str, Prediction]], path: Path, title: str, capacity: int | None = None) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from ...config import Config, configured_plan, planned_mask, token_unit, workload_of
+from ...config import Config, configured_plan, planned_mask, workload_of
 from ...config.model import DELTA_RULE_CHUNK as CHUNK
 from ...core.errors import refuse
 from ...core.plans import Kind, Plan, Recorder, Recording, Target, backward_plan
@@ -38,6 +38,11 @@ class Job:
         """The share of attention's results that a layer keeps, where it keeps them."""
         recompute = self.config.recompute
         return recompute.kept_results if recompute.mode.startswith("attention_output") else 1.0
+
+    @property
+    def product_bytes(self) -> int:
+        """The size of an element of a product's input that backward keeps."""
+        return self.element_bytes if self.config.train.fp8 == "none" else 1
 
     @property
     def num_layers(self) -> int:
@@ -90,7 +95,8 @@ class Job:
     @property
     def hidden_tokens(self) -> int:
         """The tokens of a hidden state between tensor-parallel layers, which sequence parallelism shards."""
-        return -(-self.tokens // token_unit(self.config.parallelism))
+        par = self.config.parallelism
+        return -(-self.tokens // (par.tensor_parallel_size if par.uses_sequence_parallel else 1))
 
     def in_flight(self, stage: int) -> int:
         """Return the number of micro-batches whose activations a pipeline stage holds at the same time (1F1B)."""
@@ -102,7 +108,7 @@ class Job:
 def stage_parameters(job: Job, stage: int) -> int:
     """Return the number of parameters of one rank of a pipeline stage."""
     model, last = job.config.model, job.config.parallelism.pipeline_parallel_size - 1
-    total = sum(count * layer_parameters(job, *kind) for kind, count in job.kinds(stage).items())
+    total = stage_layers(job, stage)
     if stage == 0:
         total += embedding_weights(job)
         if model.position_embedding == "learned":
@@ -112,6 +118,11 @@ def stage_parameters(job: Job, stage: int) -> int:
         if not (model.tie_embeddings and last == 0):
             total += embedding_weights(job)
     return total
+
+
+def stage_layers(job: Job, stage: int) -> int:
+    """Return how many of `stage_parameters` are in layers."""
+    return sum(count * layer_parameters(job, *kind) for kind, count in job.kinds(stage).items())
 
 
 def stage_experts(job: Job, stage: int) -> int:
@@ -210,16 +221,14 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
 
     They are those that Megatron's layers save with this package's attention and torch's norms.
     """
-    model, e, tokens = job.config.model, job.element_bytes, job.tokens
-    tp = job.config.parallelism.tensor_parallel_size
-    workload = workload_of(job.config)
-    rope = model.position_embedding == "rope"
+    config, e, tokens = job.config, job.element_bytes, job.tokens
+    model, tp, workload = config.model, config.parallelism.tensor_parallel_size, workload_of(config)
     per_sequence = job.tokens // job.config.train.micro_batch_size
     hidden = e * job.hidden_tokens * model.hidden_size
-    q = per_sequence * workload.elements(Kind.Q) * e
-    kv = per_sequence * workload.elements(Kind.KV) * e
+    q, kv = (per_sequence * workload.elements(kind) * e for kind in (Kind.Q, Kind.KV))
     # Keys and values are views of the projection without RoPE. So are queries if each has its own key/value head.
-    saved = q + kv + (0 if rope or model.num_kv_heads == model.num_attention_heads else q)
+    copied = model.position_embedding != "rope" and model.num_kv_heads != model.num_attention_heads
+    saved = (1 + copied) * q + kv
     qkv, kept = q + kv, job.footprints[0].kept
     reads = job.recordings[1][0].reads_own
     if kept and reads.isdisjoint((Kind.Q_GRAD, Kind.KV)):  # kept blocks, with their lse, replace the rank's own q, k, v
@@ -230,13 +239,16 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
             saved = qkv = q
     fc1 = e * tokens * model.fc1_columns * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
-    rms = model.normalization == "rmsnorm"
 
     def normed(size: int, rows: int) -> int:
         """Return what a norm of `size` bytes keeps besides its input."""
+        rms = model.normalization == "rmsnorm"
         return size + 4 * rows * (1 if rms else 2) + (0 if job.fused or not rms else size)
 
     norm = normed(hidden, job.hidden_tokens)
+    normed_input = norm - hidden + hidden * job.product_bytes // e
+    if config.train.fp8 == "delayed":  # the output projection keeps its input in FP8, beside attention's own output
+        saved += per_sequence * workload.elements(Kind.OUT)
     if model.latent:  # the cosines and sines that queries and keys were multiplied by are saved as well
         saved += 4 * e * per_sequence * model.rope_channels + e * job.hidden_tokens * model.rope_channels
         for rank, rows in ((model.kv_lora_rank, job.hidden_tokens), (model.q_lora_rank, tokens)):
@@ -249,17 +261,16 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
     saved += (q + 4 * q // e) * model.attention_output_gate  # the gated output, and the sigmoid in fp32
     if recurrent:
         result, saved, qkv, kept = 0, delta_net_bytes(job), 0, 0
-    post_norms = 2 * norm if model.post_norms else 0  # they keep their input, not their output; both have the same size
+    post_norms = 2 * norm * model.post_norms  # they keep their input, not their output; both have the same size
     gate = 2 * act if model.fc1_columns == 2 and not (job.fused and model.activation == "swiglu") else 0
-    inside, tile_tokens = fc1 + act + gate, job.config.recompute.mlp_tile_tokens
-    if experts:
-        inside, fc1 = expert_bytes(job)
+    inside, fc1 = expert_bytes(job) if experts else (fc1 + act * job.product_bytes // e + gate, fc1)
+    tile_tokens = config.recompute.mlp_tile_tokens
     return LayerBytes(
         input=hidden,
         result=result,
-        attention=norm + saved + kept,
+        attention=normed_input + saved + kept,
         qkv=qkv + kept,
-        mlp=hidden + norm + post_norms + (inside if tile_tokens is None else 0),
+        mlp=hidden + normed_input + post_norms + (inside if tile_tokens is None else 0),
         fc1=fc1,
         norm=norm,
         # The gradient of fc1 comes on top: the last activation has been freed by then.
@@ -275,7 +286,7 @@ def expert_bytes(job: Job) -> tuple[int, int]:
     rows = job.hidden_tokens * model.moe_router_topk * par.tensor_size_of_experts  # through the experts of a rank
     fc1 = e * rows * columns * width
     # The input of both matrices. A gate adds its two halves and their product before it is weighted.
-    inside = e * rows * model.hidden_size + fc1 + e * rows * width
+    inside = job.product_bytes * rows * (model.hidden_size + width) + fc1
     if not (job.fused and model.activation == "swiglu"):
         inside += e * rows * width * (3 if columns == 2 else 1)
     routing = job.hidden_tokens * (model.num_moe_experts or 0) * 4

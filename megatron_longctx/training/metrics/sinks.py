@@ -142,7 +142,8 @@ class ConsoleSink:
 
         validation = record.get(names.VALIDATION_LOSS)
         causal, dense = number(names.MFU_CAUSAL_PCT, ".1f"), number(names.MFU_DENSE_PCT, ".1f")
-        known = record.get(names.MFU_CAUSAL_PCT) is not None
+        known, fp8 = record.get(names.MFU_CAUSAL_PCT) is not None, record.get(names.MFU_FP8_PCT)
+        of_fp8 = "" if fp8 is None else f", {fp8:.1f}% of FP8's peak"
         return " | ".join(
             (
                 f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}",
@@ -152,7 +153,7 @@ class ConsoleSink:
                 f"lr {number(names.LEARNING_RATE, '.2e')}",
                 f"{number(names.TOKENS_PER_S, ',.0f')} tokens/s",
                 f"{number(names.TFLOPS_PER_GPU, '.3g')} TFLOP/s/GPU",
-                f"MFU {causal}% causal {dense}% dense" if known else "MFU —",
+                f"MFU {causal}% causal {dense}% dense{of_fp8}" if known else "MFU —",
                 *([f"DP imbalance {number(names.IMBALANCE_DP, '.1%')}"] if record.get(names.IMBALANCE_DP) else []),
                 f"mem {number(names.PEAK_ACTIVE_GIB, '.2f')} GiB",
                 f"ETA {clock_text(remaining)}",

@@ -84,6 +84,7 @@ METRICS = (
     Metric("TFLOP/s per GPU", "", names.TFLOPS_PER_GPU, ".3g", "high"),
     Metric("MFU, causal", "% of the peak", names.MFU_CAUSAL_PCT, ".1f", "high"),
     Metric("MFU, dense", "% of the peak", names.MFU_DENSE_PCT, ".1f", "high"),
+    Metric("MFU, causal, of FP8's peak", "% of the peak", names.MFU_FP8_PCT, ".1f", "high"),
     Metric("waiting for messages", "ms per step", names.EXPOSED_COMM_S, ",.1f", "low", scale=1e3),
     Metric("waiting for data", "ms per step", names.DATA_WAIT_S, ",.1f", "low", scale=1e3),
     Metric("imbalance, predicted", "% over the mean", names.IMBALANCE_PCT, ".1f", "low"),
