@@ -26,7 +26,7 @@ from ..inference.cached_attention import CachedAttention, CacheShape
 from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
 from ..inference.scores import PromptScorer
-from ..lowbit.crossover import Crossover
+from ..lowbit.crossover import Timings
 from ..lowbit.reduction import ReductionPolicy
 from . import checkpoint
 from .core_attention import layer_window
@@ -117,9 +117,9 @@ class CachedGPT:
         for module in self._reduced():
             module.set_policy(policy)
 
-    def crossovers(self) -> dict[tuple[str, torch.dtype], Crossover]:
-        """Return the crossovers that a policy of `auto` has used so far, keyed by operation and dtype."""
-        return {case: found for module in self._reduced() for case, found in module.reducer.crossovers.items()}
+    def reduction_timings(self) -> dict[tuple[str, torch.dtype], Timings]:
+        """Return what a policy of `auto` has measured or read so far, keyed by operation and dtype."""
+        return {case: found for module in self._reduced() for case, found in module.reducer.timings.items()}
 
     def _reduced(self) -> list[ReducedRowParallelLinear]:
         return [module for module in self._gpt.modules() if isinstance(module, ReducedRowParallelLinear)]

@@ -30,15 +30,15 @@ def test_attention_is_a_part_of_its_layer(tmp_path: Path) -> None:
     assert "\n| 64 | " in text
 
 
-def test_prefill_measures_every_reduction_and_the_crossovers_of_auto(tmp_path: Path) -> None:
+def test_prefill_measures_every_reduction_and_says_what_auto_takes(tmp_path: Path) -> None:
     words = "--lengths 32,16 --reductions none,auto,int8 --iterations 2 reduction.min_kib=0 model.num_layers=1"
     data, text = run(tmp_path, f"prefill parallelism.tensor_parallel_size=2 {SETTINGS} {words}")
     cases = [(m["tokens"], m["reduction"]) for m in data["measurements"]]
     assert cases == [(tokens, name) for tokens in (16, 32) for name in ("none", "auto", "int8")]
     assert all(len(m["seconds"]) == 2 and min(m["seconds"]) <= m["median"] > 0 for m in data["measurements"])
     assert data["tensor_parallel_size"] == 2 and data["model"]["num_layers"] == 1 and data["environment"]["commit"]
-    assert set(data["auto_from_bytes"]) == {"all_reduce of float32"}
-    assert "\n| 32 | " in text and "\nauto: all_reduce of float32 is quantized " in text
+    assert set(data["auto"]) == {"all_reduce of float32"} and " from " in data["auto"]["all_reduce of float32"]
+    assert "\n| 32 | " in text and "\nauto: all_reduce of float32: " in text
 
 
 def test_planning_times_all_phases_of_new_batches(tmp_path: Path) -> None:
