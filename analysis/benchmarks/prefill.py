@@ -26,7 +26,6 @@ from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 from .inference_ranks import seconds_to_first
 from .report import Report, check_least, numbers, table
 
-
 TWO_SHOT = "two_shot"
 """torch's all-reduce in two steps over symmetric memory; its multimem needs NVLink multicast, which is off here."""
 DEFAULT = "none,two_shot,int8,int6,int4,int4:32,auto"
@@ -83,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name in names:
         _policy(name, config.reduction)
     options, ranks = Options(tuple(lengths), names, arguments.iterations), Ranks.of(tp, config.train.device)
-    config = _sized(config, lengths[-1] + 64)
+    config = sized(config, lengths[-1] + 64)
     what = "time to first token by reduction: random weights, seconds of the slowest rank"
     about = f"{config.model.name}, {config.model.num_layers} layers, TP {tp}, {config.train.precision}"
     report = Report(arguments.out, ranks.device, what, about, "time to first token, medians in ms (of none's)")
@@ -109,7 +108,7 @@ def record(report: Report, config: Config, results: Results) -> str:
     return report.write(data, "\n".join(lines))
 
 
-def _sized(config: Config, longest: int) -> Config:
+def sized(config: Config, longest: int) -> Config:
     """Return the configuration with a cache of `longest` tokens, and layers that can follow every policy."""
     return replace(
         config,

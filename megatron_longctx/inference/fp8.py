@@ -1,6 +1,5 @@
-"""Matrix products in FP8 (E4M3): weights with one scale per output, quantized once; tokens with one scale each, in every
-call. "Context Parallelism for Scalable Million-Token Inference" computes its products in this way.
-"""
+"""Matrix products in FP8 (E4M3): weights have a scale per output and are quantized once; tokens have one each, and are
+quantized for every product."""
 
 from __future__ import annotations
 

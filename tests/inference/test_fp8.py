@@ -57,7 +57,7 @@ def test_a_product_is_that_of_the_quantized_numbers(dtype: torch.dtype) -> None:
 
 
 def test_sizes_that_fp8_cannot_have_are_refused() -> None:
-    with pytest.raises(ValueError, match="inference.weights=fp8: expected exact for a product of size 24 x 32"):
+    with pytest.raises(ValueError, match=r"weights=fp8: expected exact for a product of size 24 x 32"):
         Fp8Weight.of(torch.ones(24, 32))
 
 

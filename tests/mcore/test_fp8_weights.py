@@ -82,5 +82,5 @@ def test_layers_without_fp8_are_refused(settings: dict[str, Any], expected: str,
 
 @pytest.mark.parametrize("settings", [{"train.precision": "fp32"}, {**LATENTS, **BF16}])
 def test_models_without_fp8_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="inference.weights=fp8: expected exact with"):
+    with pytest.raises(ValueError, match=r"inference.weights=fp8: expected exact with"):
         tiny_config(tmp_path, "x", {**settings, "inference.weights": "fp8"})

@@ -82,3 +82,16 @@ def test_a_transformers_model_is_measured_beside_others_that_are_right(tmp_path:
     assert all(m["loss_error"] < 1e-5 for m in data["measurements"] if m["rounds"])
     assert [m["reason"].startswith("ValueError: 2 documents") for m in data["measurements"][2::3]] == [False, True]
     assert "ring-flash-attn, llama3 | " in text and "| not possible: " in text
+
+
+def test_fp8_compares_values_and_times_every_division_of_the_ranks(tmp_path: Path) -> None:
+    words = "fp8 model=tiny train.precision=bf16 --device cpu --lengths 64,96 --quick --prompt 96 --prompts 48"
+    data, text = run(tmp_path, words)
+    cells = {each.pop("name"): each for each in data["cells"]}
+    for name in ("1 GPU", "TP 2", "CP 2"):
+        assert 0.01 < cells[f"{name}, loss of 96 tokens"]["logits off by"] < 0.1
+        assert set(cells[f"{name}, decode, 96 cached, batch 1"]["medians"]) == {"exact", "fp8"}
+        assert cells[f"{name}, first token of 96"]["fp8"]
+    assert "int4:32" in cells["TP 2, first token of 48 by reduction"]["medians"]
+    assert data["notes"]["first tokens, two_shot"] == "not all ranks have a CUDA device"
+    assert "\n| CP 2, decode, 64 cached, batch 2 | " in text
