@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_longctx.core.comm import gather_objects
 from megatron_longctx.core.comm.symmetric import symmetric_memory, why_no_peer_memory
 from megatron_longctx.core.errors import refuse
-from megatron_longctx.lowbit.crossover import Crossover
 from megatron_longctx.lowbit.peer_memory import MAX_BLOCKS, allocate_peer_memory
 from megatron_longctx.lowbit.peer_reduce import HALF_BYTES, PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantized import all_reduce
@@ -244,13 +243,13 @@ def _seconds(call: Call, group: dist.ProcessGroup, device: torch.device) -> floa
 
 
 def crossovers(results: Results) -> dict[str, int | None]:
-    """Return, by way, the bytes from which on it is faster than the library at every size; None if it never is."""
+    """Return, by way, the bytes from which on it is 5% faster than the library at every size; None if it never is."""
     by_way = results.by_way
-    library = by_way.pop(results.library)
-    samples = {
-        way: [(n, library[n].seconds, m.seconds) for n, m in sorted(sizes.items())] for way, sizes in by_way.items()
-    }
-    return {way: Crossover.from_samples(of_way).from_bytes for way, of_way in samples.items()}
+    library, found = by_way.pop(results.library), {}
+    for way, sizes in by_way.items():
+        slower = [size for size, m in sizes.items() if m.seconds >= 0.95 * library[size].seconds]
+        found[way] = min((size for size in sizes if size > max(slower, default=0)), default=None)
+    return found
 
 
 def tables(results: Results) -> str:

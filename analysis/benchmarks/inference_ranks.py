@@ -146,7 +146,7 @@ def measure(rank: int, config: Config, sweep: Sweep, save: Save) -> tuple[list[F
     par = config.parallelism
     collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size)
     try:
-        benchmark = _Benchmark(config, sweep, build_engine(config, collection, None)[0])
+        benchmark = Benchmark(config, sweep, build_engine(config, collection, None)[0])
         try:
             return benchmark.run(save if rank == 0 else lambda first, decoded: None)
         finally:
@@ -155,7 +155,7 @@ def measure(rank: int, config: Config, sweep: Sweep, save: Save) -> tuple[list[F
         groups.destroy()
 
 
-class _Benchmark:
+class Benchmark:
     def __init__(self, config: Config, sweep: Sweep, engine: LongContextEngine) -> None:
         self._sweep, self._n = sweep, config.parallelism.context_parallel_size
         self._chunk = config.inference.prefill_chunk
@@ -185,14 +185,14 @@ class _Benchmark:
             for batch in sorted(set(self._sweep.batches)):
                 while len(sessions) < batch:
                     sessions.append(self.engine.open())
-                    self._append_uncomputed(sessions[-1], length)
-                decoded.append(self._decode(sessions, length))
+                    self.append_uncomputed(sessions[-1], length)
+                decoded.append(self.decode(sessions, length))
                 save(first, decoded)
             for session in sessions:
                 session.close()
         return first, decoded
 
-    def _append_uncomputed(self, session: Session, tokens: int) -> None:
+    def append_uncomputed(self, session: Session, tokens: int) -> None:
         """Append random tokens to the session without computing them."""
         self._cache_manager.append({session.number: tokens})
         session.tokens += self._prompt(tokens)
@@ -222,7 +222,7 @@ class _Benchmark:
         self._print(f"{new:,} new tokens over {result.cached:,}: {medians}")
         return result
 
-    def _decode(self, sessions: list[Session], length: int) -> Decoded:
+    def decode(self, sessions: list[Session], length: int) -> Decoded:
         self._cache_manager.keep()
         count = _WARM_UP + self._sweep.tokens
         generations = [self.engine.start(s, Sampling(max_new_tokens=count + 1), i) for i, s in enumerate(sessions)]

@@ -123,5 +123,8 @@ RULES: tuple[Rule, ...] = (
     ("train.save", _is(False), ("train.save_minutes", "train.keep_best"), None,
      "No checkpoint is written."),
     ("data.tokenizer", _is_not("byte-level"), ("data.tokenizer_path",), "a path", "Set data.tokenizer_path."),
+    ("train.precision", _is("fp32"), ("inference.weights",), None, "FP8 is for a model in bf16: set that as well."),
+    ("model.kv_lora_rank", _is_not(None), ("inference.weights",), None, "FP8 supports plain attention only."),
+    ("model.pattern", _with_delta_nets, ("inference.weights",), None, "FP8 supports plain attention only."),
     ("inference.exact_reuse", _is(True), ("inference.prefill_chunk",), "a number", "Set it to 2048."),
 )  # fmt: skip

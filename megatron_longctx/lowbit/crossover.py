@@ -1,4 +1,4 @@
-"""The size from which a quantized reduction is faster than the exact one: measured once and stored in a file."""
+"""How long exact and low-bit sums take by size: measured once and stored in a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,62 +24,56 @@ from ..core.comm.device import synchronize
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 4
+_VERSION = 5
 _SIZES = [4**k * 1024 for k in range(2, 9)]  # bytes: 16 KiB to 64 MiB
 _MARGIN = 0.95
-"""Quantized counts as faster below this fraction of the exact sum's time, because noise does not justify an error."""
+"""A way with a larger error counts as faster below this fraction of the time: noise does not justify an error."""
 _ROUNDS = 6
 _MAX_S = 0.2
 """If a call takes longer, no more rounds or larger sizes are measured."""
 _CALLS = 16
 """The calls of a row on a GPU, so that waiting for the device once does not count."""
 
+Sum = Callable[[Tensor], object]
+
 
 @dataclass(frozen=True)
-class Crossover:
-    """The smallest size from which quantized reductions were faster at all measured sizes.
+class Timings:
+    """How long the ways to sum take.
 
     Attributes:
-        from_bytes: the bytes of a rank's tensor; None if they were never faster.
-        samples: (bytes, exact seconds, quantized seconds) of the slowest rank, in ascending order of bytes.
+        ways: their names, in ascending order of their errors.
+        samples: bytes of a rank's tensor, in ascending order, and the seconds of every way on the slowest rank.
     """
 
-    from_bytes: int | None
-    samples: tuple[tuple[int, float, float], ...]
+    ways: tuple[str, ...]
+    samples: tuple[tuple[int, tuple[float, ...]], ...]
 
-    @staticmethod
-    def from_samples(samples: list[tuple[int, float, float]]) -> Crossover:
-        """Return the crossover of samples in ascending order of bytes."""
-        start = None
-        for size, exact, quantized in reversed(samples):
-            if quantized >= exact * _MARGIN:
-                break
-            start = size
-        return Crossover(start, tuple(samples))
+    def fastest(self, num_bytes: int) -> int:
+        """Return the number of the fastest way for this size; between samples, seconds grow linearly with the bytes."""
+        larger = next((i for i, (size, _) in enumerate(self.samples) if size >= num_bytes), len(self.samples) - 1)
+        (low, before), (high, after) = self.samples[max(0, larger - 1)], self.samples[larger]
+        share = min(1.0, max(0.0, (num_bytes - low) / (high - low))) if high > low else 1.0
+        seconds = [a + (b - a) * share for a, b in zip(before, after, strict=True)]
+        best = 0
+        for way in range(1, len(seconds)):
+            if seconds[way] < seconds[best] * _MARGIN:
+                best = way
+        return best
 
     def __str__(self) -> str:
-        largest = self.samples[-1][0] / 2**20 if self.samples else 0.0
-        if self.from_bytes is None:
-            return f"at no size up to {largest:g} MiB"
-        exact, quantized = next((e, q) for size, e, q in self.samples if size == self.from_bytes)
-        return f"from {self.from_bytes / 2**20:g} MiB ({exact * 1e3:.3g} ms exact, {quantized * 1e3:.3g} ms quantized)"
+        chosen = [(size, self.ways[self.fastest(size)]) for size, _ in self.samples]
+        changes = [each for i, each in enumerate(chosen) if not i or each[1] != chosen[i - 1][1]]
+        return ", ".join(f"{way} from {size / 2**20:g} MiB" for size, way in changes)
 
 
-Reduction = Callable[[Tensor], object]
+def timings(
+    operation: str, ways: Mapping[str, Sum], group: dist.ProcessGroup, x: Tensor, folder: Path | None
+) -> Timings:
+    """Return how long `ways`, in ascending order of their errors, take for tensors like `x`. Collective.
 
-
-def crossover(
-    operation: str,
-    quantizer: str,
-    group: dist.ProcessGroup,
-    x: Tensor,
-    ways: tuple[Reduction, Reduction],
-    folder: Path | None,
-) -> Crossover:
-    """Return the crossover of `ways` (exact, quantized) for tensors like `x`. Collective.
-
-    It is read from the first rank's file, or measured and stored there. A file that cannot be read is measured again;
-    if it cannot be written, a warning is logged.
+    They are read from the first rank's file, or measured and stored there. A file that cannot be read is measured
+    again; if it cannot be written, a warning is logged.
     """
     hosts = gather_objects(group, socket.gethostname())
     case = {
@@ -89,7 +83,7 @@ def crossover(
         "ranks": len(hosts),
         "hosts": len(set(hosts)),
         "dtype": str(x.dtype).split(".")[-1],
-        "quantizer": quantizer,
+        "ways": " or ".join(ways),
     }
     path, first = _path(case, folder), dist.get_rank(group) == 0
     stored = gather_objects(group, _load(path) if first else None)[0]
@@ -98,8 +92,7 @@ def crossover(
         _save(result, case, path)
     if first:
         source = "measured now" if stored is None else path
-        about = (operation, case["dtype"], len(hosts), quantizer)
-        logger.info("%s of %s on %d ranks: %s is used %s; %s", *about, result, source)
+        logger.info("%s of %s on %d ranks: %s; %s", operation, case["dtype"], len(hosts), result, source)
     return result
 
 
@@ -108,22 +101,19 @@ def _path(case: dict[str, Any], folder: Path | None) -> Path:
     return (folder or cache_folder()) / f"crossover-{name}.json"
 
 
-def _measure(
-    dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device, ways: tuple[Reduction, Reduction]
-) -> Crossover:
-    """Time both ways at increasing sizes, until the slowest rank takes longer than `_MAX_S`."""
-    samples: list[tuple[int, float, float]] = []
+def _measure(dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device, ways: Mapping[str, Sum]) -> Timings:
+    """Time all ways at increasing sizes, until the slowest rank takes longer than `_MAX_S`."""
+    samples: list[tuple[int, tuple[float, ...]]] = []
     for size in _SIZES:
         shard = max(1, size // dtype.itemsize // dist.get_world_size(group))
         x = torch.empty(shard * dist.get_world_size(group), device=device, dtype=dtype)
-        exact, quantized = _seconds(ways, x, group)
-        samples.append((x.numel() * dtype.itemsize, exact, quantized))
-        if max(exact, quantized) > _MAX_S:
+        samples.append((x.numel() * dtype.itemsize, tuple(_seconds(tuple(ways.values()), x, group))))
+        if max(samples[-1][1]) > _MAX_S:
             break
-    return Crossover.from_samples(samples)
+    return Timings(tuple(ways), tuple(samples))
 
 
-def _seconds(ways: Sequence[Reduction], x: Tensor, group: dist.ProcessGroup) -> list[float]:
+def _seconds(ways: Sequence[Sum], x: Tensor, group: dist.ProcessGroup) -> list[float]:
     """Return the seconds per call of each way on the slowest rank: the best of several rounds of all ways.
 
     The first call at each size does not count: it compiles kernels and connects ranks, which takes longer than the
@@ -144,7 +134,7 @@ def _seconds(ways: Sequence[Reduction], x: Tensor, group: dist.ProcessGroup) -> 
     return best
 
 
-def _row(way: Reduction, x: Tensor) -> float:
+def _row(way: Sum, x: Tensor) -> float:
     """Return the wall-clock seconds per call of a row: prompts wait for the host as well as for the device."""
     calls = _CALLS if x.is_cuda else 1
     synchronize(x.device)
@@ -155,13 +145,16 @@ def _row(way: Reduction, x: Tensor) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def _load(path: Path) -> Crossover | None:
+def _load(path: Path) -> Timings | None:
     try:
         data = json.loads(path.read_text())
         if data["version"] != _VERSION:
             return None
-        samples = [(int(size), float(exact), float(quantized)) for size, exact, quantized in data["samples"]]
-        return Crossover.from_samples(samples)
+        ways = tuple(map(str, data["ways"]))
+        samples = [(int(size), tuple(map(float, seconds))) for size, seconds in data["samples"]]
+        if not samples or any(len(seconds) != len(ways) for _, seconds in samples):
+            raise ValueError(f"samples of {len(ways)} ways were expected")
+        return Timings(ways, tuple(samples))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -169,7 +162,7 @@ def _load(path: Path) -> Crossover | None:
         return None
 
 
-def _save(result: Crossover, case: dict[str, Any], path: Path) -> None:
+def _save(result: Timings, case: dict[str, Any], path: Path) -> None:
     data = {
         "version": _VERSION,
         "case": case,

@@ -6,14 +6,16 @@ peers (see `lowbit.peer_flags`). Arguments are not checked: call `peer_reduce`.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.kernels.fused import launch
+from ..core.kernels.fused import launch, specialization_of
 from .peer_flags import end_call, signal_peers, wait_for_peers
 from .peer_memory import MAX_BLOCKS, PeerMemory
 from .quantize import Format
@@ -225,58 +227,78 @@ def two_step(
         forms: of the values and of their sums, which may differ only in bits.
         phases: PUSH, SUM, UNPACK or all; separate launches allow tests to simulate ranks in one process.
     """
+    call = _two_steps(memory.world, memory.blocks, x.numel(), forms, chunk, stride, scatter, phases)
+    _launch(_two_step_kernel, memory, x, out, call)
+
+
+def one_step(memory: PeerMemory, x: Tensor, out: Tensor, form: Format, phases: int = ALL) -> None:
+    """Sum all of x on every rank. Arguments are as for `two_step`, without UNPACK."""
+    _launch(_one_step_kernel, memory, x, out, _one_step(memory.world, memory.blocks, x.numel(), form, phases))
+
+
+class _Call(NamedTuple):
+    """What a launch needs beside tensors. It is the same for all tensors of a size, and the host computes it once."""
+
+    blocks: int
+    numbers: tuple[int, ...]
+    kinds: tuple[Hashable, ...]  # by which Triton selects a variant for these numbers
+    constants: dict[str, int]
+    warps: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _two_steps(
+    world: int, most: int, numel: int, forms: tuple[Format, Format], chunk: int, stride: int, scatter: bool, phases: int
+) -> _Call:
     first, second = forms
     groups = first.groups(chunk)
-    per, blocks, rows, warps = _work_split(memory, groups, memory.world, first.group_size)
+    per, blocks, rows, warps = _work_split(most, groups, world, first.group_size)
     rows_of = [size for form in forms for size in (form.message_bytes(chunk), form.value_bytes(chunk))]
-    arguments = [*_shared(memory, x, out), x.numel(), chunk, stride, groups, per, *rows_of]
+    numbers = (numel, chunk, stride, groups, per, *rows_of)
     constants = {
         "BITS": first.bits,
         "TO_BITS": second.bits,
         **_constants(first),
         "ROWS": rows,
         "SUM_ROWS": rows // 4 if per <= rows // 4 else rows,
-        **_ranks(memory),
+        **_ranks(world),
         "SCATTER": scatter,
         "PHASES": phases,
     }
-    _launch(_two_step_kernel, blocks, arguments, constants, warps)
+    return _Call(blocks, numbers, tuple(map(specialization_of, numbers)), constants, warps)
 
 
-def one_step(memory: PeerMemory, x: Tensor, out: Tensor, form: Format, phases: int = ALL) -> None:
-    """Sum all of x on every rank. Arguments are as for `two_step`, without UNPACK."""
-    groups = form.groups(x.numel())
-    per, blocks, rows, warps = _work_split(memory, groups, 1, form.group_size)
-    rows_of = form.message_bytes(x.numel()), form.value_bytes(x.numel())
-    arguments = [*_shared(memory, x, out), x.numel(), groups, per, *rows_of]
+@functools.lru_cache(maxsize=1024)
+def _one_step(world: int, most: int, numel: int, form: Format, phases: int) -> _Call:
+    groups = form.groups(numel)
+    per, blocks, rows, warps = _work_split(most, groups, 1, form.group_size)
+    numbers = (numel, groups, per, form.message_bytes(numel), form.value_bytes(numel))
     constants = {
         "BITS": form.bits,
         **_constants(form),
         "SUM_ROWS": rows // 4 if per <= rows // 4 else rows,
-        **_ranks(memory),
+        **_ranks(world),
         "PHASES": phases & (PUSH | SUM),
     }
-    _launch(_one_step_kernel, blocks, arguments, constants, warps)
+    return _Call(blocks, numbers, tuple(map(specialization_of, numbers)), constants, warps)
 
 
-def _work_split(memory: PeerMemory, groups: int, chunks: int, group_size: int) -> tuple[int, int, int, int]:
+def _work_split(most: int, groups: int, chunks: int, group_size: int) -> tuple[int, int, int, int]:
     """Return the groups (of each of `chunks` chunks) per block, the blocks, the groups at once, and the warps."""
     tile, warps = _SMALL
-    if groups * chunks * group_size > memory.blocks * 2 * tile:
+    if groups * chunks * group_size > most * 2 * tile:
         tile, warps = _LARGE
     rows = tile // group_size
-    per = max(-(-groups // memory.blocks), -(-rows // (chunks * 4)))
+    per = max(-(-groups // most), -(-rows // (chunks * 4)))
     return per, -(-groups // per), rows, warps
 
 
-def _launch(kernel: Any, blocks: int, arguments: list[Any], constants: dict[str, Any], warps: int) -> None:
-    with torch.cuda.device(arguments[0].get_device()):  # a CPU tensor's index, -1, changes nothing
+def _launch(kernel: Any, memory: PeerMemory, x: Tensor, out: Tensor, call: _Call) -> None:
+    kinds = call.kinds, specialization_of(x), specialization_of(out)
+    arguments = (x, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes, *call.numbers)
+    with torch.cuda.device(x.get_device()):  # a CPU tensor's index, -1, changes nothing
         # Without fusion, so that the bits equal the kernels' in `quantize_triton`.
-        launch(kernel, (blocks,), arguments, constants, num_warps=warps, enable_fp_fusion=False)
-
-
-def _shared(memory: PeerMemory, x: Tensor, out: Tensor) -> tuple[Any, ...]:
-    return x, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes
+        launch(kernel, (call.blocks,), arguments, call.constants, kinds, num_warps=call.warps, enable_fp_fusion=False)
 
 
 def _constants(form: Format) -> dict[str, Any]:
@@ -284,5 +306,5 @@ def _constants(form: Format) -> dict[str, Any]:
     return {"SYMMETRIC": form.symmetric, "SHORT": short, "HALF": form.group_size // 2}
 
 
-def _ranks(memory: PeerMemory) -> dict[str, int]:
-    return {"WORLD": memory.world, "LANES": triton.next_power_of_2(memory.world), "MAX": MAX_BLOCKS}
+def _ranks(world: int) -> dict[str, int]:
+    return {"WORLD": world, "LANES": triton.next_power_of_2(world), "MAX": MAX_BLOCKS}

@@ -11,6 +11,8 @@ the same bits, including a rank's own chunk.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,6 +26,7 @@ from .quantize import DTYPES, QuantFormat, dequantize, quantize, requantize_sum,
 _STEP_BITS: dict[int | None, tuple[int, int]] = {8: (8, 8), 6: (4, 8), 4: (4, 4)}
 
 
+@functools.cache
 def formats(
     dtype: torch.dtype, bits: int | None, group_size: int = 128, symmetric: bool = False
 ) -> tuple[QuantFormat, QuantFormat]:

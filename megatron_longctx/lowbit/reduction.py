@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,12 +13,24 @@ from torch import Tensor
 
 from ..config import check_value
 from ..core.comm.collectives import reduce_scatter_single
-from .crossover import Crossover, crossover
+from .crossover import Sum, Timings, timings
 from .peer_reduce import PeerReduction, peer_reduction
 from .quantized import all_reduce, reduce_scatter, shard_like
 
 _BITS = {"int8": 8, "int6": 6, "int4": 4}
-_AUTO_BITS = 8
+_FINE = 32
+"""The group size with which `auto` considers int4: with 5 bits a value, perplexities are lower than with int6 in groups
+of 128, which sends 6.25 bits on average (docs/reductions.md)."""
+
+
+class SumFormat(NamedTuple):
+    """The format in which values are sent: their bits (None: unquantized, over peer memory) and the group size."""
+
+    bits: int | None
+    group_size: int
+
+    def __str__(self) -> str:
+        return "exact over peers" if self.bits is None else f"int{self.bits} in groups of {self.group_size}"
 
 
 @dataclass(frozen=True)
@@ -24,8 +38,8 @@ class ReductionPolicy:
     """How tensors are summed over ranks.
 
     Args:
-        mode: none; int8, int6 or int4 (see `quantized.all_reduce`); or auto, which is int8 for sizes at which it was
-            measured to be faster on this group, otherwise none. It never chooses coarser integers.
+        mode: none; int8, int6 or int4 (see `quantized.all_reduce`); or auto, the fastest on this group by size of exact
+            sums (over peer memory as well), int8, and int4 in groups of 32.
         group_size: 32, 64 or 128 neighbouring elements that share a range.
         symmetric: whether ranges are symmetric around zero.
         min_kib: smaller tensors (in KiB per rank) are never quantized.
@@ -55,52 +69,58 @@ class Reducer:
         folder: for the crossovers of `auto`; None for the user's cache.
 
     Attributes:
-        crossovers: the crossovers that `auto` has needed so far, keyed by operation and dtype.
+        timings: what `auto` has measured or read so far, keyed by operation and dtype.
     """
 
     def __init__(self, group: dist.ProcessGroup, policy: ReductionPolicy, folder: Path | None = None) -> None:
         self.group, self.policy, self._folder = group, policy, folder
         self._alone = dist.get_world_size(group) == 1
         self._min_bytes = float("inf") if policy.mode == "none" or self._alone else policy.min_kib * 1024
-        self.crossovers: dict[tuple[str, torch.dtype], Crossover] = {}
+        self.timings: dict[tuple[str, torch.dtype], Timings] = {}
         self._peers: dict[torch.device, PeerReduction | None] = {}
+        self._chosen: dict[tuple[str, torch.dtype, int], SumFormat | None] = {}
 
     def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
-        """Return the sum in a new tensor, or in x's memory if it is exact and `overwrite` is set."""
-        bits = self.bits("all_reduce", x)
-        if bits is not None:
-            return self._quantized("all_reduce", x, bits)
+        """Return the sum, in a new tensor or, if `overwrite` is set, in x's memory."""
+        form = self.format("all_reduce", x)
+        if form is not None:
+            return self._quantized("all_reduce", x, form, x if overwrite and x.is_contiguous() else None)
         return self._sum_in_place(x if overwrite else x.clone(memory_format=torch.contiguous_format))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this rank's shard, along the first dimension, of the sum: `[n * s, ...]` to `[s, ...]`."""
-        bits = self.bits("reduce_scatter", x)
-        return self._exact_shard(x) if bits is None else self._quantized("reduce_scatter", x, bits)
+        form = self.format("reduce_scatter", x)
+        return self._exact_shard(x) if form is None else self._quantized("reduce_scatter", x, form)
 
-    def bits(self, operation: str, x: Tensor) -> int | None:
-        """Return the bits to which `operation` (all_reduce or reduce_scatter) quantizes `x`; None if it is exact.
+    def format(self, operation: str, x: Tensor) -> SumFormat | None:
+        """Return the format in which `operation` (all_reduce or reduce_scatter) sends `x`; None for the library's sum.
 
-        With `auto`, the first call per operation and dtype measures the crossover, unless a file has it, and logs it.
+        With `auto`, the first call per operation and dtype measures the formats, unless a file has them, and logs it.
         """
         num_bytes = x.numel() * x.element_size()
         if num_bytes < self._min_bytes:
             return None
         if self.policy.mode != "auto":
-            return _BITS[self.policy.mode]
-        key = operation, x.dtype
-        if key not in self.crossovers:
-            self.crossovers[key] = self._crossover(operation, x)
-        start = self.crossovers[key].from_bytes
-        return None if start is None or num_bytes < start else _AUTO_BITS
+            return SumFormat(_BITS[self.policy.mode], self.policy.group_size)
+        key = operation, x.dtype, num_bytes
+        if key not in self._chosen:
+            self._chosen[key] = self._fastest(operation, x)
+        return self._chosen[key]
 
-    def _crossover(self, operation: str, x: Tensor) -> Crossover:
-        policy = self.policy
+    def _fastest(self, operation: str, x: Tensor) -> SumFormat | None:
+        forms = [SumFormat(8, self.policy.group_size), SumFormat(4, _FINE)]
         over = " over peers" if self._peer_reduction(x.device) else ""
-        quantizer = f"int{_AUTO_BITS} g{policy.group_size}{' symmetric' * policy.symmetric}{over}"
-        exact = self._sum_in_place if operation == "all_reduce" else self._exact_shard
-        ways = (exact, lambda tensor: self._quantized(operation, tensor, _AUTO_BITS))
-        with torch.no_grad():
-            return crossover(operation, quantizer, self.group, x, ways, self._folder)
+        if over:
+            forms.insert(0, SumFormat(None, self.policy.group_size))
+        key = operation, x.dtype
+        if key not in self.timings:
+            ways: dict[str, Sum] = {"exact": self._sum_in_place if operation == "all_reduce" else self._exact_shard}
+            for form in forms:
+                name = f"{form}{' symmetric' * self.policy.symmetric}{over}" if form.bits else str(form)
+                ways[name] = partial(self._quantized, operation, form=form)
+            with torch.no_grad():
+                self.timings[key] = timings(operation, ways, self.group, x, self._folder)
+        return (None, *forms)[self.timings[key].fastest(x.numel() * x.element_size())]
 
     def _sum_in_place(self, x: Tensor) -> Tensor:
         out = x.contiguous()
@@ -108,10 +128,12 @@ class Reducer:
             dist.all_reduce(out, group=self.group)
         return out
 
-    def _quantized(self, operation: str, x: Tensor, bits: int) -> Tensor:
-        policy, peers = self.policy, self._peer_reduction(x.device)
-        reduce = all_reduce if operation == "all_reduce" else reduce_scatter
-        return reduce(x, self.group, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric, peers=peers)
+    def _quantized(self, operation: str, x: Tensor, form: SumFormat, out: Tensor | None = None) -> Tensor:
+        reduce, peers = all_reduce if operation == "all_reduce" else reduce_scatter, self._peer_reduction(x.device)
+        symmetric = self.policy.symmetric
+        return reduce(
+            x, self.group, bits=form.bits, group_size=form.group_size, symmetric=symmetric, out=out, peers=peers
+        )
 
     def _exact_shard(self, x: Tensor) -> Tensor:
         out = shard_like(x, dist.get_world_size(self.group))

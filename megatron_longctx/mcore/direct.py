@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import functional
 
+from ..inference.fp8 import product
 from .norms import LayerNorm, PostNormAdd, RMSNorm
 from .rope import Rotation, checking_rope
 from .row_parallel import ReducedRowParallelLinear
@@ -99,13 +100,13 @@ class DirectLayer:
         attended = _row_parallel(self._projection, self._attention(hidden, rotation, attend))
         hidden = attention_norm(attended).add_(hidden)
         del attended
-        wide = functional.linear(self._mlp_norm(hidden), self._up.weight)
+        wide = product(self._mlp_norm(hidden), self._up.weight)
         wide = self._activate(wide)
         return mlp_norm(_row_parallel(self._down, wide)).add_(hidden)
 
     def _attention(self, hidden: Tensor, rotation: Rotation | None, attend: AttentionFn) -> Tensor:
         """Return `[s, 1, h d]`. A separate function, so that its intermediate tensors do not live through the MLP."""
-        mixed = functional.linear(self._input_norm(hidden), self._qkv.weight)
+        mixed = product(self._input_norm(hidden), self._qkv.weight)
         if self._qkv.bias is not None:  # not in the product: Megatron's layers round before they add it
             mixed = mixed + self._qkv.bias
         mixed = mixed.view(*mixed.shape[:2], self._groups, self._queries_per_group + 2, -1)
@@ -136,7 +137,7 @@ def _norm(norm: torch.nn.Module | None) -> Callable[[Tensor], Tensor]:
 
 def _row_parallel(linear: RowParallelLinear, x: Tensor) -> Tensor:
     """Apply a row-parallel layer: the product, its sum over the tensor-parallel ranks, and the bias."""
-    out = functional.linear(x, linear.weight)
+    out = product(x, linear.weight)
     if isinstance(linear, ReducedRowParallelLinear):
         out = linear.reducer.all_reduce(out, overwrite=True)
     elif linear.tp_group.size() > 1:

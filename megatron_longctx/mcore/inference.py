@@ -26,11 +26,12 @@ from ..inference.cached_attention import CachedAttention, CacheShape
 from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
 from ..inference.scores import PromptScorer
-from ..lowbit.crossover import Crossover
+from ..lowbit.crossover import Timings
 from ..lowbit.reduction import ReductionPolicy
 from . import checkpoint
 from .core_attention import layer_window
 from .direct import AttentionFn, DirectLayer, why_not_direct
+from .fp8_weights import check_fp8, quantize_layers
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
 from .rope import Rotations
 from .row_parallel import ReducedRowParallelLinear
@@ -116,9 +117,9 @@ class CachedGPT:
         for module in self._reduced():
             module.set_policy(policy)
 
-    def crossovers(self) -> dict[tuple[str, torch.dtype], Crossover]:
-        """Return the crossovers that a policy of `auto` has used so far, keyed by operation and dtype."""
-        return {case: found for module in self._reduced() for case, found in module.reducer.crossovers.items()}
+    def reduction_timings(self) -> dict[tuple[str, torch.dtype], Timings]:
+        """Return what a policy of `auto` has measured or read so far, keyed by operation and dtype."""
+        return {case: found for module in self._reduced() for case, found in module.reducer.timings.items()}
 
     def _reduced(self) -> list[ReducedRowParallelLinear]:
         return [module for module in self._gpt.modules() if isinstance(module, ReducedRowParallelLinear)]
@@ -178,6 +179,7 @@ def inference_config(config: Config) -> Config:
     """
     par = config.parallelism
     refuse_training_sizes(par)
+    check_fp8(config)
     if config.model.latent:
         remedy = "MLA supports training and evaluation by `loss_by_position` only."
         raise refuse("model.kv_lora_rank", config.model.kv_lora_rank, "null for inference", remedy)
@@ -277,16 +279,24 @@ def load_model(
     checkpoints: Path | None,
     iteration: int | None = None,
 ) -> tuple[GPTModel, MegatronTokenizerText]:
-    """Load a run's model onto this rank's device, and its tokenizer. See `build_engine`."""
-    config = replace(config, model=replace(config.model, builder="gpt"))  # the checkpoints of both are equal
+    """Load a run's model onto this rank's device, with `inference.weights`, and its tokenizer. See `build_engine`."""
+    model = replace(config.model, builder="gpt")  # the checkpoints of both are equal
+    if config.inference.weights == "fp8":
+        model = replace(model, implementation="local")
+    config = replace(config, model=model)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
     gpt = build_model(config, transformer_config(config), groups, sequence, vocab_size)
     gpt.to(local_device())
+    if config.model.position_embedding == "learned":  # Megatron leaves them in fp32, and its training casts them
+        gpt.embedding.position_embeddings.to(gpt.config.params_dtype)
     if checkpoints is not None:
         state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
         # RoPE may differ: users try a model beyond its length before they train it there.
         checkpoint.load(checkpoints, state, iteration=iteration, ignore=RETRAINABLE)
+        del state
+    if config.inference.weights == "fp8":
+        quantize_layers(gpt)
     return gpt, tokenizer
 
 

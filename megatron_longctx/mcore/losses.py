@@ -20,6 +20,7 @@ from ..config.progress import Progress
 from ..core.errors import refuse
 from ..inference.evaluation.results import Losses, edges
 from .data import TrainingBatch, TrainingData
+from .fp8_weights import check_fp8
 from .head import ChunkedHead, Head, chunked_entropy
 from .inference import load_model, refuse_training_sizes
 from .model import padded_vocab_size
@@ -37,6 +38,7 @@ def losses_config(config: Config) -> Config:
     """
     par, recompute = config.parallelism, config.recompute
     refuse_training_sizes(par)
+    check_fp8(config)
     if config.model.latent and par.tensor_parallel_size > 1:
         key, expected = "parallelism.tensor_parallel_size", f"1 with model.kv_lora_rank={config.model.kv_lora_rank}"
         raise refuse(key, par.tensor_parallel_size, expected, "Take context parallelism.")

@@ -132,7 +132,7 @@ class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             grad_output_buffer=None,
         )
         name, exact = _OPERATIONS[self.sequence_parallel]
-        if self.reducer.bits(name, partial) is None:
+        if self.reducer.format(name, partial) is None:
             output = exact(partial, group=self.tp_group)
         else:
             output = _StraightThroughSum.apply(partial, self.reducer, self.sequence_parallel)  # type: ignore[no-untyped-call]

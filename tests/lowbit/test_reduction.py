@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_longctx.lowbit import crossover
-from megatron_longctx.lowbit.crossover import Crossover
+from megatron_longctx.lowbit.crossover import Timings
 from megatron_longctx.lowbit.quantized import all_reduce, reduce_scatter
-from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy
+from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy, SumFormat
 from megatron_longctx.testing.distributed import run_distributed
 
 KIB = 1024
@@ -64,7 +64,7 @@ def _exact_sums(rank: int, folder: Path) -> list[tuple]:
     dist.all_reduce(wanted)
     for mode, min_kib in (("none", 0), ("int4", 9), ("auto", 9), ("auto", 1)):
         reducer = Reducer(group, ReductionPolicy(mode, min_kib=min_kib), folder)
-        reducer._crossover = lambda operation, x: Crossover(64 * KIB, ())  # from a file, or measured
+        reducer._fastest = lambda operation, x: None  # from a file, or measured
         for overwrite in (False, True):
             mine = x.clone()
             reducer.all_reduce(mine.clone(), overwrite=overwrite)  # decides
@@ -92,41 +92,48 @@ def _auto(rank: int, folder: Path) -> dict:
     group, policy = dist.group.WORLD, ReductionPolicy("auto", min_kib=1)
     x = torch.randn(4, 4096).bfloat16()  # 32 KiB
     reducer = Reducer(group, policy, folder)
-    measured = [reducer.bits("all_reduce", x), reducer.bits("all_reduce", x)]
+    measured = [reducer.format("all_reduce", x), reducer.format("all_reduce", x)]
     logged = list(records)
     files = sorted(path.name for path in folder.iterdir()) if rank == 0 else []
     dist.barrier()
     from_file = []
     for samples in (
-        [[8 * KIB, 2.0, 1.0]],
-        [[8 * KIB, 1.0, 1.0]],
-        [[8 * KIB, 2.0, 1.0], [16 * KIB, 1.0, 2.0], [64 * KIB, 2.0, 1.0]],
+        [[8 * KIB, [2.0, 1.0, 1.0]]],
+        [[8 * KIB, [1.0, 1.0, 1.0]]],
+        [[16 * KIB, [1.0, 2.0, 2.0]], [64 * KIB, [4.0, 3.0, 1.0]]],
     ):
         if rank == 0:
             data = json.loads((folder / files[0]).read_text())
             (folder / files[0]).write_text(json.dumps(data | {"samples": samples}))
         dist.barrier()
         fresh = Reducer(group, policy, folder)
-        from_file.append((fresh.bits("all_reduce", x), fresh.bits("all_reduce", torch.cat([x, x]))))
+        half, small = torch.cat([x, x[:2]]), x[:2].contiguous()  # 48 KiB and 16 KiB
+        from_file.append([fresh.format("all_reduce", each) for each in (small, x, half)])
+        total = fresh.all_reduce(half)
+    wanted = all_reduce(half, group, bits=4, group_size=32)
     if rank == 0:
         (folder / files[0]).write_text("{")
     dist.barrier()
-    again = Reducer(group, policy, folder).bits("all_reduce", x)
-    total = Reducer(group, policy, folder).reduce_scatter(x)
+    again = Reducer(group, policy, folder).format("all_reduce", x)
+    shard = Reducer(group, policy, folder).reduce_scatter(x)
     return {"measured": [*measured, again], "logged": logged, "files": files, "from file": from_file,
-            "shard": total.shape, "records": records}  # fmt: skip
+            "as int4": torch.equal(total, wanted), "shard": shard.shape, "records": records}  # fmt: skip
 
 
 def test_auto_measures_once_and_follows_its_file(tmp_path: Path) -> None:
     first, second = run_distributed(_auto, 2, tmp_path)
+    int8, int4 = SumFormat(8, 128), SumFormat(4, 32)
     assert first["measured"] == second["measured"] and first["measured"][0] == first["measured"][1]
-    assert set(first["measured"]) <= {None, 8}
+    assert set(first["measured"]) <= {None, int8, int4}
     [name] = first["files"]
-    assert name == "crossover-all-reduce-cpu-gloo-2-1-bfloat16-int8-g128.json"
+    ways = "exact-or-int8-in-groups-of-128-or-int4-in-groups-of-32"
+    assert name == f"crossover-all-reduce-cpu-gloo-2-1-bfloat16-{ways}.json"
     [line] = first["logged"]
-    assert line.startswith("all_reduce of bfloat16 on 2 ranks: int8 g128 is used ") and line.endswith("measured now")
+    assert line.startswith("all_reduce of bfloat16 on 2 ranks: ") and line.endswith("; measured now")
     assert second["logged"] == []
-    assert first["from file"] == second["from file"] == [(8, 8), (None, None), (None, 8)]
+    # Between two sizes, every way's time is interpolated: at 32 KiB 2.0, 2.33 and 1.67 s.
+    assert first["from file"] == second["from file"] == [[int8] * 3, [None] * 3, [None, int4, int4]]
+    assert first["as int4"] and second["as int4"]
     assert first["shard"] == (2, 4096)
     assert any("cannot be read" in text for text in first["records"])
     stored = json.loads((tmp_path / name).read_text())
@@ -149,14 +156,14 @@ def _with_a_fake_clock(rank: int) -> list:
 
         return call
 
-    ways = way("plain", 1e-5, 1e-9), way("quantized", 1e-4, 0.5e-9)  # even at 180,000 bytes
+    ways = {"exact": way("plain", 1e-5, 1e-9), "int8": way("quantized", 1e-4, 0.5e-9)}  # even at 180,000 bytes
     group, cpu = dist.group.WORLD, torch.device("cpu")
     result = crossover._measure(torch.bfloat16, group, cpu, ways)
-    slow = crossover._measure(torch.bfloat16, group, cpu, (way("slow", 0.2, 0.0), ways[1]))
+    slow = crossover._measure(torch.bfloat16, group, cpu, {"slow": way("slow", 0.2, 0.0), "int8": ways["int8"]})
     return [
-        result.from_bytes,
+        [size for size, _ in result.samples if result.fastest(size)],
         len(result.samples),
-        result.samples[0][1],
+        result.samples[0][1][0],
         len(slow.samples),
         calls["slow"],
         largest[0] < 50,
@@ -166,8 +173,8 @@ def _with_a_fake_clock(rank: int) -> list:
 def test_first_calls_do_not_count_and_the_slowest_rank_decides() -> None:
     ranks = run_distributed(_with_a_fake_clock, 2)
     assert ranks[0] == ranks[1]
-    start, sizes, exact, slow_sizes, slow_calls, redrawn = ranks[0]
-    assert start == 256 * KIB and sizes == len(crossover._SIZES)
+    faster, sizes, exact, slow_sizes, slow_calls, redrawn = ranks[0]
+    assert faster == crossover._SIZES[2:] and faster[0] == 256 * KIB and sizes == len(crossover._SIZES)
     assert exact == pytest.approx(2 * (1e-5 + 16 * KIB * 1e-9))
     assert slow_sizes == 1 and slow_calls == 2, "larger sizes or more rounds would take too long"
     assert redrawn
@@ -185,18 +192,22 @@ def test_gpus_are_timed_with_what_the_host_needs() -> None:
     assert crossover._row(call, x) > 2e-4
 
 
-def test_the_crossover_is_faster_at_all_larger_sizes() -> None:
-    rising = [(1, 1.0, 2.0), (2, 2.0, 1.0), (4, 2.0, 1.98), (8, 4.0, 2.0), (16, 8.0, 4.0)]
-    assert Crossover.from_samples(rising).from_bytes == 8, "1% faster is noise"
-    assert Crossover.from_samples(rising[:3]).from_bytes is None
-    assert Crossover.from_samples(rising[:2]).from_bytes == 2
-    assert "at no size up to" in str(Crossover.from_samples(rising[:1]))
-    assert "4e+03 ms exact, 2e+03 ms quantized" in str(Crossover.from_samples(rising))
+def test_a_larger_error_needs_a_gain() -> None:
+    ways = ("exact", "int8", "int4")
+    samples = ((1, (1.0, 0.9, 0.89)), (2, (1.0, 1.2, 0.96)), (4, (2.0, 1.5, 1.0)), (8, (3.0, 1.5, 1.49)))
+    timings = Timings(ways, samples)
+    assert [ways[timings.fastest(n)] for n in (0, 1, 2, 3, 4, 8, 99)] == [
+        *("int8", "int8", "exact", "int4", "int4", "int8", "int8"),
+    ]
+    assert str(timings) == "int8 from 9.53674e-07 MiB, exact from 1.90735e-06 MiB, int4 from 3.8147e-06 MiB, " + (
+        "int8 from 7.62939e-06 MiB"
+    )
+    assert Timings(ways, samples[:1]).fastest(5) == 1
 
 
 def test_files_of_different_cases_differ(tmp_path: Path) -> None:
-    case = {"operation": "all_reduce", "device": "NVIDIA H200", "ranks": 8, "hosts": 1, "quantizer": "int8 g128"}
-    others = [{"operation": "reduce_scatter"}, {"hosts": 2}, {"quantizer": "int8 g64"}]
+    case = {"operation": "all_reduce", "device": "NVIDIA H200", "ranks": 8, "hosts": 1, "ways": "int8 in groups of 128"}
+    others = [{"operation": "reduce_scatter"}, {"hosts": 2}, {"ways": "int8 in groups of 64"}]
     assert len({crossover._path(case | other, tmp_path) for other in ({}, *others)}) == 4
 
 

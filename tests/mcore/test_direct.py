@@ -35,6 +35,7 @@ GEMMA = {
     "model.rope_scaling.kind": "linear",
     "model.rope_scaling.factor": 8.0,
 }
+FP8 = {"train.precision": "bf16", "inference.weights": "fp8"}
 ALONE: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama in bf16": {"train.precision": "bf16"},
@@ -43,6 +44,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "a KV head a query": {"model.num_kv_heads": 4},
     "gemma": GEMMA,
     "gemma in bf16": {**GEMMA, "train.precision": "bf16"},
+    "biased swiglu in fp8": {"model.bias": True, **FP8},
     "windows and sinks": {"model.window": 5, "model.window_pattern": 2, "model.sinks": "learnable"},
 }
 REDUCED = {"reduction.output_projection": "int8", "reduction.down_projection": "int4", "reduction.min_kib": 0.0}
@@ -113,7 +115,11 @@ def same_bits(rank: int, configs: list[Config]) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("tensor", "context", "variants"),
-    [(1, 1, list(ALONE.values())), (1, 2, [{}, GPT2]), (2, 1, [{}, GPT2, REDUCED, {**GPT2, **REDUCED}])],
+    [
+        (1, 1, list(ALONE.values())),
+        (1, 2, [{}, GPT2]),
+        (2, 1, [{}, GPT2, REDUCED, {**GPT2, **REDUCED}, {**FP8, **REDUCED}]),
+    ],
 )
 def test_results_are_megatrons_bit_for_bit(
     tensor: int, context: int, variants: list[dict[str, Any]], tmp_path: Path

@@ -30,15 +30,15 @@ def test_attention_is_a_part_of_its_layer(tmp_path: Path) -> None:
     assert "\n| 64 | " in text
 
 
-def test_prefill_measures_every_reduction_and_the_crossovers_of_auto(tmp_path: Path) -> None:
+def test_prefill_measures_every_reduction_and_says_what_auto_takes(tmp_path: Path) -> None:
     words = "--lengths 32,16 --reductions none,auto,int8 --iterations 2 reduction.min_kib=0 model.num_layers=1"
     data, text = run(tmp_path, f"prefill parallelism.tensor_parallel_size=2 {SETTINGS} {words}")
     cases = [(m["tokens"], m["reduction"]) for m in data["measurements"]]
     assert cases == [(tokens, name) for tokens in (16, 32) for name in ("none", "auto", "int8")]
     assert all(len(m["seconds"]) == 2 and min(m["seconds"]) <= m["median"] > 0 for m in data["measurements"])
     assert data["tensor_parallel_size"] == 2 and data["model"]["num_layers"] == 1 and data["environment"]["commit"]
-    assert set(data["auto_from_bytes"]) == {"all_reduce of float32"}
-    assert "\n| 32 | " in text and "\nauto: all_reduce of float32 is quantized " in text
+    assert set(data["auto"]) == {"all_reduce of float32"} and " from " in data["auto"]["all_reduce of float32"]
+    assert "\n| 32 | " in text and "\nauto: all_reduce of float32: " in text
 
 
 def test_planning_times_all_phases_of_new_batches(tmp_path: Path) -> None:
@@ -82,3 +82,16 @@ def test_a_transformers_model_is_measured_beside_others_that_are_right(tmp_path:
     assert all(m["loss_error"] < 1e-5 for m in data["measurements"] if m["rounds"])
     assert [m["reason"].startswith("ValueError: 2 documents") for m in data["measurements"][2::3]] == [False, True]
     assert "ring-flash-attn, llama3 | " in text and "| not possible: " in text
+
+
+def test_fp8_compares_values_and_times_every_division_of_the_ranks(tmp_path: Path) -> None:
+    words = "fp8 model=tiny train.precision=bf16 --device cpu --lengths 64,96 --quick --prompt 96 --prompts 48"
+    data, text = run(tmp_path, words)
+    cells = {each.pop("name"): each for each in data["cells"]}
+    for name in ("1 GPU", "TP 2", "CP 2"):
+        assert 0.01 < cells[f"{name}, loss of 96 tokens"]["logits off by"] < 0.1
+        assert set(cells[f"{name}, decode, 96 cached, batch 1"]["medians"]) == {"exact", "fp8"}
+        assert cells[f"{name}, first token of 96"]["fp8"]
+    assert "int4:32" in cells["TP 2, first token of 48 by reduction"]["medians"]
+    assert data["notes"]["first tokens, two_shot"] == "not all ranks have a CUDA device"
+    assert "\n| CP 2, decode, 64 cached, batch 2 | " in text
