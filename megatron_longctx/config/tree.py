@@ -216,6 +216,9 @@ class ServeConfig:
     # If ranks complete no layer for this long, `/ready` and new requests get 503; at most half of
     # parallelism.timeout_s. Running requests wait.
     stalled_s: float = number(10.0, 0, SECONDS_PER_YEAR, above=True)
+    # The longest time that a long prompt may delay a short one, or the next token of an answer. The chunks of
+    # prompts are sized by measured times to hold it, unless inference.prefill_chunk sets their size.
+    max_delay_s: float = number(2.0, 1e-3, SECONDS_PER_YEAR)
     # Finished or cancelled sequences whose cache is kept for prompts with the same prefix.
     keep_sessions: int = number(16, 0, 10**6)
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 from ..core.errors import refuse
 from .cache_manager import CacheFull
 from .engine import LongContextEngine
+from .pace import Pace
 from .sampling import Sampling
 from .scores import PromptScores, Score
 from .session import Generation, Session, check_ids, check_length, common_prefix, longest_prefix, whole_chunks
@@ -130,19 +131,25 @@ class Scheduler:
     A waiting request may be overtaken by shorter ones that can be admitted, as long as their tokens together are fewer
     than its own. It is thus delayed by about the time of one more request of its size.
 
+    Half of a round's work on prompts is for the shortest ones, half for those that came first. Prompts that need more
+    than half a round's work are computed in at most half of the places, so that short ones find one; without limit,
+    short ones overtake a prompt that waits for such a place.
+
     The engine stops evicting: it would take pages of active sequences, which are promised to them, and pages that these
     shared until then would no longer count once.
 
     Attributes:
         max_active: the most sequences computed together.
-        prefill_chunk: the most prompt tokens computed between two decodes.
+        prefill_chunk: the most prompt tokens computed between two decodes, without a `pace`.
         keep_sessions: the most finished or cancelled sequences whose caches are kept for prompts with the same prefix.
+        pace: sizes the chunks of prompts by the times that `observe` gets.
     """
 
     engine: LongContextEngine
     max_active: int = 16
     prefill_chunk: int = 2048
     keep_sessions: int = 16
+    pace: Pace | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("max_active", 1), ("prefill_chunk", 1), ("keep_sessions", 0)):
@@ -154,6 +161,8 @@ class Scheduler:
         self._active: dict[int, _Active] = {}
         self._kept: list[Session] = []  # the least recently used first
         self._cancelled: list[int] = []
+        self._pace = self.pace or Pace(self.prefill_chunk)
+        self._work = 0.0  # on prompts, of the latest round
         self._stuck = False  # no waiting request could be admitted, and nothing has changed since
         self.engine.settings = replace(self.engine.settings, evict=False)
         self._exact_chunk = self.engine.exact_chunk
@@ -198,8 +207,14 @@ class Scheduler:
         events = self._refused + self._cancel()
         self._refused = []
         self._admit()
-        self._prefill()
+        self._work = 0.0
+        if not (self._pace.owes_decode and any(active.generation for active in self._active.values())):
+            self._prefill()
         return events + self._decode()
+
+    def observe(self, seconds: float) -> None:
+        """Note the time that the latest `advance` took. All ranks note the same."""
+        self._pace.observe(seconds, self._work)
 
     def close(self) -> None:
         """Close every session."""
@@ -225,28 +240,35 @@ class Scheduler:
         if self._stuck:
             return
         still: list[Request] = []
+        behind: list[Request] = []  # the ones that wait for room in the cache
         for i, request in enumerate(self._waiting):
             if len(self._active) >= self.max_active:
                 still += self._waiting[i:]
                 break
-            may_overtake = all(self._overtaken_by[before.number] + request.tokens < before.tokens for before in still)
-            if may_overtake and self._start(request):
-                self._overtaken_by.update({before.number: request.tokens for before in still})
+            may_overtake = all(self._overtaken_by[before.number] + request.tokens < before.tokens for before in behind)
+            started = may_overtake and self._start(request)
+            if started:
+                self._overtaken_by.update({before.number: request.tokens for before in behind})
                 del self._overtaken_by[request.number]
             else:
                 still.append(request)
+                behind += [] if started is None else [request]
         else:
             self._stuck = bool(still)
         self._waiting = still
 
-    def _start(self, request: Request) -> bool:
-        """Give the request a session with the longest cached prefix of its prompt; False if it has to wait."""
+    def _start(self, request: Request) -> bool | None:
+        """Give the request a session with the longest cached prefix of its prompt; False if it has to wait, None if
+        only for a place among long prompts."""
         prompt, top = list(request.prompt), request.sampling.prompt_logprobs
         active = [active.session for active in self._active.values()]
         visible = [session for session in (*self._kept, *active) if session.salt == request.salt and top is None]
         source, cached = longest_prefix(prompt, visible, self._exact_chunk)
         if top is None and self._is_computing_prefix(request, cached):
             return False
+        computing = [a for a in self._active.values() if self._is_long(a.session.cached_tokens, len(a.left))]
+        if self._is_long(cached, len(prompt) - cached) and len(computing) >= max(1, self.max_active // 2):
+            return None
         session = self._open_session(prompt, source, cached)
         pages = self._max_pages(session, request.tokens)
         if pages > self.engine.cache_manager.pages_per_rank:  # a fork may be less even than a new session
@@ -263,6 +285,9 @@ class Scheduler:
         left = prompt[len(session.tokens) :]
         self._active[request.number] = _Active(request, session, left, pages, session.cached_tokens)
         return True
+
+    def _is_long(self, cached: int, left: int) -> bool:
+        return self._pace.work(cached, left) > self._pace.room / 2
 
     def _is_computing_prefix(self, request: Request, cached: int) -> bool:
         """Whether a prefix of the prompt that is longer than `cached` by at least a page per rank is being computed,
@@ -308,18 +333,14 @@ class Scheduler:
         )
 
     def _prefill(self) -> None:
-        """Compute the next chunk of the prompts that are not complete, first come, first served."""
-        room = self.prefill_chunk
+        """Compute the next chunk of the prompts that are not complete."""
+        prompts = [active for active in self._active.values() if active.left]
+        states = [(active.session.cached_tokens, len(active.left)) for active in prompts]
+        sizes, self._work = self._pace.shares(states, self._exact_chunk)
         chunk: dict[Session, list[int]] = {}
-        for active in self._active.values():
-            if active.left and room:
-                # If chunks have to be whole, the first prompt gets one even if the room is smaller.
-                size = whole_chunks(room, self._exact_chunk) or (0 if chunk else self._exact_chunk or 0)
-                if not size:
-                    break
-                chunk[active.session] = active.left[:size]
-                active.left = active.left[size:]
-                room = max(0, room - len(chunk[active.session]))
+        for active, size in zip(prompts, sizes, strict=True):
+            if size:
+                chunk[active.session], active.left = active.left[:size], active.left[size:]
         if chunk:
             self._drop_kept_to_fit(lambda: self.engine.append(chunk))
             self._stuck = False
