@@ -216,8 +216,6 @@ class ServeConfig:
     # If ranks complete no layer for this long, `/ready` and new requests get 503; at most half of
     # parallelism.timeout_s. Running requests wait.
     stalled_s: float = number(10.0, 0, SECONDS_PER_YEAR, above=True)
-    # Finished or cancelled sequences whose cache is kept for prompts with the same prefix.
-    keep_sessions: int = number(16, 0, 10**6)
 
 
 @dataclass(frozen=True)

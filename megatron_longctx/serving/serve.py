@@ -105,7 +105,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
         chunk = job.config.inference.prefill_chunk or Scheduler.prefill_chunk
         grammars = functools.cache(lambda: Grammars(tokenizer))  # a large vocabulary takes a second
         engine.grammars = lambda grammar, stop: grammars()(grammar, stop)
-        scheduler = Scheduler(engine, settings.max_active, chunk, settings.keep_sessions)
+        scheduler = Scheduler(engine, settings.max_active, chunk)
         if dist.get_rank() != 0:
             for number in handled_signals():  # signals may go to all ranks; rank 0 decides when to end
                 signal.signal(number, signal.SIG_IGN)
