@@ -219,8 +219,6 @@ class ServeConfig:
     # The longest time that a long prompt may delay a short one, or the next token of an answer. The chunks of
     # prompts are sized by measured times to hold it, unless inference.prefill_chunk sets their size.
     max_delay_s: float = number(2.0, 1e-3, SECONDS_PER_YEAR)
-    # Finished or cancelled sequences whose cache is kept for prompts with the same prefix.
-    keep_sessions: int = number(16, 0, 10**6)
 
 
 @dataclass(frozen=True)

@@ -169,11 +169,6 @@ class CachedAttention:
             if self._merge is not None:
                 self._merge.compile(self.shape.num_heads, self.shape.head_dim, self.shape.dtype, self.device)
 
-    def copy(self, source: range, target: range) -> None:
-        """Copy cached keys and values of all layers between slots of this rank."""
-        for layer in self._layers:
-            layer[target.start : target.stop] = layer[source.start : source.stop]
-
     def target(self, joined: bool, window: int | None = None) -> Target:
         """Return the target of plans for layers with this window. joined: see `Target`."""
         runtime = self._runtime_for(window)

@@ -20,7 +20,7 @@ from ..config import InferenceConfig, check_inference
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
 from .batch import Batch
-from .cache_manager import CacheFull, CacheManager, Fork, ScheduledChunk
+from .cache_manager import CacheFull, CacheManager, ScheduledChunk
 from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
 from .decode import Decoder
@@ -115,45 +115,51 @@ class LongContextEngine:
         for prompts in batches:
             with self._appended(prompts):
                 pass
+        manager.drop_cached()
 
-    def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session:
-        """Open a session: empty, or with the first `tokens` tokens (default: all) of another, which may continue.
+    def open(self, tokens: Sequence[int] = (), salt: int = 0) -> Session:
+        """Open a session with the longest prefix of `tokens` in the cache; its `tokens` are those that were found.
 
-        Cached tokens of the other are shared, not computed again. The last session that holds a page frees it. A batch
-        of sessions that share keys passes these among the ranks once.
+        A batch of sessions that share pages passes these among the ranks once. With `exact_reuse` only pages of whole
+        exact chunks are found.
+
+        Args:
+            salt: sessions with another one do not share pages.
+        """
+        session = self._new_session(self.cache_manager.open(tokens, salt, self._unit), salt)
+        session.tokens = list(tokens[: session.cached_tokens])
+        return session
+
+    def _new_session(self, number: int, salt: int) -> Session:
+        session = self._open[number] = Session(self, number, salt)
+        session.exact_chunks = session.cached_tokens // (self.settings.prefill_chunk or 1)
+        return session
+
+    @property
+    def _unit(self) -> int:
+        """The number of tokens that can be shared together."""
+        return math.lcm(self.cache_manager.page_tokens, self.exact_chunk or 1)
+
+    def fork(self, session: Session, tokens: int | None = None) -> Session:
+        """Open a session with the first `tokens` tokens (default: all) of another, which may continue.
+
+        Its complete pages are shared, the tokens after them are computed again. The last session that holds a page
+        frees it.
 
         Raises:
-            ValueError: the session is closed or has fewer tokens, or `tokens` is given without a session.
-            CacheFull: the tokens that do not fill a page cannot be copied; nothing has changed.
+            ValueError: the session is closed or has fewer tokens.
         """
-        if prefix_of is None:
-            if tokens is not None:
-                raise refuse("tokens", tokens, "a session to take them from", "Name it as prefix_of.")
-            return self._new_session(self.cache_manager.open())
-        self._check_open(prefix_of)
-        total = len(prefix_of.tokens)
+        self._check_open(session)
+        total = len(session.tokens)
         count = total if tokens is None else tokens
         if not 0 <= count <= total:
-            raise refuse("tokens", count, f"at most the {total} of session {prefix_of.number}", "Take fewer.")
-        cached = min(count, prefix_of.cached_tokens)
-        fork = self._evict_to_fit({prefix_of}, partial(self.cache_manager.fork, prefix_of.number, cached))
-        self._copy(fork)
-        session = self._new_session(fork.session)
-        session.tokens = prefix_of.tokens[:count]
-        session.exact_chunks = prefix_of.exact_chunks
-        session.last_used = prefix_of.last_used
-        if count == total:
-            session.next_token = prefix_of.next_token
-        return session
-
-    def _new_session(self, number: int) -> Session:
-        session = self._open[number] = Session(self, number)
-        return session
-
-    def _copy(self, fork: Fork) -> None:
-        source, target = fork.copies[self._attention.rank]
-        if source:
-            self._attention.copy(source, target)
+            raise refuse("tokens", count, f"at most the {total} of session {session.number}", "Take fewer.")
+        cached = min(count, session.cached_tokens if self.exact_chunk is None else session.exact_tokens)
+        shared = self.cache_manager.fork(session.number, cached // self._unit * self._unit)
+        fork = self._new_session(shared, session.salt)
+        fork.tokens = session.tokens[:count]
+        fork.last_used = session.last_used
+        return fork
 
     def close(self, session: Session) -> None:
         if not session.closed:
@@ -275,13 +281,13 @@ class LongContextEngine:
             raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
 
     def _compute_pending(self, sessions: Sequence[Session]) -> None:
-        """Compute the tokens that are not cached: those generated last, all tokens of an evicted session, and the last
-        token of a fork, whose logits no rank has."""
+        """Compute the tokens that are not cached: those generated last, all tokens of an evicted session, those of a
+        fork after its shared pages, and the last page of one without any, whose logits no rank has."""
         pending: dict[Session, list[int]] = {}
         for session in sessions:
             if session.tokens and session.next_token is None and session.cached_tokens == len(session.tokens):
-                keep = session.cached_tokens - 1
-                self._copy(self._evict_to_fit(sessions, partial(self.cache_manager.truncate, session.number, keep)))
+                keep = (session.cached_tokens - 1) // self._unit * self._unit
+                self.cache_manager.truncate(session.number, keep)
             if session.cached_tokens < len(session.tokens):
                 pending[session] = []
         self._compute(pending)
@@ -322,8 +328,8 @@ class LongContextEngine:
 
     def _restore(self, evicted: Sequence[Evicted]) -> None:
         """Undo evictions. Nothing was computed since then, so their keys and values are still in the pages."""
-        for session, shards, next_token in reversed(evicted):
-            self.cache_manager.restore(session.number, shards)
+        for session, held, next_token in reversed(evicted):
+            self.cache_manager.restore(session.number, held)
             session.next_token = next_token
 
     def _compute(self, new: Mapping[Session, list[int]]) -> None:
@@ -360,6 +366,8 @@ class LongContextEngine:
             session.next_token = next_tokens.get(session, NextToken())
             session.exact_chunks = exact[session] // (self.settings.prefill_chunk or 1)
             session.last_used = self._clock
+            exact_tokens = None if self.exact_chunk is None else exact[session]
+            self.cache_manager.name_pages(session.number, session.tokens, exact_tokens)
             if tokens:
                 session.reused_tokens = reused[session]
 

@@ -5,20 +5,17 @@ Every rank runs the same scheduler on the same requests in the same order, so th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from ..core.errors import refuse
-from .cache_manager import CacheFull
 from .engine import LongContextEngine
 from .pace import Pace
 from .sampling import Sampling
 from .scores import PromptScores, Score
-from .session import Generation, Session, check_ids, check_length, common_prefix, longest_prefix, whole_chunks
-
-_T = TypeVar("_T")
+from .session import Generation, Session, check_ids, check_length
 
 
 @dataclass(frozen=True)
@@ -124,9 +121,9 @@ class Scheduler:
     """Continuous batching over one engine.
 
     A request is admitted if the pages that it may need are not promised to other active requests, so that it never
-    runs out of memory later; kept caches give way to it. It shares the pages of the longest prefix of its prompt that
-    any active or kept sequence has cached, and these count once. It waits while a longer prefix is being computed for
-    another request.
+    runs out of memory later; pages that no active request holds give way to it. It shares the pages of the longest
+    prefix of its prompt that the cache has, whoever computed them, and these count once. It waits while the next page
+    is being computed for another request. An answer's pages stay in the cache at its end, also if it was cancelled.
 
     A waiting request may be overtaken by shorter ones that can be admitted, as long as their tokens together are fewer
     than its own. It is thus delayed by about the time of one more request of its size.
@@ -141,25 +138,22 @@ class Scheduler:
     Attributes:
         max_active: the most sequences computed together.
         prefill_chunk: the most prompt tokens computed between two decodes, without a `pace`.
-        keep_sessions: the most finished or cancelled sequences whose caches are kept for prompts with the same prefix.
         pace: sizes the chunks of prompts by the times that `observe` gets.
     """
 
     engine: LongContextEngine
     max_active: int = 16
     prefill_chunk: int = 2048
-    keep_sessions: int = 16
     pace: Pace | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("max_active", 1), ("prefill_chunk", 1), ("keep_sessions", 0)):
-            if getattr(self, name) < least:
-                raise refuse(name, getattr(self, name), f"{least} or more", f"Raise {name}.")
+        for name in ("max_active", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise refuse(name, getattr(self, name), "1 or more", f"Raise {name}.")
         self._waiting: list[Request] = []
         self._overtaken_by: Counter[int] = Counter()  # per waiting request, the tokens of later ones admitted first
         self._refused: list[Event] = []
         self._active: dict[int, _Active] = {}
-        self._kept: list[Session] = []  # the least recently used first
         self._cancelled: list[int] = []
         self._pace = self.pace or Pace(self.prefill_chunk)
         self._work = 0.0  # on prompts, of the latest round
@@ -167,8 +161,8 @@ class Scheduler:
         self.engine.settings = replace(self.engine.settings, evict=False)
         self._exact_chunk = self.engine.exact_chunk
         manager, model = self.engine.cache_manager, self.engine.model
-        # Some pages are reserved for the tokens by which ranks may differ (`CacheManager.max_pages`).
-        tokens = (manager.slots_per_rank - 2) * manager.n
+        # Ranks may differ by a page (`CacheManager.max_pages`).
+        tokens = (manager.pages_per_rank * manager.n - (manager.n - 1)) * manager.page_tokens
         self.request_limits = RequestLimits(tokens, model.max_positions, model.vocab_size)
 
     @property
@@ -182,12 +176,10 @@ class Scheduler:
 
     @property
     def num_pages(self) -> dict[str, int]:
-        """The pages on all ranks that active sequences hold, that only finished ones hold, and that are free."""
+        """The pages on all ranks that active sequences hold, that are kept for prompts with their prefix, and free."""
         manager = self.engine.cache_manager
-        sessions = [active.session.number for active in self._active.values()]
-        used = sum(manager.held_pages(sessions, rank) for rank in range(manager.n))
-        all_used = manager.used_pages()
-        return {"used": used, "kept": all_used - used, "free": manager.pages_per_rank * manager.n - all_used}
+        used, kept = manager.used_pages(), manager.cached_pages()
+        return {"used": used, "kept": kept, "free": manager.pages_per_rank * manager.n - used - kept}
 
     def submit(self, request: Request) -> None:
         try:
@@ -218,16 +210,15 @@ class Scheduler:
 
     def close(self) -> None:
         """Close every session."""
-        for session in (*self._kept, *(active.session for active in self._active.values())):
-            session.close()
-        self._kept, self._active = [], {}
-        self._waiting.clear()
+        for active in self._active.values():
+            active.session.close()
+        self._active, self._waiting = {}, []
 
     def _cancel(self) -> list[Event]:
         events = []
         for number in self._cancelled:
             if number in self._active:
-                self._keep(self._active.pop(number).session, "cancelled")
+                self._active.pop(number).session.close()
                 events.append(Event(number, finish_reason="cancelled"))
             elif any(request.number == number for request in self._waiting):
                 self._waiting = [request for request in self._waiting if request.number != number]
@@ -261,63 +252,45 @@ class Scheduler:
         """Give the request a session with the longest cached prefix of its prompt; False if it has to wait, None if
         only for a place among long prompts."""
         prompt, top = list(request.prompt), request.sampling.prompt_logprobs
-        active = [active.session for active in self._active.values()]
-        visible = [session for session in (*self._kept, *active) if session.salt == request.salt and top is None]
-        source, cached = longest_prefix(prompt, visible, self._exact_chunk)
-        if top is None and self._is_computing_prefix(request, cached):
+        if top is None and self._is_computing(request):
             return False
-        computing = [a for a in self._active.values() if self._is_long(a.session.cached_tokens, len(a.left))]
-        if self._is_long(cached, len(prompt) - cached) and len(computing) >= max(1, self.max_active // 2):
+        # The last token is always left to compute, because its logits are needed.
+        session = self.engine.open(prompt[:-1] if top is None else (), request.salt)
+        computing = sum(self._is_long(a.session.cached_tokens, len(a.left)) for a in self._active.values())
+        if computing >= max(1, self.max_active // 2) and self._is_long(
+            session.cached_tokens, len(prompt) - session.cached_tokens
+        ):
+            session.close()
             return None
-        session = self._open_session(prompt, source, cached)
         pages = self._max_pages(session, request.tokens)
-        if pages > self.engine.cache_manager.pages_per_rank:  # a fork may be less even than a new session
-            self._close_unless_kept(session)
-            session = self.engine.open()
+        if pages > self.engine.cache_manager.pages_per_rank:  # a prefix may be less even than a new session
+            session.close()
+            session = self.engine.open(salt=request.salt)
             pages = self._max_pages(session, request.tokens)
         if not self._fits(session, pages):
-            self._close_unless_kept(session)
+            session.close()
             return False
-        if session in self._kept:
-            self._kept.remove(session)
-        session.salt = request.salt
         session.scores = None if top is None else PromptScores(prompt, top)
-        left = prompt[len(session.tokens) :]
+        left = prompt[session.cached_tokens :]
         self._active[request.number] = _Active(request, session, left, pages, session.cached_tokens)
         return True
 
     def _is_long(self, cached: int, left: int) -> bool:
         return self._pace.work(cached, left) > self._pace.room / 2
 
-    def _is_computing_prefix(self, request: Request, cached: int) -> bool:
-        """Whether a prefix of the prompt that is longer than `cached` by at least a page per rank is being computed,
-        or the same prompt for another of its answers."""
-        worth = cached + self.engine.cache_manager.page_tokens * self.engine.cache_manager.n
+    def _is_computing(self, request: Request) -> bool:
+        """Whether another request is computing the next page of a prefix that both prompts have."""
+        unit = math.lcm(self.engine.cache_manager.page_tokens, self._exact_chunk or 1)
         for active in self._active.values():
-            if active.left and active.request.salt == request.salt:
-                shared = min(common_prefix(request.prompt, active.request.prompt), len(request.prompt) - 1)
-                whole = whole_chunks(shared, self._exact_chunk)
-                if whole >= worth or (request.stream and whole > cached and request.prompt == active.request.prompt):
+            end = (active.session.cached_tokens // unit + 1) * unit
+            if active.left and active.request.salt == request.salt and end < len(request.prompt):
+                # The last tokens first, which are the likeliest to differ.
+                for start in (end - unit, 0):
+                    if request.prompt[start:end] != active.request.prompt[start:end]:
+                        break
+                else:
                     return True
         return False
-
-    def _open_session(self, prompt: list[int], source: Session | None, cached: int) -> Session:
-        """Return a kept session that the prompt continues, else a fork, or a new session if a fork has no room."""
-        if source is None:
-            return self.engine.open()
-        length = len(source.tokens)
-        if source in self._kept:
-            self._kept.append(self._kept.pop(self._kept.index(source)))
-            if self._exact_chunk is None and length < len(prompt) and prompt[:length] == source.tokens:
-                return source
-        try:
-            return self._drop_kept_to_fit(lambda: source.fork(cached), source)
-        except CacheFull:
-            return self.engine.open()
-
-    def _close_unless_kept(self, session: Session) -> None:
-        if session not in self._kept:
-            session.close()
 
     def _max_pages(self, session: Session, tokens: int) -> int:
         return self.engine.cache_manager.max_pages(session.number, tokens - session.cached_tokens)
@@ -342,7 +315,7 @@ class Scheduler:
             if size:
                 chunk[active.session], active.left = active.left[:size], active.left[size:]
         if chunk:
-            self._drop_kept_to_fit(lambda: self.engine.append(chunk))
+            self.engine.append(chunk)
             self._stuck = False
         for active in self._active.values():
             if not active.left and active.generation is None:
@@ -354,7 +327,7 @@ class Scheduler:
         if not running:
             return []
         drawing = [generation for generation in running if generation.finish_reason is None]
-        emitted = self._drop_kept_to_fit(lambda: self.engine.step(drawing)) if drawing else {}
+        emitted = self.engine.step(drawing) if drawing else {}
         events = []
         for generation, active in running.items():
             number, reason = active.request.number, generation.finish_reason
@@ -366,26 +339,7 @@ class Scheduler:
             if reason is not None:
                 del self._active[number]
                 self._stuck = False
-                self._keep(active.session, reason)
+                if reason == "error":  # the cache of its tokens may be what is wrong
+                    self.engine.cache_manager.forget(active.session.number)
+                active.session.close()
         return events
-
-    def _keep(self, session: Session, reason: str) -> None:
-        if reason == "error" or not session.cached_tokens:
-            session.close()
-            return
-        del session.tokens[session.cached_tokens :]  # returned last but never computed: the next prompt may differ
-        self._kept.append(session)
-        while len(self._kept) > self.keep_sessions:
-            self._kept.pop(0).close()
-
-    def _drop_kept_to_fit(self, compute: Callable[[], _T], source: Session | None = None) -> _T:
-        """Call `compute`, and close kept sessions, except `source`, until it succeeds."""
-        while True:
-            try:
-                return compute()
-            except CacheFull:
-                oldest = next((session for session in self._kept if session is not source), None)
-                if oldest is None:
-                    raise
-                self._kept.remove(oldest)
-                oldest.close()

@@ -1,10 +1,10 @@
-"""Sessions: a conversation and its generations, how an engine divides their tokens into passes, and common prefixes."""
+"""Sessions: a conversation and its generations, and how an engine divides their tokens into passes."""
 
 from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -16,15 +16,12 @@ from torch import Tensor
 from ..config import InferenceConfig
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
-from .cache_manager import CacheManager
-from .pages import Shard
+from .cache_manager import CacheManager, Held
 from .sampling import Sampling, sample
 from .scores import PromptScores, Score, score_table
 
 NOT_FINITE = -1
 """The id in place of a token whose logits are not finite."""
-_COMPARED = 4096
-"""The number of tokens that `common_prefix` compares at a time."""
 
 
 class NextToken(NamedTuple):
@@ -56,16 +53,16 @@ class Engine(Protocol):
     def append(self, new: Mapping[Session, Sequence[int]]) -> None: ...
     def continue_all(self, sessions: Sequence[Session], sampling: Sampling) -> list[list[int]]: ...
     def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, int]]: ...
-    def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session: ...
+    def fork(self, session: Session, tokens: int | None = None) -> Session: ...
     def close(self, session: Session) -> None: ...
 
 
 class Session:
     """One conversation: its tokens, most of them cached. `LongContextEngine.open` creates it."""
 
-    def __init__(self, engine: Engine, number: int) -> None:
+    def __init__(self, engine: Engine, number: int, salt: int = 0) -> None:
         self.number = number
-        self.salt = 0  # requests with another salt do not find this session's cache
+        self.salt = salt  # sessions with another salt do not find this one's pages
         self.tokens: list[int] = []
         self.closed = False
         self.finish_reason: str | None = None  # of the latest generation: stop or length
@@ -84,7 +81,7 @@ class Session:
     def exact_tokens(self) -> int:
         """The number of cached tokens that any session with the same tokens computes in the very same calls.
 
-        With `exact_reuse` these are whole chunks from the first token on. A fork at a multiple of the chunk up to here
+        With `exact_reuse` these are whole chunks from the first token on. A session that finds pages up to here
         continues, bit for bit, as if it had computed them itself."""
         chunk = self._engine.settings.prefill_chunk or 1
         return min(self.exact_chunks, self.cached_tokens // chunk) * chunk
@@ -103,8 +100,8 @@ class Session:
             yield from step.values()
 
     def fork(self, tokens: int | None = None) -> Session:
-        """Open a session with the same prefix. See `LongContextEngine.open`."""
-        return self._engine.open(self, tokens)
+        """Open a session with the same prefix. See `LongContextEngine.fork`."""
+        return self._engine.fork(self, tokens)
 
     def close(self) -> None:
         """Free the session's pages unless other sessions share them. Closing twice has no effect."""
@@ -115,7 +112,7 @@ class Evicted(NamedTuple):
     """An evicted session and its state before."""
 
     session: Session
-    shards: list[Shard]
+    held: Held
     next_token: NextToken | None
 
 
@@ -272,38 +269,3 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
         token = next(token for token in tokens if not 0 <= token < vocab_size)
         raise refuse("token", token, f"an id from 0 to {vocab_size - 1}", "Check the tokenizer.")
-
-
-def longest_prefix(
-    prompt: list[int], sessions: Iterable[Session], chunk: int | None = None
-) -> tuple[Session | None, int]:
-    """Return the first session that has the longest prefix of `prompt` cached, and the number of its tokens.
-
-    The last token is always left to compute, because its logits are needed.
-
-    Args:
-        chunk: reuse only whole exact chunks of this many tokens (`Session.exact_tokens`).
-    """
-    source, longest = None, 0
-    for session in sessions:
-        most = min(session.cached_tokens if chunk is None else session.exact_tokens, len(prompt) - 1)
-        if whole_chunks(most, chunk) > longest:
-            tokens = whole_chunks(min(most, common_prefix(prompt, session.tokens)), chunk)
-            if tokens > longest:
-                source, longest = session, tokens
-    return source, longest
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of tokens that two sequences have in common at their beginning."""
-    most = min(len(one), len(other))
-    for start in range(0, most, _COMPARED):
-        stop = min(start + _COMPARED, most)
-        if one[start:stop] != other[start:stop]:
-            return next(i for i in range(start, stop) if one[i] != other[i])
-    return most
-
-
-def whole_chunks(tokens: int, chunk: int | None) -> int:
-    """Round `tokens` down to a multiple of `chunk`."""
-    return tokens // (chunk or 1) * (chunk or 1)

@@ -327,5 +327,5 @@ def pages_per_rank(config: Config) -> int:
     inference = config.inference
     tokens = inference.cache_tokens or config.data.seq_length + inference.max_new_tokens
     n = config.parallelism.context_parallel_size
-    # Ranks differ by at most 2 tokens of a session.
-    return -(-(-(-tokens // n) + 2) // inference.page_tokens)
+    # Ranks differ by at most one page of a session.
+    return -(-(-(-tokens // inference.page_tokens) + n - 1) // n)

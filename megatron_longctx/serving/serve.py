@@ -110,7 +110,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
         pace = Pace(chunk) if chunk else Pace.timed(job.config.model, ranks, settings.max_delay_s)
         grammars = functools.cache(lambda: Grammars(tokenizer))  # a large vocabulary takes a second
         engine.grammars = lambda grammar, stop: grammars()(grammar, stop)
-        scheduler = Scheduler(engine, settings.max_active, keep_sessions=settings.keep_sessions, pace=pace)
+        scheduler = Scheduler(engine, settings.max_active, pace=pace)
         if dist.get_rank() != 0:
             for number in handled_signals():  # signals may go to all ranks; rank 0 decides when to end
                 signal.signal(number, signal.SIG_IGN)
