@@ -219,6 +219,9 @@ class ServeConfig:
     # The longest time that a long prompt may delay a short one, or the next token of an answer. The chunks of
     # prompts are sized by measured times to hold it, unless inference.prefill_chunk sets their size.
     max_delay_s: float = number(2.0, 1e-3, SECONDS_PER_YEAR)
+    # Host memory of each rank in GiB, pinned on GPUs, for copies of the cache's pages. A prompt gets them back whose
+    # pages had to give way. 0: none.
+    host_cache_gib: float = number(0.0, 0, 10**5)
 
 
 @dataclass(frozen=True)

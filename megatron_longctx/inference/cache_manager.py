@@ -10,11 +10,12 @@ import functools
 import itertools
 import math
 from array import array
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core.errors import refuse
-from .pages import Key, PagePool, Place, Shard
+from .pages import Copy, Key, PagePool, Place, Shard
 
 MAX_CONTIGUOUS = 512
 """The number of new tokens per rank up to which each rank gets one contiguous part.
@@ -113,6 +114,7 @@ class CacheManager:
         self._index: dict[Key, Place] = {}
         self._pools = [PagePool(pages_per_rank, self._index, rank) for rank in range(n)]
         self._sessions: dict[int, Held] = {}
+        self._copies: Mapping[Key, Copy] = {}
         self._opened = self._named = 0
 
     @property
@@ -155,9 +157,15 @@ class CacheManager:
         """Return the number of pages that any of these sessions holds, each counted once."""
         return len(set().union(*(self.shards(session)[rank].pages for session in sessions)))
 
-    def max_pages(self, session: int, more: int) -> int:
-        """Return the most pages that the session can hold on a rank after `more` tokens, in chunks of any sizes."""
+    def max_pages(self, session: int, more: int, ahead: Iterable[Copy] = ()) -> int:
+        """Return the most pages that the session can hold on a rank after `more` tokens, in chunks of any sizes.
+
+        Args:
+            ahead: the pages that are added first (`add_page`).
+        """
         counts = [len(shard.pages) for shard in self.shards(session)]
+        for copy in ahead:
+            counts[copy.rank] += 1
         spread = max(1, max(counts) - min(counts))
         return -(-(self._pages(self.length(session) + more) + spread * (self.n - 1)) // self.n)
 
@@ -174,6 +182,49 @@ class CacheManager:
         unit = math.lcm(multiple, self.page_tokens) // self.page_tokens
         del found[len(found) // unit * unit :]
         return self._open(salt, [place[:2] for place in found], [place.number for place in found])
+
+    def keep_copies(self, rested: Sequence[deque[int]], copies: Mapping[Key, Copy]) -> None:
+        """Let pages have copies elsewhere: append to `rested`, per rank, the pages that nobody holds any more."""
+        self._copies = copies
+        for pool, pages in zip(self._pools, rested, strict=True):
+            pool.rested = pages
+
+    def cached_page(self, rank: int, page: int) -> tuple[Key, int] | None:
+        """Return the key and the number of a page that nobody holds and sessions may find; None for other pages."""
+        return self._pools[rank].cached(page)
+
+    def copies_of(self, session: int, tokens: Sequence[int]) -> list[Copy]:
+        """Return the copies of the pages that follow those of a session, which has only complete ones, in its text."""
+        held, found = self._held(session), list[Copy]()
+        before = held.numbers[-1] if held.numbers else 0
+        while copy := self._copies.get(self._key(held.salt, before, tokens, len(held.pages) + len(found))):
+            found.append(copy)
+            before = copy.number
+        return found
+
+    def add_page(self, session: int, copy: Copy) -> tuple[int, bool]:
+        """Add the page of a copy to a session, which has only complete ones.
+
+        Returns:
+            the page, and whether it has its contents already.
+        """
+        held, pool, start = self._held(session), self._pools[copy.rank], self.length(session)
+        shard, place = held.shards[copy.rank], self._index.get(copy.key)
+        found = place is not None and place.rank == copy.rank and not held.twice
+        if place is not None and found:
+            page = place.page
+            pool.hold([page])
+        else:
+            (page,) = pool.allocate(1, shard.pages[-1] if shard.pages else -1)
+            held.twice = held.twice or place is not None
+        shard.add_pages([page])
+        shard.extend([range(start, start + self.page_tokens)])
+        held.pages.append((copy.rank, page))
+        if not held.twice:
+            held.numbers.append(copy.number)
+            if not found:
+                pool.name(page, copy.key, copy.number)
+        return page, found
 
     def fork(self, session: int, tokens: int) -> int:
         """Open a session with the complete pages of another's first tokens, and return its number."""
@@ -207,9 +258,11 @@ class CacheManager:
             held.twice = key in self._index
             if not held.twice:
                 self._named += 1
+                # A page that has a copy keeps its number, so that those that follow it are found.
+                number = self._copies[key].number if key in self._copies else self._named
                 rank, page = held.pages[count]
-                self._pools[rank].name(page, key, self._named)
-                held.numbers.append(self._named)
+                self._pools[rank].name(page, key, number)
+                held.numbers.append(number)
 
     def forget(self, session: int) -> None:
         """Remove the session's pages from the index."""

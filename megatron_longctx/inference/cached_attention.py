@@ -159,6 +159,11 @@ class CachedAttention:
 
         self._layers = [storage[:slots] for storage in self._storage]
 
+    @property
+    def layers(self) -> list[Tensor]:
+        """The cache of each layer, `[slots, …]`."""
+        return self._layers
+
     def compile_kernels(self, page_tokens: int) -> None:
         """Compile our own kernels for prompts and for decode over pages of `page_tokens`; CPUs have none."""
         if self.device.type == "cuda":

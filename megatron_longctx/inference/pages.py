@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,6 +31,15 @@ class Place(NamedTuple):
     number: int
 
 
+class Copy(NamedTuple):
+    """A page in the host memory of a rank. number: see `Place`."""
+
+    key: Key
+    rank: int
+    page: int
+    number: int
+
+
 class PagePool:
     """The reference-counted pages of one rank: each is held by sessions, cached or free.
 
@@ -40,6 +50,9 @@ class PagePool:
     Args:
         index: the pages of all ranks that have a key; the pool adds and removes its own.
         rank: of this pool.
+
+    Attributes:
+        rested: gets the pages that become cached; None if nobody asks.
     """
 
     def __init__(self, num_pages: int, index: dict[Key, Place], rank: int = 0) -> None:
@@ -47,6 +60,7 @@ class PagePool:
         self._holders = [0] * num_pages
         self._index, self._rank = index, rank
         self._keys: dict[int, Key] = {}
+        self.rested: deque[int] | None = None
         self._cached: dict[int, None] = {}  # the least recently used first
         self._num_free = num_pages
 
@@ -88,12 +102,14 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove a holder from pages. The last ones go first when room is needed: the others are of use without them."""
+        """Remove a holder from pages. The last go first when room is needed: the others are of use without them."""
         for page in reversed(pages):
             assert self._holders[page], "a page was released twice"
             self._holders[page] -= 1
             if not self._holders[page] and page in self._keys:
                 self._cached[page] = None
+                if self.rested is not None:
+                    self.rested.append(page)
             elif not self._holders[page]:
                 self._free[page] = 1
                 self._num_free += 1
@@ -102,6 +118,11 @@ class PagePool:
         """Give a held page, whose tokens are complete and computed, its key."""
         self._keys[page] = key
         self._index[key] = Place(self._rank, page, number)
+
+    def cached(self, page: int) -> tuple[Key, int] | None:
+        """Return the key and the number of a cached page; None for other pages."""
+        key = self._keys[page] if page in self._cached else None
+        return None if key is None else (key, self._index[key].number)
 
     def forget(self, page: int) -> None:
         """Remove the key of a page, if it has one. A cached page becomes free."""

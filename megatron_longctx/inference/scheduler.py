@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 from ..core.errors import refuse
 from .engine import LongContextEngine
+from .host_cache import HostCache
 from .pace import Pace
+from .pages import Copy
 from .sampling import Sampling
 from .scores import PromptScores, Score
 from .session import Generation, Session, check_ids, check_length
@@ -113,6 +115,7 @@ class _Active:
     left: list[int]  # of the prompt, not computed yet
     max_pages: int  # the most that it can hold on a rank at its end
     cached: int  # tokens of the prompt
+    coming: list[Copy]  # pages of the prompt that are copied from the host before the rest is computed
     generation: Generation | None = None
 
 
@@ -139,12 +142,14 @@ class Scheduler:
         max_active: the most sequences computed together.
         prefill_chunk: the most prompt tokens computed between two decodes, without a `pace`.
         pace: sizes the chunks of prompts by the times that `observe` gets.
+        host: keeps copies of pages that active requests do not hold; None for none.
     """
 
     engine: LongContextEngine
     max_active: int = 16
     prefill_chunk: int = 2048
     pace: Pace | None = None
+    host: HostCache | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_active", "prefill_chunk"):
@@ -157,6 +162,7 @@ class Scheduler:
         self._cancelled: list[int] = []
         self._pace = self.pace or Pace(self.prefill_chunk)
         self._work = 0.0  # on prompts, of the latest round
+        self._timed = False  # whether it computed anything, and copied nothing from the host
         self._stuck = False  # no waiting request could be admitted, and nothing has changed since
         self.engine.settings = replace(self.engine.settings, evict=False)
         self._exact_chunk = self.engine.exact_chunk
@@ -168,7 +174,8 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether `advance` has anything to do."""
-        return bool(self._waiting or self._refused or self._active or self._cancelled)
+        storing = self.host is not None and self.host.pending
+        return bool(self._waiting or self._refused or self._active or self._cancelled or storing)
 
     @property
     def num_requests(self) -> dict[str, int]:
@@ -176,10 +183,12 @@ class Scheduler:
 
     @property
     def num_pages(self) -> dict[str, int]:
-        """The pages on all ranks that active sequences hold, that are kept for prompts with their prefix, and free."""
+        """The pages on all ranks that active sequences hold, that are kept for prompts with their prefix, and that are
+        free, and the copies on the host."""
         manager = self.engine.cache_manager
         used, kept = manager.used_pages(), manager.cached_pages()
-        return {"used": used, "kept": kept, "free": manager.pages_per_rank * manager.n - used - kept}
+        host = 0 if self.host is None else self.host.num_pages
+        return {"used": used, "kept": kept, "free": manager.pages_per_rank * manager.n - used - kept, "host": host}
 
     def submit(self, request: Request) -> None:
         try:
@@ -199,26 +208,36 @@ class Scheduler:
         events = self._refused + self._cancel()
         self._refused = []
         self._admit()
-        self._work = 0.0
+        self._work, self._timed = 0.0, bool(self._active)
         if not (self._pace.owes_decode and any(active.generation for active in self._active.values())):
             self._prefill()
-        return events + self._decode()
+        events += self._decode()
+        if self.host is not None:
+            self.host.store()
+        return events
 
     def observe(self, seconds: float) -> None:
         """Note the time that the latest `advance` took. All ranks note the same."""
-        self._pace.observe(seconds, self._work)
+        if self._timed:
+            self._pace.observe(seconds, self._work)
 
     def close(self) -> None:
         """Close every session."""
         for active in self._active.values():
-            active.session.close()
+            self._close(active.session, active.coming)
         self._active, self._waiting = {}, []
+
+    def _close(self, session: Session, coming: Sequence[Copy]) -> None:
+        session.close()
+        if self.host is not None:
+            self.host.release(coming)
 
     def _cancel(self) -> list[Event]:
         events = []
         for number in self._cancelled:
             if number in self._active:
-                self._active.pop(number).session.close()
+                active = self._active.pop(number)
+                self._close(active.session, active.coming)
                 events.append(Event(number, finish_reason="cancelled"))
             elif any(request.number == number for request in self._waiting):
                 self._waiting = [request for request in self._waiting if request.number != number]
@@ -254,26 +273,30 @@ class Scheduler:
         prompt, top = list(request.prompt), request.sampling.prompt_logprobs
         if top is None and self._is_computing(request):
             return False
-        # The last token is always left to compute, because its logits are needed.
-        session = self.engine.open(prompt[:-1] if top is None else (), request.salt)
+        session, coming = self._open(prompt if top is None else [], request.salt)
+        manager = self.engine.cache_manager
+        pages = self._max_pages(session, request.tokens, coming)
+        if pages > manager.pages_per_rank:  # a prefix may be less even than a new session
+            self._close(session, coming)
+            session, coming = self._open([], request.salt)
+            pages = self._max_pages(session, request.tokens, coming)
+        cached = session.cached_tokens + len(coming) * manager.page_tokens
         computing = sum(self._is_long(a.session.cached_tokens, len(a.left)) for a in self._active.values())
-        if computing >= max(1, self.max_active // 2) and self._is_long(
-            session.cached_tokens, len(prompt) - session.cached_tokens
-        ):
-            session.close()
-            return None
-        pages = self._max_pages(session, request.tokens)
-        if pages > self.engine.cache_manager.pages_per_rank:  # a prefix may be less even than a new session
-            session.close()
-            session = self.engine.open(salt=request.salt)
-            pages = self._max_pages(session, request.tokens)
-        if not self._fits(session, pages):
-            session.close()
-            return False
+        waits = self._is_long(cached, len(prompt) - cached) and computing >= max(1, self.max_active // 2)
+        if waits or not self._fits(session, pages):
+            self._close(session, coming)
+            return None if waits else False
         session.scores = None if top is None else PromptScores(prompt, top)
-        left = prompt[session.cached_tokens :]
-        self._active[request.number] = _Active(request, session, left, pages, session.cached_tokens)
+        self._active[request.number] = _Active(request, session, prompt[cached:], pages, cached, coming)
         return True
+
+    def _open(self, prompt: list[int], salt: int) -> tuple[Session, list[Copy]]:
+        """Open a session with the longest prefix of the prompt in the cache, and claim the copies that follow it."""
+        text = prompt[:-1]  # the last token is always left to compute, because its logits are needed
+        session = self.engine.open(text, salt)
+        unit = math.lcm(self.engine.cache_manager.page_tokens, self._exact_chunk or 1)
+        pages = unit // self.engine.cache_manager.page_tokens
+        return session, [] if self.host is None else self.host.claim(session, text, pages)
 
     def _is_long(self, cached: int, left: int) -> bool:
         return self._pace.work(cached, left) > self._pace.room / 2
@@ -292,8 +315,8 @@ class Scheduler:
                     return True
         return False
 
-    def _max_pages(self, session: Session, tokens: int) -> int:
-        return self.engine.cache_manager.max_pages(session.number, tokens - session.cached_tokens)
+    def _max_pages(self, session: Session, tokens: int, ahead: Sequence[Copy]) -> int:
+        return self.engine.cache_manager.max_pages(session.number, tokens - session.cached_tokens, ahead)
 
     def _fits(self, session: Session, pages: int) -> bool:
         """Whether all active sessions and this one can grow to their most pages; shared pages are counted once."""
@@ -306,8 +329,13 @@ class Scheduler:
         )
 
     def _prefill(self) -> None:
-        """Compute the next chunk of the prompts that are not complete."""
-        prompts = [active for active in self._active.values() if active.left]
+        """Fetch the next pages of prompts from the host, and compute the next chunk of those that have fetched all."""
+        fetching = [active for active in self._active.values() if active.coming]
+        for active in fetching:
+            assert self.host is not None
+            self.host.fetch(active.session, active.coming, len(fetching), active.request.prompt)
+            self._timed = self._stuck = False
+        prompts = [active for active in self._active.values() if active.left and not active.coming]
         states = [(active.session.cached_tokens, len(active.left)) for active in prompts]
         sizes, self._work = self._pace.shares(states, self._exact_chunk)
         chunk: dict[Session, list[int]] = {}
@@ -341,5 +369,7 @@ class Scheduler:
                 self._stuck = False
                 if reason == "error":  # the cache of its tokens may be what is wrong
                     self.engine.cache_manager.forget(active.session.number)
+                    if self.host is not None:
+                        self.host.clear()
                 active.session.close()
         return events

@@ -86,6 +86,11 @@ class Session:
         chunk = self._engine.settings.prefill_chunk or 1
         return min(self.exact_chunks, self.cached_tokens // chunk) * chunk
 
+    def resume(self, text: Sequence[int]) -> None:
+        """Take the next tokens of a text, which were cached without having been computed here."""
+        self.tokens += text[len(self.tokens) : self.cached_tokens]
+        self.exact_chunks = self.cached_tokens // (self._engine.settings.prefill_chunk or 1)
+
     def append(self, tokens: Sequence[int]) -> None:
         """Add tokens to the conversation; only they are computed. See `LongContextEngine.append`."""
         self._engine.append({self: tokens})

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ..config import ServeConfig
 from ..core.comm.device import synchronize
 from ..core.errors import refuse
+from ..inference.host_cache import HostCache
 from ..inference.pace import Pace
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Request, Scheduler
@@ -110,7 +111,9 @@ def _serve(job: InferenceJob, groups: Any) -> None:
         pace = Pace(chunk) if chunk else Pace.timed(job.config.model, ranks, settings.max_delay_s)
         grammars = functools.cache(lambda: Grammars(tokenizer))  # a large vocabulary takes a second
         engine.grammars = lambda grammar, stop: grammars()(grammar, stop)
-        scheduler = Scheduler(engine, settings.max_active, pace=pace)
+        attention, gib = engine.model.attention, settings.host_cache_gib
+        host = HostCache(engine.cache_manager, attention.layers, attention.rank, gib) if gib else None
+        scheduler = Scheduler(engine, settings.max_active, pace=pace, host=host)
         if dist.get_rank() != 0:
             for number in handled_signals():  # signals may go to all ranks; rank 0 decides when to end
                 signal.signal(number, signal.SIG_IGN)
