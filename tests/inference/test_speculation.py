@@ -103,7 +103,9 @@ def test_drafts_follow_the_latest_place_that_reads_alike() -> None:
     assert draft([1, 2, 3, 4, 5, 1, 2, 3], 3) == [4, 5, 1]
     assert draft([1, 2, 3, 4, 9, 2, 3, 8, 1, 2, 3], 2) == [4, 9], "3 equal tokens rather than 2"
     assert draft([1, 2, 3, 4, 9, 2, 3, 8, 7, 2, 3], 2) == [8, 7], "the latest"
-    assert draft([5, 6, 5, 6, 5, 6], 4) == [5, 6, 5, 6] and draft([5, 6, 5, 6], 4) == [5, 6], "with enough after it, if there is one"
+    assert draft([5, 6, 5, 6, 5, 6], 4) == [5, 6, 5, 6] and draft([5, 6, 5, 6], 4) == [5, 6], (
+        "with enough after it, if there is one"
+    )
     assert draft([6, 6, 6, 6, 6, 6, 6], 3) == [6, 6, 6]
     assert draft([1, 2, 3, 4, 5, 1, 2, 3], 3, new=3) == [4, 5], "the last token is drawn from the one before"
     assert draft([1, 2, 3, 1, 2, 3], 9, new=1) == draft([1, 2, 3, 4, 3], 2) == draft([1], 2) == draft([1, 1], 2) == []
