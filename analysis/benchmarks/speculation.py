@@ -38,8 +38,6 @@ from megatron_longctx.training.ranks import Ranks, run_on_ranks
 from .report import Report, numbers, table
 
 DEFAULTS = ("model=llama3_8b", "model.implementation=local", "train.precision=bf16")
-_ROUNDS = 3
-
 _STORY = (
     "The quick brown fox jumpd over the lazy dog. After the jump it ran thru the forest until it came to a river. At "
     "the river it drank some water, lookd back, and saw that the dog had not moved at all. It decided to rest under an "
@@ -66,6 +64,16 @@ class Answer:
     tokens: list[int]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What to measure: values of `inference.speculate`, new tokens, rounds; nothing begins after `seconds`."""
+
+    drafts: tuple[int, ...]
+    tokens: int
+    rounds: int
+    seconds: float
+
+
 @dataclass
 class Cell:
     """The seconds of decode in each round, the passes of the model, and whether the tokens are those without drafts."""
@@ -86,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answers", type=Path, help="the JSON of a run with checkpoint=RUN")
     parser.add_argument("--drafts", default="3,7,15", help="values of inference.speculate (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens, at most (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds after the first (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="begin nothing later (default: %(default)s)")
 
 
@@ -112,7 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
     weights = f"weights of {own['checkpoint']}" if own else "random weights, recorded answers"
     about = f"{config.model.name}, {config.train.precision}, {ranks.count} ranks, {weights}"
     report = Report(arguments.out, ranks.device, "decode with and without drafts, in seconds", about, "greedy")
-    limits = drafts, arguments.tokens, arguments.seconds
+    limits = Limits(drafts, arguments.tokens, arguments.rounds, arguments.seconds)
     save = partial(record, report, config)
     print(tables(run_on_ranks(ranks, measure, config, checkpoints, recorded, limits, save)))
 
@@ -162,11 +171,10 @@ def measure(
     config: Config,
     checkpoints: Path | None,
     answers: Answers,
-    limits: tuple[tuple[int, ...], int, float],
+    limits: Limits,
     save: Any,
 ) -> list[Cell]:
     """Measure every task alone, and then all of them in one batch, on this rank; rank 0 calls `save`."""
-    drafts, most, seconds = limits
     begin = time.perf_counter()
     par = config.parallelism
     collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
@@ -174,7 +182,7 @@ def measure(
     model, device = engine.model, engine.model.attention.device
     facts = facts_of_rank_0(config, device)
     engines = {}
-    for count in (0, *drafts):
+    for count in (0, *limits.drafts):
         settings = replace(config.inference, speculate=count)
         manager = CacheManager(par.context_parallel_size, pages_per_rank(config), settings.page_tokens)
         engines[count] = LongContextEngine(model, manager, Chooser(facts, "auto"), settings)
@@ -186,12 +194,14 @@ def measure(
         stop = (tokenizer.eod, *chat.stop_tokens)
         for name, text in TASKS.items():
             prompt = list(tokenizer.tokenize(chat.text([{"role": "user", "content": text}])))
-            answers[name] = Answer(len(prompt), [*prompt, *engine.generate([prompt], Sampling(most, stop=stop))[0]])
+            answers[name] = Answer(
+                len(prompt), [*prompt, *engine.generate([prompt], Sampling(limits.tokens, stop=stop))[0]]
+            )
     if rank == 0:
         print(f"built after {time.perf_counter() - begin:.1f} s: {engines[0].decoding}", flush=True)
     cells: list[Cell] = []
     for tasks in (*([name] for name in answers), list(answers)):
-        cells += _cells(engines, {name: answers[name] for name in tasks}, begin + seconds)
+        cells += _cells(engines, {name: answers[name] for name in tasks}, limits.rounds, begin + limits.seconds)
         if rank == 0:
             save(cells, answers)
     for each in engines.values():
@@ -200,11 +210,11 @@ def measure(
     return cells
 
 
-def _cells(engines: dict[int, LongContextEngine], answers: Answers, deadline: float) -> list[Cell]:
+def _cells(engines: dict[int, LongContextEngine], answers: Answers, rounds: int, deadline: float) -> list[Cell]:
     """Decode the answers with every number of drafts, in turn; the first round captures graphs."""
     name = " + ".join(answers)
     cells = {count: Cell(name, count, 0, 0, True, []) for count in engines}
-    for _ in range(1 + _ROUNDS):
+    for _ in range(1 + rounds):
         for count, engine in engines.items():
             late = [time.perf_counter() > deadline]
             dist.broadcast_object_list(late, 0)
