@@ -55,9 +55,9 @@ class Sweep:
         return [(length - count, count) for count in sorted(new, reverse=True)]
 
     def pages(self, n: int, page_tokens: int) -> int:
-        """Return the pages that a rank needs. Ranks differ by at most 2 tokens of a session."""
+        """Return the pages that a rank needs. Ranks differ by at most one page of a session."""
         prompt, decoded = max(self.lengths), max(self.lengths) + _WARM_UP + self.tokens
-        pages = [-(-(-(-tokens // n) + 2) // page_tokens) for tokens in (prompt, decoded)]
+        pages = [-(-(-(-tokens // page_tokens) + n - 1) // n) for tokens in (prompt, decoded)]
         return max(pages[0], pages[1] * max(self.batches))
 
 

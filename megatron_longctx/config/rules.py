@@ -103,4 +103,7 @@ RULES: tuple[Rule, ...] = (
      "No checkpoint is written."),
     ("data.tokenizer", _is_not("byte-level"), ("data.tokenizer_path",), "a path", "Set data.tokenizer_path."),
     ("inference.exact_reuse", _is(True), ("inference.prefill_chunk",), "a number", "Set it to 2048."),
+    ("inference.exact_reuse", _is(True), ("inference.speculate",), None, "Drafts are computed in batches of any size."),
+    ("inference.decode", _is("plan"), ("inference.speculate",), None, "Only replicated steps compute drafts."),
+    ("inference.mode", _is_not("auto"), ("inference.speculate",), None, "Only replicated steps compute drafts."),
 )  # fmt: skip

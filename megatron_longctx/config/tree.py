@@ -169,6 +169,9 @@ class InferenceConfig:
     # auto: replicated unless `mode` names a mode; for prompts only if CUDA graphs can be used, and never with
     # exact_reuse.
     decode: str = choice("auto", ("auto", "replicated", "plan"))
+    # Draft up to this many tokens per step from the text so far (prompt lookup) and compute them together; the tokens
+    # that are generated stay the same. It pays for answers that repeat parts of their prompt. 0: off
+    speculate: int = number(0, 0, 15)
     # Replay replicated steps from CUDA graphs: auto (if possible, else the log says why not) | true | false
     cuda_graphs: str = choice("auto", ("auto", "true", "false"))
     # How blocks travel between context-parallel ranks, as attention.transport.

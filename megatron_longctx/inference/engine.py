@@ -25,7 +25,7 @@ from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
 from .decode import Decoder
 from .sampling import Sampling, not_finite
-from .scores import PromptScorer
+from .scores import PromptScorer, Score
 from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
 
 _T = TypeVar("_T")
@@ -215,24 +215,50 @@ class LongContextEngine:
         session.finish_reason = None
         return Generation(session, sampling, stream, grammars=self.grammars)
 
-    def step(self, generations: Sequence[Generation]) -> dict[Generation, int]:
-        """Generate one token for every generation in one batch, after any tokens of their sessions that are not cached.
+    def step(self, generations: Sequence[Generation]) -> dict[Generation, list[tuple[int | None, Score | None]]]:
+        """Generate for every generation in one batch, after any tokens of their sessions that are not cached: one
+        token, and with `inference.speculate` those that a draft foresaw, as if each had been computed alone.
 
         Returns:
-            the tokens, for generations that got one. Stop tokens only become part of their session.
+            the tokens with their scores (None without `Sampling.logprobs`). In place of a stop token, which only
+            becomes part of its session, and of one that could not be drawn, there is None.
 
         Raises:
             CacheFull: the tokens to compute do not fit; nothing has changed.
         """
-        self._compute_pending([generation.session for generation in generations])
-        drawn = draw(generations, self._attention.group, self._attention.device)
-        return {g: token for g, (token, score) in drawn.items() if g.add(token, score, self._max_tokens)}
+        drafts: dict[Session, list[int]] = {}
+        if len(generations) <= self._decoder.max_drafted:
+            for each in generations:
+                room = self._max_tokens - len(each.session.tokens) - 1
+                drafts[each.session] = each.draft(int(min(self.settings.speculate, room)))
+        self._compute_pending([generation.session for generation in generations], drafts)
+        found: dict[Generation, list[tuple[int | None, Score | None]]] = {each: [] for each in generations}
+        going = list(generations)
+        while going:
+            drawn = draw(going, self._attention.group, self._attention.device)
+            for each, (token, score) in drawn.items():
+                found[each].append((token if each.add(token, self._max_tokens) else None, score))
+            going = [each for each in going if self._follow(each)]
+        return found
 
-    def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, int]]:
+    def _follow(self, generation: Generation) -> bool:
+        """Go on after the token that was drawn last if it was drafted, else drop the drafts. Return whether the next
+        token can be drawn."""
+        session = generation.session
+        if session.ahead and generation.finish_reason != "error" and session.ahead[0][0] == session.tokens[-1]:
+            session.next_token = session.ahead.pop(0)[1]
+            if generation.finish_reason is None:
+                return True
+        if session.ahead:
+            self.cache_manager.truncate(session.number, session.cached_tokens - len(session.ahead))
+            session.ahead = []
+        return False
+
+    def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, list[int]]]:
         """Generate for several sessions in one batch; each ends independently.
 
         Yields:
-            per step, the tokens of the sessions that got one.
+            per step, the tokens of every session that has not ended.
 
         Raises:
             ValueError: as `start`, or the logits are not finite.
@@ -249,15 +275,15 @@ class LongContextEngine:
             emitted = self.step(active)
             if any(generation.finish_reason == "error" for generation in active):
                 raise not_finite()
-            yield {generation.session: token for generation, token in emitted.items()}
+            yield {each.session: [token for token, _ in drawn if token is not None] for each, drawn in emitted.items()}
             active = [generation for generation in active if generation.finish_reason is None]
 
     def continue_all(self, sessions: Sequence[Session], sampling: Sampling) -> list[list[int]]:
         """Generate for several sessions in one batch, and return the tokens of each."""
         tokens: dict[Session, list[int]] = {session: [] for session in sessions}
         for step in self.stream(sessions, sampling):
-            for session, token in step.items():
-                tokens[session].append(token)
+            for session, new in step.items():
+                tokens[session] += new
         return list(tokens.values())
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
@@ -280,9 +306,13 @@ class LongContextEngine:
         if begun and not session.tokens:
             raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
 
-    def _compute_pending(self, sessions: Sequence[Session]) -> None:
+    def _compute_pending(self, sessions: Sequence[Session], drafts: Mapping[Session, list[int]] | None = None) -> None:
         """Compute the tokens that are not cached: those generated last, all tokens of an evicted session, those of a
-        fork after its shared pages, and the last page of one without any, whose logits no rank has."""
+        fork after its shared pages, and the last page of one without any, whose logits no rank has.
+
+        Args:
+            drafts: tokens that may follow, which are computed as well if each session has a single token to compute.
+        """
         pending: dict[Session, list[int]] = {}
         for session in sessions:
             if session.tokens and session.next_token is None and session.cached_tokens == len(session.tokens):
@@ -290,7 +320,27 @@ class LongContextEngine:
                 self.cache_manager.truncate(session.number, keep)
             if session.cached_tokens < len(session.tokens):
                 pending[session] = []
-        self._compute(pending)
+        single = all(len(session.tokens) - session.cached_tokens == 1 and session.scores is None for session in pending)
+        if single and drafts and any(drafts[session] for session in pending):
+            self._verify({session: drafts[session] for session in pending})
+        else:
+            self._compute(pending)
+
+    def _verify(self, drafts: Mapping[Session, list[int]]) -> None:
+        """Compute every session's last token and its draft, and keep what follows each."""
+        texts = [[session.tokens[-1], *draft] for session, draft in drafts.items()]
+        chunks = self._place({session: len(text) for session, text in zip(drafts, texts, strict=True)}, drafts)
+        try:
+            found = self._decoder.verify(chunks, texts)
+        except BaseException:
+            self.cache_manager.undo(chunks)
+            raise
+        self.mode_counts["replicated"] += 1
+        self._clock += 1
+        for (session, draft), (session.next_token, *following) in zip(drafts.items(), found, strict=True):
+            session.ahead = list(zip(draft, following, strict=True))
+            session.last_used = self._clock
+            self.cache_manager.name_pages(session.number, session.tokens, len(session.tokens))
 
     def _reserve(self, more: Mapping[Session, int]) -> None:
         """Check that `more[session]` further tokens of every session will fit, evicting others if that is allowed."""

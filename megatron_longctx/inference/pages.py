@@ -102,7 +102,7 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove a holder from pages. The last go first when room is needed: the others are of use without them."""
+        """Remove a holder from pages. The last make room first: the others are of use without them."""
         for page in reversed(pages):
             assert self._holders[page], "a page was released twice"
             self._holders[page] -= 1

@@ -355,15 +355,18 @@ class Scheduler:
         if not running:
             return []
         drawing = [generation for generation in running if generation.finish_reason is None]
-        emitted = self.engine.step(drawing) if drawing else {}
+        drawn = self.engine.step(drawing) if drawing else {}
         events = []
         for generation, active in running.items():
             number, reason = active.request.number, generation.finish_reason
-            error = "the model's logits are not finite" if reason == "error" else ""
             scores, active.session.scores = active.session.scores, None
             found = None if scores is None else scores.found
-            token = emitted.get(generation)
-            events.append(Event(number, token, reason, active.cached, error, False, generation.score, found))
+            *before, (token, score) = drawn.get(generation, [(None, None)])
+            for each, its_score in before:
+                events.append(Event(number, each, None, active.cached, score=its_score, prompt_scores=found))
+                found = None
+            error = "the model's logits are not finite" if reason == "error" else ""
+            events.append(Event(number, token, reason, active.cached, error, False, score, found))
             if reason is not None:
                 del self._active[number]
                 self._stuck = False

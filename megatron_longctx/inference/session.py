@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 import reprlib
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,7 +54,7 @@ class Engine(Protocol):
 
     def append(self, new: Mapping[Session, Sequence[int]]) -> None: ...
     def continue_all(self, sessions: Sequence[Session], sampling: Sampling) -> list[list[int]]: ...
-    def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, int]]: ...
+    def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, list[int]]]: ...
     def fork(self, session: Session, tokens: int | None = None) -> Session: ...
     def close(self, session: Session) -> None: ...
 
@@ -69,6 +71,7 @@ class Session:
         self.reused_tokens = 0  # cached before the latest append
         self.last_used = 0
         self.next_token: NextToken | None = None  # None: no rank has its logits
+        self.ahead: list[tuple[int, NextToken]] = []  # drafted tokens that are cached, and what follows each
         self.exact_chunks = 0  # see `exact_tokens`
         self.scores: PromptScores | None = None  # set before the first tokens to collect them
         self._engine = engine
@@ -100,9 +103,9 @@ class Session:
         return self._engine.continue_all([self], sampling or Sampling())[0]
 
     def stream(self, sampling: Sampling | None = None) -> Iterator[int]:
-        """Generate token by token; the conversation gets the tokens that the caller has taken."""
+        """Generate token by token; the conversation gets the tokens of every step that has begun."""
         for step in self._engine.stream([self], sampling or Sampling()):
-            yield from step.values()
+            yield from step[self]
 
     def fork(self, tokens: int | None = None) -> Session:
         """Open a session with the same prefix. See `LongContextEngine.fork`."""
@@ -130,7 +133,6 @@ class Generation:
         tokens: the tokens generated so far.
         finish_reason: None while it runs; then stop, length or error (logits that are not finite).
         grammars: of the engine; None if it has none.
-        score: of the latest token, which may be a stop token; None without `Sampling.logprobs`.
     """
 
     session: Session
@@ -139,7 +141,6 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     grammars: Grammars | None = None
-    score: Score | None = None
 
     def __post_init__(self) -> None:
         if self.sampling.grammar is not None and self.grammars is None:
@@ -165,13 +166,37 @@ class Generation:
         allowed = None if self.sampling.grammar is None else self._matcher(self.tokens)
         return sample(logits, self.sampling, self.stream, len(self.session.tokens), prompt, self.tokens, allowed)
 
-    def add(self, token: int, score: Score | None, max_tokens: float) -> bool:
+    @cached_property
+    def _text(self) -> array[int]:
+        return array("i")
+
+    def draft(self, most: int) -> list[int]:
+        """Return up to `most` tokens that may follow: those after the latest place in the text that ends like it.
+
+        At least 2 tokens have to be equal; a place with 3 of them is preferred, and one that `most` tokens follow.
+        """
+        most = min(most, self.sampling.max_new_tokens - len(self.tokens) - 1)
+        tokens = self.session.tokens
+        self._text.extend(tokens[len(self._text) :])
+        if most < 1 or len(tokens) < 3:
+            return []
+        text = numpy.frombuffer(self._text, dtype=numpy.int32)
+        places = 1 + numpy.flatnonzero(text[1:-1] == text[-1])
+        places = places[text[places - 1] == text[-2]]
+        three = places[text[places - 2] == text[-3]]  # at the first place this compares with the end, which is harmless
+        places = three if len(three) else places
+        if not len(places):
+            return []
+        early = places[places < len(text) - most]
+        at = int(early[-1] if len(early) else places[0]) + 1
+        return tokens[at : at + most]
+
+    def add(self, token: int, max_tokens: float) -> bool:
         """Add a drawn token to the session, and return whether it is part of the output.
 
         Args:
             max_tokens: the length at which the session ends.
         """
-        self.score = score
         if token == NOT_FINITE:
             self.finish_reason = "error"
             return False

@@ -55,7 +55,9 @@ class Memory:
     def truncate(self, session: int, source: random.Random) -> None:
         """Cut at a multiple of the page, or inside of a last page that is not complete."""
         length, page = len(self.tokens[session]), self.manager.page_tokens
-        tokens = source.choice((source.randint(0, length) // page * page, source.randint(length // page * page, length)))
+        tokens = source.choice(
+            (source.randint(0, length) // page * page, source.randint(length // page * page, length))
+        )
         self.manager.truncate(session, tokens)
         del self.tokens[session][tokens:]
         self._spread_now(session)
@@ -82,7 +84,9 @@ class Memory:
                 seen += positions
             assert sorted(seen) == list(range(len(tokens))) and manager.length(session) == len(tokens)
             counts = [len(shard.pages) for shard in manager.shards(session)]
-            assert max(counts) - min(counts) <= self.spread[session] and sum(counts) == -(-len(tokens) // manager.page_tokens)
+            assert max(counts) - min(counts) <= self.spread[session] and sum(counts) == -(
+                -len(tokens) // manager.page_tokens
+            )
         for rank in range(manager.n):
             held = set().union(*(self.pages(session, rank) for session in self.tokens))
             assert manager.held_pages(self.tokens, rank) == len(held)
@@ -101,7 +105,20 @@ def test_few_pages_are_contiguous_and_more_are_even_work() -> None:
     assert [len(chunk.new_spans[0]) for chunk in chunks] == [1, 2]
 
 
-OPERATIONS = ("open", "append", "append", "decode", "decode", "find", "find", "undo", "truncate", "evict", "close", "close")
+OPERATIONS = (
+    "open",
+    "append",
+    "append",
+    "decode",
+    "decode",
+    "find",
+    "find",
+    "undo",
+    "truncate",
+    "evict",
+    "close",
+    "close",
+)
 
 
 @settings(max_examples=100, deadline=None)
