@@ -249,7 +249,9 @@ def _check_shared_heads(model: ModelConfig, name: str, ranks: int) -> None:
     ]
     if ranks not in sizes:
         has = f"one of {', '.join(map(str, sizes))} with {heads} query heads and {kv_heads} key/value heads"
-        remedy = "More ranks can share a sequence by parallelism.context_parallel_size, without inference.shard_weights."
+        remedy = (
+            "More ranks can share a sequence by parallelism.context_parallel_size, without inference.shard_weights."
+        )
         raise refuse(name, ranks, has, remedy)
 
 

@@ -40,7 +40,9 @@ class PeerMerge:
             PeerMemoryError: symmetric memory cannot be used; raised by all ranks alike.
         """
         half_bytes = dist.get_world_size(group) * _message_bytes(rows, heads, head_dim)
-        return PeerMerge(allocate_peer_memory(group, device, half_bytes, "Leave more of the device's memory free."), parts)
+        return PeerMerge(
+            allocate_peer_memory(group, device, half_bytes, "Leave more of the device's memory free."), parts
+        )
 
     def compile(self, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Compile the kernel for decode: for few and many splits, and for counts that are multiples of 16 or not."""

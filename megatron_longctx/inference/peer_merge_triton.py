@@ -26,7 +26,7 @@ def _exponent_base(largest):  # type: ignore[no-untyped-def]
     return tl.where(largest == -float("inf"), 0.0, largest)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _merge_splits(  # type: ignore[no-untyped-def]
     partials, lse, item, inside, col, count, head_dim, partial_stride, lse_stride,
     COLS: tl.constexpr, PARTS: tl.constexpr, ITEMS: tl.constexpr,
@@ -142,7 +142,7 @@ def merge_over_peers(memory: PeerMemory, partials: PackedPartials, out: Tensor, 
     parts = min(at_once, triton.next_power_of_2(count))
     _merge_over_peers_kernel[(triton.cdiv(items, per),)](
         partials.out, partials.lse, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes, row,
-        count, items, per, heads, head_dim, row_strides(partials.out)[0], partials.lse.stride(0), COLS=cols, PARTS=parts,
-        ITEMS=at_once // parts, DIVIDED=divided, WORLD=world, LANES=triton.next_power_of_2(world), MAX=MAX_BLOCKS, PHASES=phases,
-        num_warps=warps,
+        count, items, per, heads, head_dim, row_strides(partials.out)[0], partials.lse.stride(0),
+        COLS=cols, PARTS=parts, ITEMS=at_once // parts, DIVIDED=divided, WORLD=world,
+        LANES=triton.next_power_of_2(world), MAX=MAX_BLOCKS, PHASES=phases, num_warps=warps,
     )  # fmt: skip

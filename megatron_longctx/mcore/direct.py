@@ -169,7 +169,7 @@ class DirectLayer:
         return attend(q.flatten(2, 3), k.squeeze(3), v.squeeze(3)).flatten(2)
 
     def _activate(self, wide: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the activation to the columns of every rank, one after another: gates and values of each are together."""
+        """Apply the activation to the columns of one rank after another: gates and values of each are together."""
         if bias is not None and (bias.numel() != self._up_rows or not self._fused):
             wide, bias = wide + bias, None
         if self._fused:  # Megatron's own compiled functions, which it calls with two dimensions

@@ -122,7 +122,8 @@ def share_weights(context: int) -> WeightGroups:
 
 def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
     """Make groups of these ranks, which `destroy` drops, and return that of this rank. Collective over the world."""
-    own, made = dist.new_subgroups_by_enumeration(groups, timeout=timeout_of())
+    own, made = dist.new_subgroups_by_enumeration(groups, timeout=timeout_of())  # type: ignore[no-untyped-call]
+    assert isinstance(own, dist.ProcessGroup)
     parallel_state._global_process_group_list += [group for group in made if group is own]
     return own
 

@@ -162,8 +162,8 @@ class CachedGPT:
         if scorer is not None:
             for start, logits in self._heads(hidden[scorer.rows]):
                 scorer.add(start, logits)
-        logits = [each for _, each in self._heads(hidden[rows])]
-        return torch.cat(logits) if logits else torch.empty(0, self.vocab_size, device=tokens.device)
+        wanted = [logits for _, logits in self._heads(hidden[rows])]
+        return torch.cat(wanted) if wanted else torch.empty(0, self.vocab_size, device=tokens.device)
 
     def _heads(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield the logits `[at most 512, vocab_size]` of hidden states `[s, 1, h]`, each with its first row."""
@@ -312,7 +312,7 @@ def build_engine(
         checkpoints: the folder of checkpoints, saved at any sizes; None leaves weights random.
         iteration: the checkpoint to load; None for the latest.
 
-    With `inference.shard_weights` and several context-parallel ranks, `groups` are replaced: see `groups.share_weights`.
+    With `inference.shard_weights` and several context-parallel ranks, `groups` are replaced (`groups.share_weights`).
 
     Raises:
         ValueError: no checkpoint, a checkpoint of another model, or a cache that does not fit.

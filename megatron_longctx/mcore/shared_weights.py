@@ -4,8 +4,8 @@ For few tokens, which all ranks compute, this is Helix Parallelism (NVIDIA, 2025
 attention, and parts of the matrices elsewhere. A layer has four exchanges: queries, keys and values are gathered,
 attention's partial results are exchanged by heads, and the two row-parallel products are summed.
 
-For prompts, of which every rank has its own tokens, a layer's weights are gathered while the layer before computes. They
-take fewer bytes than the activations of a few thousand tokens, and attention's plans stay as they are.
+For prompts, of which every rank has its own tokens, a layer's weights are gathered while the layer before computes.
+They take fewer bytes than the activations of a few thousand tokens, and attention's plans stay as they are.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class SharedWeights:
 
     Attributes:
         kv_heads: of this rank's cache.
+        peers: sums over peer memory; None for collectives.
     """
 
     def __init__(self, gpt: GPTModel, groups: WeightGroups, transport: str) -> None:
@@ -53,10 +54,10 @@ class SharedWeights:
         self._mixed_group = groups.cache
         if config.num_query_groups < slices:
             self._mixed_group = tp
-            heads = config.num_query_groups, config.num_attention_heads // config.num_query_groups, config.kv_channels
+            heads = config.num_query_groups, config.num_attention_heads // config.num_query_groups
             self._of_slice = lambda x, dim: _rows_of_slice(x, dim, heads, own, slices)
         device = next(gpt.parameters()).device
-        self._peers = peer_reduction(_PEERS[transport], tp, device)
+        self.peers = peer_reduction(_PEERS[transport], tp, device)
         self._mixed_peers = peer_reduction(_PEERS[transport], self._mixed_group, device)
         self._prefetch = _Prefetch(device)
 
@@ -79,8 +80,8 @@ class SharedWeights:
             reducer = linear.reducer_over(group)
             if reducer.bits("all_reduce", out) is not None:
                 return reducer.all_reduce(out)
-        if self._peers is not None and not gathered:
-            return all_reduce(out, group, bits=None, out=out, peers=self._peers)
+        if self.peers is not None and not gathered:
+            return all_reduce(out, group, bits=None, out=out, peers=self.peers)
         if group.size() > 1:
             dist.all_reduce(out, group=group)
         return out
@@ -98,9 +99,7 @@ class SharedWeights:
     def _gather(self, number: int, empty: Callable[[str, tuple[int, ...], Tensor], Tensor]) -> LayerWeights:
         own, group = LayerWeights.of(self._layers[number]), self._groups.gather
 
-        def rows(name: str, part: Tensor | None, group: dist.ProcessGroup = group) -> Tensor:
-            if part is None:
-                return None  # type: ignore[return-value]
+        def rows(name: str, part: Tensor, group: dist.ProcessGroup = group) -> Tensor:
             into = empty(name, (group.size() * part.shape[0], *part.shape[1:]), part)
             all_gather_single(into, part.detach(), group=group)
             return into
@@ -113,15 +112,16 @@ class SharedWeights:
             into.view(height, self._parts, width).copy_(parts.view(self._parts, height, width).transpose(0, 1))
             return into
 
-        qkv, bias = rows("qkv", own.qkv, self._mixed_group), rows("qkv_bias", own.qkv_bias, self._mixed_group)
-        if self._of_slice is not None:
-            qkv, bias = self._of_slice(qkv, 0), None if bias is None else self._of_slice(bias, 0)  # type: ignore[assignment]
+        def mixed(name: str, part: Tensor) -> Tensor:
+            every = rows(name, part, self._mixed_group)
+            return every if self._of_slice is None else self._of_slice(every, 0)
+
         return LayerWeights(
-            qkv,
-            bias,
+            mixed("qkv", own.qkv),
+            None if own.qkv_bias is None else mixed("qkv_bias", own.qkv_bias),
             columns("projection", own.projection),
             rows("up", own.up),
-            rows("up_bias", own.up_bias),
+            None if own.up_bias is None else rows("up_bias", own.up_bias),
             columns("down", own.down),
         )
 
@@ -183,15 +183,16 @@ class _Prefetch:
         return weights
 
 
-def _rows_of_slice(x: Tensor, dim: int, heads: tuple[int, int, int], own: int, slices: int) -> Tensor:
+def _rows_of_slice(x: Tensor, dim: int, heads: tuple[int, int], own: int, slices: int) -> Tensor:
     """Return the rows of a slice of query heads, and of its one KV head, along `dim`.
 
     Args:
-        heads: all KV heads, the query heads of each, and the head dimension.
+        heads: all KV heads, and the query heads of each.
     """
-    groups, queries, _ = heads
+    groups, queries = heads
     sharing, count = slices // groups, queries * groups // slices
-    of_group = x.unflatten(dim, (groups, queries + 2, -1)).select(dim, own // sharing)
+    by_group = x.view(*x.shape[:dim], groups, queries + 2, -1, *x.shape[dim + 1 :])
+    of_group = by_group.select(dim, own // sharing)
     first = own % sharing * count
     parts = of_group.narrow(dim, first, count), of_group.narrow(dim, queries, 2)
     return torch.cat(parts, dim).flatten(dim, dim + 1)
