@@ -274,15 +274,14 @@ class _Benchmark:
         needed = max(needed, *options.prompts) + 4096
         for engine in self._engines.values():
             engine.model.attention._storage, engine.model.attention._layers = [], []
+        free = float(GIB)
         if attention.device.type == "cuda":
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info()[0] - _KEPT_BYTES
-            needed = min(needed, *gather_objects(world_group(), int(free / per_token)))
+        needed = min(needed, *gather_objects(world_group(), int(free / per_token)))
         per_layer = needed * per_token // attention.shape.num_layers // attention.shape.dtype.itemsize
         self._pool = [
-            torch.randn(per_layer // 2**20 + 1, 2**20, device=attention.device).to(attention.shape.dtype).view(-1)
-            if attention.device.type == "cpu"
-            else torch.empty(per_layer, dtype=attention.shape.dtype, device=attention.device).normal_()
+            torch.empty(per_layer, dtype=attention.shape.dtype, device=attention.device).normal_()
             for _ in range(attention.shape.num_layers)
         ]
         _say(f"{needed:,} tokens fit into the cache of all ranks")
@@ -302,7 +301,7 @@ class _Benchmark:
         try:
             for session in sessions:
                 manager.append({session.number: length})
-                session.tokens += self._random.choices(range(engine.model.vocab_size), k=length)
+                session.tokens += [7] * length
                 session.next_token = NextToken()
             manager.keep()
             yield sessions
