@@ -26,7 +26,8 @@ from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import NextToken, Session
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import build_engine, pages_per_rank
+from megatron_longctx.mcore.inference import build_engine
+from megatron_longctx.mcore.inference_memory import pages_per_rank
 from megatron_longctx.training.ranks import world_group
 
 REPLICATED = "replicated"

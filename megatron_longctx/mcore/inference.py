@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
@@ -20,10 +21,11 @@ from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
 from ..config import Config, ModelConfig, ParallelismConfig, RecomputeConfig, trained_length
+from ..config.cluster import GIB
 from ..core.errors import refuse
 from ..core.plans.mask import Window
 from ..inference.cache_manager import CacheManager
-from ..inference.cached_attention import CachedAttention, CacheShape
+from ..inference.cached_attention import CachedAttention
 from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
 from ..inference.scores import PromptScorer
@@ -33,6 +35,7 @@ from . import checkpoint
 from .core_attention import layer_window
 from .direct import AttentionFn, DirectLayer, why_not_direct
 from .groups import share_weights
+from .inference_memory import cache_shape, pages_per_rank, with_shared_weights
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
 from .rope import Rotations
 from .row_parallel import ReducedRowParallelLinear
@@ -160,18 +163,19 @@ class CachedGPT:
             return torch.empty(0, self.vocab_size, device=tokens.device)
         hidden = self._hidden(tokens, positions)
         if scorer is not None:
-            for start, logits in self._heads(hidden[scorer.rows]):
+            for start, logits in self._heads(hidden, scorer.rows):
                 scorer.add(start, logits)
-        wanted = [logits for _, logits in self._heads(hidden[rows])]
+        wanted = [logits for _, logits in self._heads(hidden, rows)]
         return torch.cat(wanted) if wanted else torch.empty(0, self.vocab_size, device=tokens.device)
 
-    def _heads(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the logits `[at most 512, vocab_size]` of hidden states `[s, 1, h]`, each with its first row."""
+    def _heads(self, hidden: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the logits `[at most 512, vocab_size]` of some rows of hidden states `[s, 1, h]`, and where in `rows`
+        they begin."""
         if self._shares_prompts and self._shares is not None:
-            yield from self._shares.together(hidden, _HEAD_ROWS, self._head)
+            yield from self._shares.together(rows, _HEAD_ROWS, self._head, hidden.__getitem__)
         else:
-            for start in range(0, len(hidden), _HEAD_ROWS):
-                yield start, self._head(hidden[start : start + _HEAD_ROWS])
+            for start in range(0, len(rows), _HEAD_ROWS):
+                yield start, self._head(hidden[rows[start : start + _HEAD_ROWS]])
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Return the logits `[s, vocab_size]` of hidden states `[s, 1, h]`."""
@@ -318,17 +322,15 @@ def build_engine(
         ValueError: no checkpoint, a checkpoint of another model, or a cache that does not fit.
     """
     model, inference, n = config.model, config.inference, groups.cp.size()
-    device, of_model, shared = local_device(), config, None
-    cache_group = groups.cp
+    device, cache_group, shared = local_device(), groups.cp, None
     if inference.shard_weights and n > 1:
         shared = share_weights(n)
         groups, cache_group = shared.megatron, shared.cache
-        sizes = replace(config.parallelism, context_parallel_size=1, tensor_parallel_size=groups.tp.size())
-        of_model = replace(config, parallelism=sizes)
+    of_model = with_shared_weights(config)
     gpt, tokenizer = load_model(of_model, groups, build_sequence(of_model, groups.cp), checkpoints, iteration)
     manager = CacheManager(n, pages_per_rank(config), inference.page_tokens)
     windows = tuple(layer_window(gpt.config, number)[0] for number in range(1, model.num_layers + 1))
-    shape = replace(_cache_shape(config), windows=windows)
+    shape = replace(cache_shape(config), windows=windows)
     slots, kernel = manager.slots_per_rank, config.attention.kernel
     attention = CachedAttention(cache_group, shape, slots, device, kernel, inference.transport, shared is not None)
     most = inference.max_model_len
@@ -336,6 +338,9 @@ def build_engine(
         most = min(most or config.data.seq_length, config.data.seq_length)
     elif most is None and checkpoints is not None:
         most = trained_length(config)
+    if dist.get_rank() == 0:
+        gib = sum(x.numel() * x.element_size() for x in gpt.parameters()) / GIB
+        logger.info("weights: %.2f GiB on each rank%s", gib, "" if shared is None else f", shared by {n}")
     shares = None if shared is None else SharedWeights(gpt, shared, inference.transport)
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, most, shares)
     chooser = Chooser(facts_of_rank_0(config, device), inference.mode)
@@ -360,44 +365,3 @@ def load_model(
         # RoPE may differ: users try a model beyond its length before they train it there.
         checkpoint.load(checkpoints, state, iteration=iteration, ignore=RETRAINABLE)
     return gpt, tokenizer
-
-
-def check_cache(config: Config, capacity: int) -> None:
-    """Refuse a cache whose part on a rank does not fit into its `capacity` bytes.
-
-    Raises:
-        ValueError: with the tokens of the cache and how many would fit.
-    """
-    inference, token = config.inference, _cache_shape(config).token_bytes
-    needed = pages_per_rank(config) * inference.page_tokens * token
-    if needed > capacity:
-        tokens = inference.cache_tokens or config.data.seq_length + inference.max_new_tokens
-        most = capacity // token * config.parallelism.context_parallel_size
-        expected = f"at most {most} tokens, which take the {capacity / 2**30:.1f} GiB that each rank has"
-        remedy = "Lower it, inference.max_new_tokens or inference.page_tokens, or use more context-parallel ranks."
-        raise refuse("inference.cache_tokens", tokens, expected, remedy)
-
-
-def _cache_shape(config: Config) -> CacheShape:
-    model, par = config.model, config.parallelism
-    return CacheShape(
-        num_layers=model.num_layers,
-        num_heads=model.num_attention_heads // par.tensor_parallel_size,
-        num_kv_heads=max(1, model.num_kv_heads // par.tensor_parallel_size),
-        head_dim=model.kv_channels,
-        dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
-        # A single rank sends nothing, and stays exact.
-        int8=config.attention.kv_int8 and par.context_parallel_size > 1,
-    )
-
-
-def pages_per_rank(config: Config) -> int:
-    """Return the pages per rank that hold `inference.cache_tokens` on all ranks together.
-
-    By default they hold one sequence of the trained length and its new tokens.
-    """
-    inference = config.inference
-    tokens = inference.cache_tokens or config.data.seq_length + inference.max_new_tokens
-    n = config.parallelism.context_parallel_size
-    # Ranks differ by at most 2 tokens of a session.
-    return -(-(-(-tokens // n) + 2) // inference.page_tokens)

@@ -125,11 +125,18 @@ class SharedWeights:
             columns("down", own.down),
         )
 
-    def together(self, x: Tensor, most: int, work: Callable[[Tensor], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def together(
+        self,
+        x: Tensor,
+        most: int,
+        work: Callable[[Tensor], Tensor],
+        take: Callable[[Tensor], Tensor] = lambda rows: rows,
+    ) -> Iterator[tuple[int, Tensor]]:
         """Apply `work`, whose weights all ranks share, to rows `[m, ...]` of which every rank has its own, maybe none.
 
         Args:
             most: the rows of all ranks together in one call of `work`.
+            take: makes a call's own rows `[m, ...]` from those of `x`.
 
         Yields:
             the first row and the results of every call's own rows, in order; nothing for none.
@@ -139,10 +146,10 @@ class SharedWeights:
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self._groups.cache)
         for start in range(0, int(count), size):
             size = min(size, int(count) - start)
-            own = x[start : start + size]
-            padded = x.new_zeros(size, *x.shape[1:])
+            own = take(x[start : start + size])
+            padded = own.new_zeros(size, *own.shape[1:])
             padded[: len(own)] = own
-            every = all_gather_rows(self._groups.cache, padded.view(-1)).view(-1, *x.shape[1:])
+            every = all_gather_rows(self._groups.cache, padded.view(-1)).view(-1, *own.shape[1:])
             found = work(every)[rank * size :][: len(own)]
             if len(own):
                 yield start, found
@@ -153,13 +160,12 @@ class _Prefetch:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._memory: list[dict[str, Tensor]] = [{}, {}]  # of layers of even and of odd numbers
+        self._memory: list[dict[str, Tensor]] = [{}, {}, {}]  # of layers of even and of odd numbers, and of both
         self._begun: dict[int, tuple[LayerWeights, torch.cuda.Event | None]] = {}
 
     def begin(self, number: int, gather: Callable[..., LayerWeights]) -> None:
-        memory = self._memory[number % 2]
-
         def empty(name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+            memory = self._memory[2 if name == "columns" else number % 2]
             size = torch.Size(shape).numel()
             if name not in memory or memory[name].numel() < size:
                 memory[name] = like.new_empty(size)
