@@ -142,7 +142,11 @@ def measure(rank: int, config: Config, options: Options, save: Save) -> Results:
         return gather_objects(world_group(), time.perf_counter() - begin < options.seconds)[0]
 
     exact = replace(config.train, precision="fp32")
-    small = replace(config, train=exact, model=replace(config.model, num_layers=options.checked_layers))
+    narrow: dict[str, Any] = (
+        {"hidden_size": 1024, "head_dim": 64, "ffn_hidden_size": 4096} if config.model.hidden_size > 1024 else {}
+    )
+    few = replace(config.model, num_layers=options.checked_layers, **narrow)
+    small = replace(config, train=exact, model=few)
     cells: list[tuple[str, Callable[[], object]]] = [("agreement in fp32", lambda: bench.agree(small, True))]
     cells += [("agreement", lambda: bench.agree(config, False))]
     timed = [(c * b, f"{c:,} cached, batch {b}", partial(bench.decode, c, b)) for c, b in options.decode]
