@@ -174,6 +174,10 @@ class InferenceConfig:
     speculate: int = number(0, 0, 15)
     # Replay replicated steps from CUDA graphs: auto (if possible, else the log says why not) | true | false
     cuda_graphs: str = choice("auto", ("auto", "true", "false"))
+    # Context-parallel ranks share the weights as tensor-parallel ranks do, instead of holding all of them (Helix
+    # Parallelism). Each rank then holds and reads 1 / (context x tensor) of them for a token; prompts gather one layer
+    # at a time.
+    shard_weights: bool = False
     # How blocks travel between context-parallel ranks, as attention.transport.
     transport: str = choice("auto", TRANSPORTS)
     page_tokens: int = number(64, 1, 2**20)  # tokens per page of the KV cache

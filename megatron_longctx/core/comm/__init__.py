@@ -9,6 +9,7 @@ from .collectives import (
     PeerMemoryError,
     all_gather_rows,
     all_reduce_sum,
+    all_to_all_rows,
     gather_objects,
     on_rank_0,
 )
