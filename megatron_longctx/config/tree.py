@@ -181,7 +181,9 @@ class InferenceConfig:
     # How blocks travel between context-parallel ranks, as attention.transport.
     transport: str = choice("auto", TRANSPORTS)
     page_tokens: int = number(64, 1, 2**20)  # tokens per page of the KV cache
-    # Size of the cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
+    # Size of the cache of all context-parallel ranks together. null: `generate` and `eval` as their prompts need;
+    # otherwise on GPUs 90% of what is free beside weights and activations, on CPUs four sequences of max_model_len, but
+    # at most 1/8 of the host's memory.
     cache_tokens: int | None = number(None, 1, 10**10)
     # Maximum number of new tokens per sequence computed at once; null: 65,536 per rank, over all sequences.
     prefill_chunk: int | None = number(None, 1, _MAX_COUNT)

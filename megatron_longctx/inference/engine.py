@@ -30,7 +30,7 @@ from .session import Evicted, Generation, Grammars, NextToken, Session, check_id
 
 _T = TypeVar("_T")
 
-_MAX_RANK_TOKENS = 65536
+MAX_RANK_TOKENS = 65536
 """The most new tokens that a rank computes in one pass, over all sequences, unless a chunk is larger. It bounds the
 memory of activations (86 KB per token in the MLP of Llama 3 8B)."""
 _WARM_UP_LENGTHS = (67, 130)
@@ -61,7 +61,7 @@ class LongContextEngine:
         self.cache_manager = manager
         self.settings = settings or InferenceConfig()
         check_inference(self.settings)
-        self.rank_tokens = _MAX_RANK_TOKENS
+        self.rank_tokens = MAX_RANK_TOKENS
         self.grammars: Grammars | None = None
         self.mode_counts: Counter[str] = Counter()
         self._attention = model.attention

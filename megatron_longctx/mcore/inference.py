@@ -35,7 +35,7 @@ from . import checkpoint
 from .core_attention import layer_window
 from .direct import AttentionFn, DirectLayer, why_not_direct
 from .groups import share_weights
-from .inference_memory import cache_shape, pages_per_rank, with_shared_weights
+from .inference_memory import cache_shape, free_pages, pages_per_rank, with_shared_weights
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
 from .rope import Rotations
 from .row_parallel import ReducedRowParallelLinear
@@ -328,7 +328,9 @@ def build_engine(
         groups, cache_group = shared.megatron, shared.cache
     of_model = with_shared_weights(config)
     gpt, tokenizer = load_model(of_model, groups, build_sequence(of_model, groups.cp), checkpoints, iteration)
-    manager = CacheManager(n, pages_per_rank(config), inference.page_tokens)
+    longest = inference.max_model_len or config.data.seq_length
+    pages = free_pages(config, longest, device) if inference.cache_tokens is None else pages_per_rank(config)
+    manager = CacheManager(n, pages, inference.page_tokens)
     windows = tuple(layer_window(gpt.config, number)[0] for number in range(1, model.num_layers + 1))
     shape = replace(cache_shape(config), windows=windows)
     slots, kernel = manager.slots_per_rank, config.attention.kernel
