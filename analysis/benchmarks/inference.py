@@ -110,7 +110,7 @@ def _sized(config: Config, sweep: Sweep, n: int) -> Config:
     """Return the settings for `n` context-parallel ranks, with the cache and positions that `sweep` needs."""
     inference = config.inference
     # `pages_per_rank` turns this into the required number of pages.
-    cache = n * (sweep.pages(n, inference.page_tokens) * inference.page_tokens - 2)
+    cache = (n * sweep.pages(n, inference.page_tokens) - (n - 1)) * inference.page_tokens
     longest = max(sweep.lengths) + 2 * sweep.tokens + 64
     return replace(
         config,

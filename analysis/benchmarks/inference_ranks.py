@@ -26,7 +26,8 @@ from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import NextToken, Session
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import build_engine, pages_per_rank
+from megatron_longctx.mcore.inference import build_engine
+from megatron_longctx.mcore.inference_memory import pages_per_rank
 from megatron_longctx.training.ranks import world_group
 
 REPLICATED = "replicated"
@@ -55,9 +56,9 @@ class Sweep:
         return [(length - count, count) for count in sorted(new, reverse=True)]
 
     def pages(self, n: int, page_tokens: int) -> int:
-        """Return the pages that a rank needs. Ranks differ by at most 2 tokens of a session."""
+        """Return the pages that a rank needs. Ranks differ by at most one page of a session."""
         prompt, decoded = max(self.lengths), max(self.lengths) + _WARM_UP + self.tokens
-        pages = [-(-(-(-tokens // n) + 2) // page_tokens) for tokens in (prompt, decoded)]
+        pages = [-(-(-(-tokens // page_tokens) + n - 1) // n) for tokens in (prompt, decoded)]
         return max(pages[0], pages[1] * max(self.batches))
 
 
@@ -106,7 +107,7 @@ class _RecordingChooser(Chooser):
         return decision
 
 
-class _RewindableCacheManager(CacheManager):
+class RewindableCacheManager(CacheManager):
     """Returns to an earlier state, so that a prompt can be measured again over the same cache."""
 
     def __init__(self, n: int, pages: int, page_tokens: int) -> None:
@@ -162,7 +163,7 @@ class Benchmark:
         self._device = engine.model.attention.device
         self._chooser = _RecordingChooser(facts_of_rank_0(config, self._device), config.inference.mode)
         self._modes = sweep.modes if self._n > 1 else sweep.modes[:1]
-        self._cache_manager = _RewindableCacheManager(self._n, pages_per_rank(config), config.inference.page_tokens)
+        self._cache_manager = RewindableCacheManager(self._n, pages_per_rank(config), config.inference.page_tokens)
         settings = InferenceConfig(decode=engine.settings.decode, cuda_graphs=engine.settings.cuda_graphs)
         self.engine = LongContextEngine(engine.model, self._cache_manager, self._chooser, settings)
         self._random = random.Random(0)  # the same tokens on every rank
@@ -229,7 +230,7 @@ class Benchmark:
         times = []
         for i in range(count):
             if i == _WARM_UP:
-                _synchronize(self._device)
+                wait_for_all(self._device)
                 times.append(time.perf_counter())
             self.engine.step(generations)
             if i >= _WARM_UP:
@@ -254,7 +255,7 @@ class Benchmark:
 
 def seconds_to_first(engine: LongContextEngine, session: Session, prompt: list[int]) -> float:
     """Return the time from a prompt's arrival to its first token on this rank."""
-    _synchronize(engine.model.attention.device)
+    wait_for_all(engine.model.attention.device)
     start = time.perf_counter()
     session.append(prompt)
     generation = engine.start(session, Sampling())
@@ -264,7 +265,7 @@ def seconds_to_first(engine: LongContextEngine, session: Session, prompt: list[i
     return seconds
 
 
-def _synchronize(device: torch.device) -> None:
+def wait_for_all(device: torch.device) -> None:
     """Wait until all ranks have finished all their work."""
     synchronize(device)
     dist.barrier()

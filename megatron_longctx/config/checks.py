@@ -184,6 +184,9 @@ def _check_expert_layers(model: ModelConfig, experts: int) -> None:
 def _check_parallelism(config: Config, training: bool) -> None:
     par, model, attention = config.parallelism, config.model, config.attention
     tp, cp = par.tensor_parallel_size, par.context_parallel_size
+    shards, divisor = tp, "parallelism.tensor_parallel_size"
+    if not training and config.inference.shard_weights and cp > 1:
+        shards, divisor = cp * tp, "parallelism.context_parallel_size x tensor_parallel_size with shard_weights"
     if par.inner_size is not None:
         _check_divides("parallelism.inner_size", par.inner_size, {"parallelism.context_parallel_size": cp})
     if config.layout != "auto" and par.schedule != "auto":
@@ -199,14 +202,15 @@ def _check_parallelism(config: Config, training: bool) -> None:
     vocab = "model.vocab_multiple" if model.vocab_size is None else "model.vocab_size"
     names = [*(["model.num_kv_heads"] if training else []), "model.ffn_hidden_size", vocab]
     if not training:
-        _check_shared_heads(model, tp)
+        for name, size in {"parallelism.tensor_parallel_size": tp, divisor: shards}.items():
+            _check_shared_heads(model, name, size)
     if training and par.uses_sequence_parallel:
         names += ["data.seq_length", "model.hidden_size"]
     multiples = {name: attrgetter(name)(config) for name in names}
     if model.latent:  # tensor-parallel ranks share the products that make latents
         multiples["model.kv_lora_rank + model.qk_pos_emb_head_dim"] = model.kv_latent_channels
         multiples["model.q_lora_rank"] = model.q_lora_rank or 0
-    _check_divides("parallelism.tensor_parallel_size", tp, multiples)
+    _check_divides(divisor, shards, multiples)
     layers = {"model.num_layers": model.num_layers}
     _check_divides("parallelism.pipeline_parallel_size", par.pipeline_parallel_size, layers)
     for used, what, why in (
@@ -280,8 +284,8 @@ def _check_fp8(config: Config, training: bool) -> None:
         raise refuse("train.bf16_layers_at_start", train.bf16_layers_at_start, expected, "Lower one of them.")
 
 
-def _check_shared_heads(model: ModelConfig, tp: int) -> None:
-    """Refuse sizes by which tensor-parallel ranks cannot share the heads: several may have the same keys and values."""
+def _check_shared_heads(model: ModelConfig, name: str, ranks: int) -> None:
+    """Refuse a number of ranks that cannot share the heads: several may have the same keys and values."""
     heads, kv_heads = model.num_attention_heads, model.num_kv_heads
     products = 2 * kv_heads * model.kv_channels  # Megatron shards the rows that make keys and values evenly
     sizes = [
@@ -289,10 +293,12 @@ def _check_shared_heads(model: ModelConfig, tp: int) -> None:
         for size in range(1, heads + 1)
         if heads % size == 0 and (kv_heads % size == 0 or (size % kv_heads == 0 and products % size == 0))
     ]
-    if tp not in sizes:
+    if ranks not in sizes:
         has = f"one of {', '.join(map(str, sizes))} with {heads} query heads and {kv_heads} key/value heads"
-        remedy = "More ranks can share a sequence by parallelism.context_parallel_size."
-        raise refuse("parallelism.tensor_parallel_size", tp, has, remedy)
+        remedy = (
+            "More ranks can share a sequence by parallelism.context_parallel_size, without inference.shard_weights."
+        )
+        raise refuse(name, ranks, has, remedy)
 
 
 def _check_expert_sizes(config: Config, experts: int, training: bool) -> None:

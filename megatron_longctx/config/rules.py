@@ -127,4 +127,7 @@ RULES: tuple[Rule, ...] = (
     ("model.kv_lora_rank", _is_not(None), ("inference.weights",), None, "FP8 supports plain attention only."),
     ("model.pattern", _with_delta_nets, ("inference.weights",), None, "FP8 supports plain attention only."),
     ("inference.exact_reuse", _is(True), ("inference.prefill_chunk",), "a number", "Set it to 2048."),
+    ("inference.exact_reuse", _is(True), ("inference.speculate",), None, "Drafts are computed in batches of any size."),
+    ("inference.decode", _is("plan"), ("inference.speculate",), None, "Only replicated steps compute drafts."),
+    ("inference.mode", _is_not("auto"), ("inference.speculate",), None, "Only replicated steps compute drafts."),
 )  # fmt: skip

@@ -177,15 +177,24 @@ class InferenceConfig:
     # auto: replicated unless `mode` names a mode; for prompts only if CUDA graphs can be used, and never with
     # exact_reuse.
     decode: str = choice("auto", ("auto", "replicated", "plan"))
+    # Draft up to this many tokens per step from the text so far (prompt lookup) and compute them together; the tokens
+    # that are generated stay the same. It pays for answers that repeat parts of their prompt. 0: off
+    speculate: int = number(0, 0, 15)
     # Replay replicated steps from CUDA graphs: auto (if possible, else the log says why not) | true | false
     cuda_graphs: str = choice("auto", ("auto", "true", "false"))
+    # Context-parallel ranks share the weights as tensor-parallel ranks do, instead of holding all of them (Helix
+    # Parallelism). Each rank then holds and reads 1 / (context x tensor) of them for a token; prompts gather one layer
+    # at a time.
+    shard_weights: bool = False
     # How blocks travel between context-parallel ranks, as attention.transport.
     transport: str = choice("auto", TRANSPORTS)
     # What the weights of layers are: exact (as in the checkpoint, in train.precision) | fp8 (E4M3, with a scale for
     # every output; products then quantize every token as well). fp8 takes half the memory of bf16 and is faster.
     weights: str = choice("exact", ("exact", "fp8"))
     page_tokens: int = number(64, 1, 2**20)  # tokens per page of the KV cache
-    # Size of the cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
+    # Size of the cache of all context-parallel ranks together. null: `generate` and `eval` as their prompts need;
+    # otherwise on GPUs 90% of what is free beside weights and activations, on CPUs four sequences of max_model_len, but
+    # at most 1/8 of the host's memory.
     cache_tokens: int | None = number(None, 1, 10**10)
     # Maximum number of new tokens per sequence computed at once; null: 65,536 per rank, over all sequences.
     prefill_chunk: int | None = number(None, 1, _MAX_COUNT)
@@ -227,8 +236,12 @@ class ServeConfig:
     # If ranks complete no layer for this long, `/ready` and new requests get 503; at most half of
     # parallelism.timeout_s. Running requests wait.
     stalled_s: float = number(10.0, 0, SECONDS_PER_YEAR, above=True)
-    # Finished or cancelled sequences whose cache is kept for prompts with the same prefix.
-    keep_sessions: int = number(16, 0, 10**6)
+    # The longest time that a long prompt may delay a short one, or the next token of an answer. The chunks of
+    # prompts are sized by measured times to hold it, unless inference.prefill_chunk sets their size.
+    max_delay_s: float = number(2.0, 1e-3, SECONDS_PER_YEAR)
+    # Host memory of each rank in GiB, pinned on GPUs, for copies of the cache's pages. A prompt gets them back whose
+    # pages had to give way. 0: none.
+    host_cache_gib: float = number(0.0, 0, 10**5)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,15 @@ exchange nothing.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+from array import array
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from ..core.errors import refuse
-from ..core.layout import Layout, contiguous, zigzag
-from .pages import BlockPool, Shard
+from .pages import Copy, Key, PagePool, Place, Shard
 
 MAX_CONTIGUOUS = 512
 """The number of new tokens per rank up to which each rank gets one contiguous part.
@@ -29,24 +32,24 @@ class CacheFull(ValueError):
 
 
 @dataclass
-class _Session:
-    """first: the rank that comes first among ranks with equally many tokens."""
-
-    first: int
-    shards: list[Shard]
-
-
-@dataclass(frozen=True)
-class Fork:
-    """A session that begins with the tokens of another.
+class Held:
+    """What a session holds.
 
     Attributes:
-        copies: per rank, source and target slots of the keys and values that must be copied before any new token is
-            placed. Both are empty if only full pages are shared.
+        opened: its number among all sessions.
+        salt: of its pages' keys.
+        shards: per rank.
+        pages: (rank, page) in the order of positions.
+        numbers: of its first pages, which are in the index.
+        twice: whether another session has computed the next page as well. Its own pages are then not found.
     """
 
-    session: int
-    copies: tuple[tuple[range, range], ...]
+    opened: int
+    salt: int
+    shards: list[Shard]
+    pages: list[tuple[int, int]] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    twice: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,20 @@ class ScheduledChunk:
 class CacheManager:
     """The pages of all sessions on all ranks.
 
-    New tokens are cut into one part per rank (`split_new_tokens`). The larger parts go to the ranks that hold fewest
-    tokens of the session, so ranks never differ by more than 2 tokens. Among ranks with equally many tokens the order
-    is round robin, starting from rank `session mod n`. Decoded token t of session b is stored on rank (b + t) mod n.
+    A page holds `page_tokens` consecutive tokens of a session, from a multiple of `page_tokens` on; all of them are on
+    one rank. The index finds every complete and computed page by its tokens and the page before it, and thus by all
+    tokens from the first on. So a prefix is on the same ranks in the same slots for every session that finds it,
+    whoever computed it, in chunks of any sizes. It is compared, not only hashed: no client can make up a text that
+    finds the pages of another. Pages that no session holds stay in the index until their room is needed, the least
+    recently used first. All of this is determined by the calls, which all ranks make alike.
 
-    Sessions with a common prefix share its pages (`fork`). Shared pages are counted once, and the last holder frees
-    them. Only full pages are shared and only the sole holder of a page writes to it, so a fork copies each rank's last
-    partial page. A fork continues as its source would: places depend only on the history of the tokens. A fork inside
-    a chunk of T tokens may be more uneven than before by `ceil(T / 2n)` tokens (`ceil(T / n)` if the parts are
-    contiguous); later chunks never add to that.
+    The pages that new tokens begin are cut into one part per rank (`split_pages`). The larger parts go to the ranks
+    that hold fewest pages of the session, so ranks differ by at most one page. Among ranks with equally many pages the
+    order is round robin, starting from the rank of the session's first page, or from rank `session mod n` without any.
+    Places thus depend only on the history of the tokens. A prefix that ends inside a chunk may be more uneven; later
+    chunks never add to that.
+
+    The index is of one model's keys and values. What else they depend on belongs into `salt`.
 
     Args:
         n: ranks of the context-parallel group.
@@ -103,9 +111,11 @@ class CacheManager:
         self.page_tokens = page_tokens
         self.pages_per_rank = pages_per_rank
         self._max_contiguous = max_contiguous
-        self._pools = [BlockPool(pages_per_rank) for _ in range(n)]
-        self._sessions: dict[int, _Session] = {}
-        self._opened = 0
+        self._index: dict[Key, Place] = {}
+        self._pools = [PagePool(pages_per_rank, self._index, rank) for rank in range(n)]
+        self._sessions: dict[int, Held] = {}
+        self._copies: Mapping[Key, Copy] = {}
+        self._opened = self._named = 0
 
     @property
     def sessions(self) -> tuple[int, ...]:
@@ -116,11 +126,21 @@ class CacheManager:
         return self.pages_per_rank * self.page_tokens
 
     def free_pages(self, rank: int) -> int:
-        return self._pools[rank].num_free
+        """Return the number of pages that no session holds."""
+        return self._pools[rank].available
 
     def used_pages(self) -> int:
-        """Return the number of pages in use on all ranks, shared ones counted once."""
-        return sum(self.pages_per_rank - pool.num_free for pool in self._pools)
+        """Return the number of pages that sessions hold on all ranks, shared ones counted once."""
+        return sum(self.pages_per_rank - pool.available for pool in self._pools)
+
+    def cached_pages(self) -> int:
+        """Return the number of pages on all ranks that no session holds and later ones may find."""
+        return sum(pool.num_cached for pool in self._pools)
+
+    def drop_cached(self) -> None:
+        """Free the pages that no session holds."""
+        for pool in self._pools:
+            pool.drop_cached()
 
     def shards(self, session: int) -> list[Shard]:
         """Return the session's pages and positions on every rank. They change with the session.
@@ -128,7 +148,7 @@ class CacheManager:
         Raises:
             ValueError: the session is not open.
         """
-        return self._session(session).shards
+        return self._held(session).shards
 
     def length(self, session: int) -> int:
         return sum(shard.tokens for shard in self.shards(session))
@@ -137,57 +157,117 @@ class CacheManager:
         """Return the number of pages that any of these sessions holds, each counted once."""
         return len(set().union(*(self.shards(session)[rank].pages for session in sessions)))
 
-    def max_pages(self, session: int, more: int) -> int:
-        """Return the most pages that the session can hold on a rank after `more` tokens, in chunks of any sizes."""
-        sizes = [shard.tokens for shard in self.shards(session)]
-        spread = max(2, max(sizes) - min(sizes))
-        return self._pages(-(-(sum(sizes) + more) // self.n) + spread)
+    def max_pages(self, session: int, more: int, ahead: Iterable[Copy] = ()) -> int:
+        """Return the most pages that the session can hold on a rank after `more` tokens, in chunks of any sizes.
 
-    def open(self) -> int:
-        """Open an empty session and return its number; it takes no memory yet."""
+        Args:
+            ahead: the pages that are added first (`add_page`).
+        """
+        counts = [len(shard.pages) for shard in self.shards(session)]
+        for copy in ahead:
+            counts[copy.rank] += 1
+        spread = max(1, max(counts) - min(counts))
+        return -(-(self._pages(self.length(session) + more) + spread * (self.n - 1)) // self.n)
+
+    def open(self, tokens: Sequence[int] = (), salt: int = 0, multiple: int = 1) -> int:
+        """Open a session with the longest prefix of `tokens` in the cache, and return its number.
+
+        Args:
+            salt: sessions with another one do not find its pages.
+            multiple: of tokens that the prefix must have.
+        """
+        found: list[Place] = []
+        while place := self._index.get(self._key(salt, found[-1].number if found else 0, tokens, len(found))):
+            found.append(place)
+        unit = math.lcm(multiple, self.page_tokens) // self.page_tokens
+        del found[len(found) // unit * unit :]
+        return self._open(salt, [place[:2] for place in found], [place.number for place in found])
+
+    def keep_copies(self, rested: Sequence[deque[int]], copies: Mapping[Key, Copy]) -> None:
+        """Let pages have copies elsewhere: append to `rested`, per rank, the pages that nobody holds any more."""
+        self._copies = copies
+        for pool, pages in zip(self._pools, rested, strict=True):
+            pool.rested = pages
+
+    def cached_page(self, rank: int, page: int) -> tuple[Key, int] | None:
+        """Return the key and the number of a page that nobody holds and sessions may find; None for other pages."""
+        return self._pools[rank].cached(page)
+
+    def copies_of(self, session: int, tokens: Sequence[int]) -> list[Copy]:
+        """Return the copies of the pages that follow those of a session, which has only complete ones, in its text."""
+        held, found = self._held(session), list[Copy]()
+        before = held.numbers[-1] if held.numbers else 0
+        while copy := self._copies.get(self._key(held.salt, before, tokens, len(held.pages) + len(found))):
+            found.append(copy)
+            before = copy.number
+        return found
+
+    def add_page(self, session: int, copy: Copy) -> tuple[int, bool]:
+        """Add the page of a copy to a session, which has only complete ones.
+
+        Returns:
+            the page, and whether it has its contents already.
+        """
+        held, pool, start = self._held(session), self._pools[copy.rank], self.length(session)
+        shard, place = held.shards[copy.rank], self._index.get(copy.key)
+        found = place is not None and place.rank == copy.rank and not held.twice
+        if place is not None and found:
+            page = place.page
+            pool.hold([page])
+        else:
+            (page,) = pool.allocate(1, shard.pages[-1] if shard.pages else -1)
+            held.twice = held.twice or place is not None
+        shard.add_pages([page])
+        shard.extend([range(start, start + self.page_tokens)])
+        held.pages.append((copy.rank, page))
+        if not held.twice:
+            held.numbers.append(copy.number)
+            if not found:
+                pool.name(page, copy.key, copy.number)
+        return page, found
+
+    def fork(self, session: int, tokens: int) -> int:
+        """Open a session with the complete pages of another's first tokens, and return its number."""
+        source, count = self._held(session), tokens // self.page_tokens
+        fork = self._open(source.salt, source.pages[:count], source.numbers[:count])
+        self._sessions[fork].twice = len(source.numbers) < count
+        return fork
+
+    def _open(self, salt: int, pages: Sequence[tuple[int, int]], numbers: Sequence[int]) -> int:
         number = self._opened
         self._opened += 1
-        self._sessions[number] = _Session(number % self.n, self._no_shards())
+        held = self._sessions[number] = self._empty(number, salt)
+        for i, (rank, page) in enumerate(pages):
+            self._pools[rank].hold([page])
+            held.shards[rank].add_pages([page])
+            held.shards[rank].extend([range(i * self.page_tokens, (i + 1) * self.page_tokens)])
+        held.pages, held.numbers = [*pages], [*numbers]
         return number
 
-    def fork(self, session: int, tokens: int) -> Fork:
-        """Open a session that begins with the first `tokens` cached tokens of another.
+    def name_pages(self, session: int, tokens: Sequence[int], most: int | None = None) -> None:
+        """Enter the session's complete pages into the index, so that other sessions find them.
 
-        Raises:
-            ValueError: the session is not open, or has fewer tokens.
-            CacheFull: a rank's last page cannot be copied.
+        Args:
+            tokens: of the session; those that are cached have been computed.
+            most: enter pages of this many first tokens only; None for all.
         """
-        source, length = self._session(session), self.length(session)
-        if not 0 <= tokens <= length:
-            raise refuse("tokens of the fork", tokens, f"at most the {length} that are cached", "Fork at fewer.")
-        prefixes = [shard.prefix(tokens) for shard in source.shards]
-        counts = [sum(map(len, prefix)) for prefix in prefixes]
-        for rank, count in enumerate(counts):
-            if count % self.page_tokens and not self.free_pages(rank):
-                raise CacheFull(
-                    f"a fork needs 1 page on rank {rank}: expected one that is free, of {self.pages_per_rank}. Close "
-                    "sessions, or raise inference.cache_tokens."
-                )
-        number = self.open()
-        fork = self._sessions[number]
-        fork.first = source.first
-        copies = []
-        for rank, (old, new) in enumerate(zip(source.shards, fork.shards, strict=True)):
-            full, rest = divmod(counts[rank], self.page_tokens)
-            shared = old.pages[:full]
-            self._pools[rank].share(shared)
-            own = self._pools[rank].allocate(1 if rest else 0, shared[-1] if shared else -1)
-            new.add_pages([*shared, *own])
-            new.extend(prefixes[rank])
-            copies.append((old.page_slots(full, rest), new.page_slots(full, rest)))
-        return Fork(number, tuple(copies))
+        held, length = self._held(session), self.length(session)
+        complete = (length if most is None else min(most, length)) // self.page_tokens
+        while (count := len(held.numbers)) < complete and not held.twice:
+            key = self._key(held.salt, held.numbers[-1] if count else 0, tokens, count)
+            held.twice = key in self._index
+            if not held.twice:
+                self._named += 1
+                # A page that has a copy keeps its number, so that those that follow it are found.
+                number = self._copies[key].number if key in self._copies else self._named
+                rank, page = held.pages[count]
+                self._pools[rank].name(page, key, number)
+                held.numbers.append(number)
 
-    def truncate(self, session: int, tokens: int) -> Fork:
-        """Drop all but a session's first `tokens` cached tokens without touching shared pages. See `fork`."""
-        fork = self.fork(session, tokens)
-        self._sessions[session], self._sessions[fork.session] = self._sessions[fork.session], self._sessions[session]
-        self.close(fork.session)
-        return replace(fork, session=session)
+    def forget(self, session: int) -> None:
+        """Remove the session's pages from the index."""
+        for rank, page in self._held(session).pages:
+            self._pools[rank].forget(page)
 
     def append(self, counts: Mapping[int, int]) -> tuple[ScheduledChunk, ...]:
         """Place `counts[session]` new tokens of every session: all of them or none.
@@ -196,15 +276,15 @@ class CacheManager:
             ValueError: a session is not open, or gets fewer than 1 token.
             CacheFull: they do not fit.
         """
-        spans = {}
+        parts = {}
         need = [0] * self.n
         for session, count in counts.items():
-            shards = self.shards(session)
+            held = self._held(session)
             if count < 1:
                 raise refuse("new tokens", count, "1 or more", "Give the session some tokens.")
-            spans[session] = self._assign(session, count)
-            for rank, (shard, own) in enumerate(zip(shards, spans[session], strict=True)):
-                need[rank] += self._pages(shard.tokens + sum(map(len, own))) - len(shard.pages)
+            parts[session] = self._assign(held, self.length(session), count)
+            for rank in parts[session][1]:
+                need[rank] += 1
         for rank, pages in enumerate(need):
             if pages > (free := self.free_pages(rank)):
                 raise CacheFull(
@@ -212,74 +292,109 @@ class CacheManager:
                     f"{rank}: expected at most the {free} of {self.pages_per_rank} that are free. Close sessions, "
                     "give fewer tokens, or raise inference.cache_tokens."
                 )
-        return tuple(self._place(session, count, spans[session]) for session, count in counts.items())
+        return tuple(self._place(session, count, *parts[session]) for session, count in counts.items())
 
     def undo(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Undo the latest `append`, whose tokens were never computed."""
         for chunk in reversed(chunks):
-            for rank, shard in enumerate(self.shards(chunk.session)):
-                self._pools[rank].release(shard.remove_last(chunk.num_new(rank)))
+            self.truncate(chunk.session, chunk.cached)
 
-    def evict(self, session: int) -> list[Shard]:
-        """Release a session's pages and return what it held on every rank. It stays open, with nothing cached."""
-        shards = self.shards(session)
-        for pool, shard in zip(self._pools, shards, strict=True):
+    def truncate(self, session: int, tokens: int) -> None:
+        """Drop all but a session's first `tokens` cached tokens. It must not share a page that is cut in two."""
+        held, length = self._held(session), self.length(session)
+        cut = tokens // self.page_tokens
+        if tokens % self.page_tokens and cut < len(held.numbers):  # its last slots will be written again
+            self._pools[held.pages[cut][0]].forget(held.pages[cut][1])
+        while length > tokens:
+            rank, _ = held.pages[-1]
+            stop = max(tokens, (length - 1) // self.page_tokens * self.page_tokens)
+            unused = held.shards[rank].remove_last(length - stop)
+            self._pools[rank].release(unused)
+            length = stop
+            if unused:
+                held.pages.pop()
+        del held.numbers[cut:]
+
+    def evict(self, session: int) -> Held:
+        """Release a session's pages and return what it held. It stays open, with nothing cached."""
+        held = self._held(session)
+        for pool, shard in zip(self._pools, held.shards, strict=True):
             pool.release(shard.pages)
-        self._sessions[session].shards = self._no_shards()
-        return shards
+        self._sessions[session] = self._empty(held.opened, held.salt)
+        return held
 
-    def restore(self, session: int, shards: list[Shard]) -> None:
+    def restore(self, session: int, held: Held) -> None:
         """Undo an `evict`, after every later placement was undone without having been computed."""
-        for pool, shard in zip(self._pools, shards, strict=True):
+        for pool, shard in zip(self._pools, held.shards, strict=True):
             pool.hold(shard.pages)
-        self._sessions[session].shards = shards
+        self._sessions[session] = held
 
     def close(self, session: int) -> None:
-        """Release a session's pages and remove it."""
+        """Release a session's pages and remove it. Complete ones can be found until their room is needed."""
         self.evict(session)
         del self._sessions[session]
 
-    def _session(self, session: int) -> _Session:
+    def _held(self, session: int) -> Held:
         if session not in self._sessions:
             raise refuse("session", session, "an open session", "Open another; closed ones cannot go on.")
         return self._sessions[session]
 
-    def _no_shards(self) -> list[Shard]:
-        return [Shard(self.page_tokens) for _ in range(self.n)]
+    def _empty(self, opened: int, salt: int) -> Held:
+        return Held(opened, salt, [Shard(self.page_tokens) for _ in range(self.n)])
+
+    def _key(self, salt: int, before: int, tokens: Sequence[int], index: int) -> Key:
+        """Return the key of page number `index`; one that no page has if the tokens do not fill it."""
+        start = index * self.page_tokens
+        return Key(salt, before, array("i", tokens[start : start + self.page_tokens]).tobytes())
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
-    def _assign(self, session: int, count: int) -> tuple[tuple[range, ...], ...]:
-        """Return every rank's part of new tokens: the larger parts for ranks that hold less of the session."""
-        layout = split_new_tokens(self.n, count, self._max_contiguous)
-        state = self._sessions[session]
-        ranks = sorted(range(self.n), key=lambda r: (state.shards[r].tokens, (r - state.first) % self.n))
-        by_size = sorted(range(self.n), key=lambda part: -layout.num_tokens(part))
-        part_of = dict(zip(ranks, by_size, strict=True))
-        return tuple(tuple(span for span in layout.spans[part_of[rank]] if span) for rank in range(self.n))
+    def _assign(self, held: Held, cached: int, count: int) -> tuple[list[list[range]], list[int]]:
+        """Return every rank's part of new tokens, and the ranks of the pages that they begin, in order: the larger
+        parts for ranks that hold fewer pages of the session."""
+        parts: list[list[range]] = [[] for _ in range(self.n)]
+        head = min(count, -cached % self.page_tokens)  # goes into the last page
+        if head:
+            parts[held.pages[-1][0]].append(range(head))
+        homes = [0] * self._pages(count - head)
+        pieces = split_pages(self.n, len(homes), count <= self._max_contiguous * self.n)
+        first = held.pages[0][0] if held.pages else held.opened % self.n
+        ranks = sorted(range(self.n), key=lambda r: (len(held.shards[r].pages), (r - first) % self.n))
+        for rank, spans in zip(ranks, sorted(pieces, key=lambda spans: -sum(map(len, spans))), strict=True):
+            for span in filter(None, spans):
+                homes[span.start : span.stop] = [rank] * len(span)
+                start, stop = (head + at * self.page_tokens for at in (span.start, span.stop))
+                parts[rank].append(range(start, min(stop, count)))
+        return parts, homes
 
-    def _place(self, session: int, count: int, new_spans: tuple[tuple[range, ...], ...]) -> ScheduledChunk:
-        shards, cached = self.shards(session), self.length(session)
-        held = [shard.tokens for shard in shards]
-        positions = tuple(tuple(shard.positions) for shard in shards)
-        for pool, shard, spans in zip(self._pools, shards, new_spans, strict=True):
+    def _place(self, session: int, count: int, parts: list[list[range]], homes: list[int]) -> ScheduledChunk:
+        held, cached = self._held(session), self.length(session)
+        before = [shard.tokens for shard in held.shards]
+        positions = tuple(tuple(shard.positions) for shard in held.shards)
+        own = []
+        for rank, (pool, shard, spans) in enumerate(zip(self._pools, held.shards, parts, strict=True)):
             shard.extend([range(span.start + cached, span.stop + cached) for span in spans])
-            missing = self._pages(shard.tokens) - len(shard.pages)
-            shard.add_pages(pool.allocate(missing, shard.pages[-1] if shard.pages else -1))
+            own.append(pool.allocate(homes.count(rank), shard.pages[-1] if shard.pages else -1))
+            shard.add_pages(own[-1])
+        pages = [iter(each) for each in own]
+        held.pages += [(rank, next(pages[rank])) for rank in homes]
         return ScheduledChunk(
             session=session,
             cached=cached,
             new=count,
-            new_spans=new_spans,
-            cached_slots=tuple(s.slots(0, h) for s, h in zip(shards, held, strict=True)),
-            new_slots=tuple(s.slots(h, s.tokens) for s, h in zip(shards, held, strict=True)),
+            new_spans=tuple(map(tuple, parts)),
+            cached_slots=tuple(s.slots(0, h) for s, h in zip(held.shards, before, strict=True)),
+            new_slots=tuple(s.slots(h, s.tokens) for s, h in zip(held.shards, before, strict=True)),
             cached_positions=positions,
         )
 
 
-@functools.lru_cache(maxsize=64)  # decode asks for the layout of 1 token over and over
-def split_new_tokens(n: int, new: int, max_contiguous: int = MAX_CONTIGUOUS) -> Layout:
-    """Cut new tokens into n parts: contiguous up to `max_contiguous` tokens per rank, otherwise zigzag, whose parts
-    have equal causal work."""
-    return (contiguous if new <= max_contiguous * n else zigzag)(n, new)
+@functools.lru_cache(maxsize=64)  # decode asks for the parts of a page, or of none, over and over
+def split_pages(n: int, pages: int, few: bool) -> tuple[tuple[range, ...], ...]:
+    """Cut new pages into n parts, whose sizes differ by at most one: contiguous for `few` tokens, otherwise zigzag,
+    whose parts have equal causal work."""
+    size, larger = divmod(pages, n if few else 2 * n)
+    cuts = (i * size + min(i, larger) for i in range((n if few else 2 * n) + 1))
+    pieces = [range(start, stop) for start, stop in itertools.pairwise(cuts)]
+    return tuple((pieces[i],) if few else (pieces[i], pieces[-1 - i]) for i in range(n))

@@ -16,7 +16,15 @@ from ..config.cluster import GIB
 from ..core.attention.execute import Pass, Runtime
 from ..core.attention.function import merge_sink
 from ..core.attention.kv_format import KVFormat, Shapes, StackedKV
-from ..core.comm import BufferPool, PeerMemoryError, PeerTransport, all_gather_rows, choose_transport, gather_objects
+from ..core.comm import (
+    BufferPool,
+    PeerMemoryError,
+    PeerTransport,
+    all_gather_rows,
+    all_to_all_rows,
+    choose_transport,
+    gather_objects,
+)
 from ..core.errors import refuse
 from ..core.kernels import KernelRequest, Partial, choose_kernel, merge_partials
 from ..core.plans import Kind, Recorder, Target, Workload
@@ -105,6 +113,7 @@ class CachedAttention:
         slots: the number of tokens that fit into this rank's cache.
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
         transport: how blocks are sent, as for `comm.choose_transport`.
+        divides_heads: whether each rank gets its part of the heads of replicated tokens' outputs, or all of them.
 
     Raises:
         ValueError: no kernel takes this shape, the transport is unknown, or the cache does not fit into the device's
@@ -119,12 +128,14 @@ class CachedAttention:
         device: torch.device,
         kernel: str = "auto",
         transport: str = "p2p",
+        divides_heads: bool = False,
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world = dist.get_world_size(group) if group is not None else 1
         self.shape = shape
         self.device = device
+        self._parts = self.world if divides_heads else 1  # of the heads of replicated tokens' outputs
         request = KernelRequest(
             device.type, shape.dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads, packed=True
         )
@@ -159,6 +170,11 @@ class CachedAttention:
 
         self._layers = [storage[:slots] for storage in self._storage]
 
+    @property
+    def layers(self) -> list[Tensor]:
+        """The cache of each layer, `[slots, …]`."""
+        return self._layers
+
     def compile_kernels(self, page_tokens: int) -> None:
         """Compile our own kernels for prompts and for decode over pages of `page_tokens`; CPUs have none."""
         if self.device.type == "cuda":
@@ -167,12 +183,13 @@ class CachedAttention:
             windows = {window is not None for window in self.shape.distinct_windows}
             compile_decode(q, self._storage[0][:, :, 0], page_tokens, windows)
             if self._merge is not None:
-                self._merge.compile(self.shape.num_heads, self.shape.head_dim, self.shape.dtype, self.device)
+                heads = self.shape.num_heads // self._parts
+                self._merge.compile(heads, self.shape.head_dim, self.shape.dtype, self.device)
 
-    def copy(self, source: range, target: range) -> None:
-        """Copy cached keys and values of all layers between slots of this rank."""
-        for layer in self._layers:
-            layer[target.start : target.stop] = layer[source.start : source.stop]
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank computes the tokens that were begun."""
+        return self._pages is not None
 
     def target(self, joined: bool, window: int | None = None) -> Target:
         """Return the target of plans for layers with this window. joined: see `Target`."""
@@ -225,7 +242,8 @@ class CachedAttention:
             return
         if shape.dtype in FUSED_DTYPES and all(gather_objects(group, has_fused_kernels())):
             try:
-                self._merge = PeerMerge.of(group, self.device, most, shape.num_heads, shape.head_dim)
+                heads = shape.num_heads // self._parts
+                self._merge = PeerMerge.of(group, self.device, most, heads, shape.head_dim, self._parts)
             except PeerMemoryError as error:  # on all ranks alike
                 if self.rank == 0:
                     logger.warning("decode's partial results are gathered, not merged over peer memory: %s", error)
@@ -262,7 +280,7 @@ class CachedAttention:
             sink: `[h]`, a logit per head that takes part in every softmax and has no value; None for none.
 
         Returns:
-            `[s, 1, h, d]` in q's dtype.
+            `[s, 1, h, d]` in q's dtype; of replicated tokens this rank's part of the heads if ranks divide them.
 
         Raises:
             ValueError: shapes do not match the plan or the cache.
@@ -296,17 +314,22 @@ class CachedAttention:
     def _attend_replicated(self, layer: int, pages: Pages, q: Tensor, scale: float, sink: Tensor | None) -> Tensor:
         """Attend to this rank's keys, on rank 0 also to the sink, and merge the results of all ranks in rank order."""
         q, cache = q[:, 0], self._storage[layer][:, :, 0]
-        merge = self._merge if self._merge is not None and self._merge.fits(*q.shape) else None
+        rows, heads, head_dim = q.shape
+        own = rows, heads // self._parts, head_dim
+        merge = self._merge if self._merge is not None and self._merge.fits(*own) else None
         partial = (attend_pages if merge is None else attend_splits)(q, cache, pages, scale)
         if sink is not None and self.rank == 0:
             _add_sink(partial.out.view(-1, *q.shape)[0], partial.lse.view(-1, *q.shape[:2])[0], sink)
         if self.world == 1:
             return partial.out.to(q.dtype).unsqueeze(1)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(own)
         if merge is not None:
             return merge(partial, out).unsqueeze(1)
-        gathered = PackedPartials(all_gather_rows(self.group, partial.flat), *q.shape)
-        return merge_ranks(gathered, out).unsqueeze(1)
+        if self._parts == 1:
+            return merge_ranks(PackedPartials(all_gather_rows(self.group, partial.flat), *own), out).unsqueeze(1)
+        assert self.group is not None
+        received = all_to_all_rows(self.group, partial.divided(self._parts).flat)
+        return merge_ranks(PackedPartials(received, *own), out).unsqueeze(1)
 
 
 def _numbers(ranges: Sequence[range]) -> Tensor:

@@ -15,7 +15,7 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ class Decoder:
     Rows are padded to one of a few sizes, so that there are at most 8 graphs for single tokens and 16 for prompts.
     They share their memory. Padding rows see no tokens, and their keys and values go to an unused slot.
 
+    Attributes:
+        max_drafted: the most sequences whose drafts are computed in one step; 0 without `inference.speculate`.
+
     Args:
         mode: `inference.mode`, which `decode=auto` depends on.
 
@@ -70,7 +73,10 @@ class Decoder:
             self._attention.allocate_merge(max(MAX_ROWS, self.max_prompt))
         shape = self._attention.shape
         self._tile = max_queries_per_tile(shape.num_heads, shape.num_kv_heads)
-        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._draft_tile = min(self._tile, 1 << settings.speculate.bit_length())
+        self._draft_rows = -(-(1 + settings.speculate) // self._draft_tile) * self._draft_tile
+        self.max_drafted = MAX_ROWS // self._draft_rows if settings.speculate and self._max_sequences else 0
         tiles = max(MAX_ROWS, self.max_prompt // self._tile) if self._max_sequences else 0
         self._windows = tuple(window for window in shape.distinct_windows if window is not None)
         num_fields = _SKIPPED + len(self._windows)
@@ -100,6 +106,11 @@ class Decoder:
         most = min(sequences, MAX_ROWS)
         return tuple(min(2 << i, most) for i in range((most - 1).bit_length())) if self._graphs else ()
 
+    def drafted_sizes(self, sequences: int) -> tuple[int, ...]:
+        """Return the most sequences of each size of step for drafts, of 1 to `sequences` of them."""
+        most = {_padded(count * self._draft_rows, self._draft_tile): count for count in range(1, self.max_drafted + 1)}
+        return tuple(sorted({min(count, sequences) for count in most.values()})) if self._graphs else ()
+
     def takes(self, chunks: Sequence[ScheduledChunk], mode_is_set: bool = False) -> bool:
         """Whether the decoder computes these chunks: single tokens, or prompts whose rows fit into one step.
 
@@ -120,19 +131,26 @@ class Decoder:
             next_tokens += self._step(chunks[start : start + MAX_ROWS], texts[start : start + MAX_ROWS], 1)
         return next_tokens
 
+    def verify(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]]) -> list[list[NextToken]]:
+        """Run the model over a token of every sequence and its draft; return what follows each of these tokens."""
+        found = iter(self._step(chunks, texts, self._draft_tile, every=True))
+        return [list(islice(found, len(text))) for text in texts]
+
     def release(self) -> None:
         """Drop the graphs, which hold messages of process groups: the groups cannot be destroyed before."""
         if self._captured:
             torch.cuda.synchronize(self._attention.device)
         self._captured.clear()
 
-    def _step(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], tile: int) -> list[NextToken]:
+    def _step(
+        self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], tile: int, every: bool = False
+    ) -> list[NextToken]:
         rows: list[tuple[int, ...]] = []
-        ends: list[int] = []  # per chunk, the row whose logits are computed
+        ends: list[int] = []  # the rows whose logits are computed: every one, or the last of each chunk
         for chunk, text in zip(chunks, texts, strict=True):
             first = len(rows) // tile
             rows += self._rows(chunk, text)
-            ends.append(len(rows) - 1)
+            ends += range(len(rows) - (len(text) if every else 1), len(rows))
             rows += [(0, 0, self._attention.unused_slot, 0, *[0] * len(self._windows))] * (-len(rows) % tile)
             pages = self._cache_manager.shards(chunk.session)[self._attention.rank].pages
             for index in range(first, len(rows) // tile):
@@ -144,7 +162,8 @@ class Decoder:
         fields[_TOKEN:, : len(rows)] = torch.tensor(rows).t()
         fields[_ENDS, : len(ends)] = torch.tensor(ends)
         self._inputs.send(size)
-        logits, ids = self._replay(size, tile) if self._graphs else self._compute(size, tile)
+        most = size if every else size // tile
+        logits, ids = (self._replay if self._graphs else self._compute)(size, tile, most)
         greedy = ids.tolist()[: len(ends)]
         if self._attention.rank:  # the logits of one rank suffice, so that all tokens are drawn from the same numbers
             return [NextToken(None, token) for token in greedy]
@@ -167,37 +186,35 @@ class Decoder:
             yield token, at, next(slots) if i in here else self._attention.unused_slot, held, *skipped
 
     @torch.no_grad()
-    def _compute(self, size: int, tile: int) -> tuple[Tensor, Tensor]:
-        """Return logits `[size / tile, vocabulary]`, one row for every chunk that there can be, and rank 0's likeliest
-        tokens."""
+    def _compute(self, size: int, tile: int, ends: int) -> tuple[Tensor, Tensor]:
+        """Return logits `[ends, vocabulary]`, as many rows as can be wanted, and rank 0's likeliest tokens."""
         fields, tiles = self._inputs.fields(size), size // tile
         whole = Pages(self._inputs.pages[:tiles], fields[_COUNT], self._cache_manager.page_tokens, tile)
         pages: dict[int | None, Pages] = {None: whole}
         for window, skipped in zip(self._windows, fields[_SKIPPED:], strict=True):
             pages[window] = replace(whole, window_starts=skipped)
         self._attention.begin_replicated(pages, fields[_SLOT])
-        logits = self._model.logits(fields[_TOKEN], fields[_POSITION], fields[_ENDS, :tiles])
+        logits = self._model.logits(fields[_TOKEN], fields[_POSITION], fields[_ENDS, :ends])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
         if self._attention.world > 1:
             dist.broadcast(ids, group=self._attention.group, group_src=0)
         return logits, ids
 
-    def _replay(self, size: int, tile: int) -> tuple[Tensor, Tensor]:
-        key = size, tile
+    def _replay(self, *key: int) -> tuple[Tensor, Tensor]:
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
         graph, logits, ids = self._captured[key]
         graph.replay()
         return logits, ids
 
-    def _capture(self, size: int, tile: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _capture(self, size: int, tile: int, ends: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         """Capture a step. A step may run any number of times with the same results, so this batch's own warms up."""
         logger.info("decode: capturing a step of %d rows, %d rows of a sequence per tile", size, tile)
         aside, now = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(now)
         with torch.cuda.stream(aside):
             for _ in range(_EAGER):
-                self._compute(size, tile)
+                self._compute(size, tile, ends)
         now.wait_stream(aside)
         torch.cuda.synchronize(self._attention.device)
         graph = torch.cuda.CUDAGraph()
@@ -209,7 +226,7 @@ class Decoder:
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                logits, ids = self._compute(size, tile)
+                logits, ids = self._compute(size, tile, ends)
         finally:
             if enabled:
                 gc.enable()

@@ -20,17 +20,17 @@ from ..config import InferenceConfig, check_inference
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
 from .batch import Batch
-from .cache_manager import CacheFull, CacheManager, Fork, ScheduledChunk
+from .cache_manager import CacheFull, CacheManager, ScheduledChunk
 from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
 from .decode import Decoder
 from .sampling import Sampling, not_finite
-from .scores import PromptScorer
+from .scores import PromptScorer, Score
 from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
 
 _T = TypeVar("_T")
 
-_MAX_RANK_TOKENS = 65536
+MAX_RANK_TOKENS = 65536
 """The most new tokens that a rank computes in one pass, over all sequences, unless a chunk is larger. It bounds the
 memory of activations (86 KB per token in the MLP of Llama 3 8B)."""
 _WARM_UP_LENGTHS = (67, 130)
@@ -61,7 +61,7 @@ class LongContextEngine:
         self.cache_manager = manager
         self.settings = settings or InferenceConfig()
         check_inference(self.settings)
-        self.rank_tokens = _MAX_RANK_TOKENS
+        self.rank_tokens = MAX_RANK_TOKENS
         self.grammars: Grammars | None = None
         self.mode_counts: Counter[str] = Counter()
         self._attention = model.attention
@@ -115,45 +115,51 @@ class LongContextEngine:
         for prompts in batches:
             with self._appended(prompts):
                 pass
+        manager.drop_cached()
 
-    def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session:
-        """Open a session: empty, or with the first `tokens` tokens (default: all) of another, which may continue.
+    def open(self, tokens: Sequence[int] = (), salt: int = 0) -> Session:
+        """Open a session with the longest prefix of `tokens` in the cache; its `tokens` are those that were found.
 
-        Cached tokens of the other are shared, not computed again. The last session that holds a page frees it. A batch
-        of sessions that share keys passes these among the ranks once.
+        A batch of sessions that share pages passes these among the ranks once. With `exact_reuse` only pages of whole
+        exact chunks are found.
+
+        Args:
+            salt: sessions with another one do not share pages.
+        """
+        session = self._new_session(self.cache_manager.open(tokens, salt, self._unit), salt)
+        session.tokens = list(tokens[: session.cached_tokens])
+        return session
+
+    def _new_session(self, number: int, salt: int) -> Session:
+        session = self._open[number] = Session(self, number, salt)
+        session.exact_chunks = session.cached_tokens // (self.settings.prefill_chunk or 1)
+        return session
+
+    @property
+    def _unit(self) -> int:
+        """The number of tokens that can be shared together."""
+        return math.lcm(self.cache_manager.page_tokens, self.exact_chunk or 1)
+
+    def fork(self, session: Session, tokens: int | None = None) -> Session:
+        """Open a session with the first `tokens` tokens (default: all) of another, which may continue.
+
+        Its complete pages are shared, the tokens after them are computed again. The last session that holds a page
+        frees it.
 
         Raises:
-            ValueError: the session is closed or has fewer tokens, or `tokens` is given without a session.
-            CacheFull: the tokens that do not fill a page cannot be copied; nothing has changed.
+            ValueError: the session is closed or has fewer tokens.
         """
-        if prefix_of is None:
-            if tokens is not None:
-                raise refuse("tokens", tokens, "a session to take them from", "Name it as prefix_of.")
-            return self._new_session(self.cache_manager.open())
-        self._check_open(prefix_of)
-        total = len(prefix_of.tokens)
+        self._check_open(session)
+        total = len(session.tokens)
         count = total if tokens is None else tokens
         if not 0 <= count <= total:
-            raise refuse("tokens", count, f"at most the {total} of session {prefix_of.number}", "Take fewer.")
-        cached = min(count, prefix_of.cached_tokens)
-        fork = self._evict_to_fit({prefix_of}, partial(self.cache_manager.fork, prefix_of.number, cached))
-        self._copy(fork)
-        session = self._new_session(fork.session)
-        session.tokens = prefix_of.tokens[:count]
-        session.exact_chunks = prefix_of.exact_chunks
-        session.last_used = prefix_of.last_used
-        if count == total:
-            session.next_token = prefix_of.next_token
-        return session
-
-    def _new_session(self, number: int) -> Session:
-        session = self._open[number] = Session(self, number)
-        return session
-
-    def _copy(self, fork: Fork) -> None:
-        source, target = fork.copies[self._attention.rank]
-        if source:
-            self._attention.copy(source, target)
+            raise refuse("tokens", count, f"at most the {total} of session {session.number}", "Take fewer.")
+        cached = min(count, session.cached_tokens if self.exact_chunk is None else session.exact_tokens)
+        shared = self.cache_manager.fork(session.number, cached // self._unit * self._unit)
+        fork = self._new_session(shared, session.salt)
+        fork.tokens = session.tokens[:count]
+        fork.last_used = session.last_used
+        return fork
 
     def close(self, session: Session) -> None:
         if not session.closed:
@@ -209,24 +215,50 @@ class LongContextEngine:
         session.finish_reason = None
         return Generation(session, sampling, stream, grammars=self.grammars)
 
-    def step(self, generations: Sequence[Generation]) -> dict[Generation, int]:
-        """Generate one token for every generation in one batch, after any tokens of their sessions that are not cached.
+    def step(self, generations: Sequence[Generation]) -> dict[Generation, list[tuple[int | None, Score | None]]]:
+        """Generate for every generation in one batch, after any tokens of their sessions that are not cached: one
+        token, and with `inference.speculate` those that a draft foresaw, as if each had been computed alone.
 
         Returns:
-            the tokens, for generations that got one. Stop tokens only become part of their session.
+            the tokens with their scores (None without `Sampling.logprobs`). In place of a stop token, which only
+            becomes part of its session, and of one that could not be drawn, there is None.
 
         Raises:
             CacheFull: the tokens to compute do not fit; nothing has changed.
         """
-        self._compute_pending([generation.session for generation in generations])
-        drawn = draw(generations, self._attention.group, self._attention.device)
-        return {g: token for g, (token, score) in drawn.items() if g.add(token, score, self._max_tokens)}
+        drafts: dict[Session, list[int]] = {}
+        if len(generations) <= self._decoder.max_drafted:
+            for each in generations:
+                room = self._max_tokens - len(each.session.tokens) - 1
+                drafts[each.session] = each.draft(int(min(self.settings.speculate, room)))
+        self._compute_pending([generation.session for generation in generations], drafts)
+        found: dict[Generation, list[tuple[int | None, Score | None]]] = {each: [] for each in generations}
+        going = list(generations)
+        while going:
+            drawn = draw(going, self._attention.group, self._attention.device)
+            for each, (token, score) in drawn.items():
+                found[each].append((token if each.add(token, self._max_tokens) else None, score))
+            going = [each for each in going if self._follow(each)]
+        return found
 
-    def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, int]]:
+    def _follow(self, generation: Generation) -> bool:
+        """Go on after the token that was drawn last if it was drafted, else drop the drafts. Return whether the next
+        token can be drawn."""
+        session = generation.session
+        if session.ahead and generation.finish_reason != "error" and session.ahead[0][0] == session.tokens[-1]:
+            session.next_token = session.ahead.pop(0)[1]
+            if generation.finish_reason is None:
+                return True
+        if session.ahead:
+            self.cache_manager.truncate(session.number, session.cached_tokens - len(session.ahead))
+            session.ahead = []
+        return False
+
+    def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, list[int]]]:
         """Generate for several sessions in one batch; each ends independently.
 
         Yields:
-            per step, the tokens of the sessions that got one.
+            per step, the tokens of every session that has not ended.
 
         Raises:
             ValueError: as `start`, or the logits are not finite.
@@ -243,15 +275,15 @@ class LongContextEngine:
             emitted = self.step(active)
             if any(generation.finish_reason == "error" for generation in active):
                 raise not_finite()
-            yield {generation.session: token for generation, token in emitted.items()}
+            yield {each.session: [token for token, _ in drawn if token is not None] for each, drawn in emitted.items()}
             active = [generation for generation in active if generation.finish_reason is None]
 
     def continue_all(self, sessions: Sequence[Session], sampling: Sampling) -> list[list[int]]:
         """Generate for several sessions in one batch, and return the tokens of each."""
         tokens: dict[Session, list[int]] = {session: [] for session in sessions}
         for step in self.stream(sessions, sampling):
-            for session, token in step.items():
-                tokens[session].append(token)
+            for session, new in step.items():
+                tokens[session] += new
         return list(tokens.values())
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
@@ -274,17 +306,41 @@ class LongContextEngine:
         if begun and not session.tokens:
             raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
 
-    def _compute_pending(self, sessions: Sequence[Session]) -> None:
-        """Compute the tokens that are not cached: those generated last, all tokens of an evicted session, and the last
-        token of a fork, whose logits no rank has."""
+    def _compute_pending(self, sessions: Sequence[Session], drafts: Mapping[Session, list[int]] | None = None) -> None:
+        """Compute the tokens that are not cached: those generated last, all tokens of an evicted session, those of a
+        fork after its shared pages, and the last page of one without any, whose logits no rank has.
+
+        Args:
+            drafts: tokens that may follow, which are computed as well if each session has a single token to compute.
+        """
         pending: dict[Session, list[int]] = {}
         for session in sessions:
             if session.tokens and session.next_token is None and session.cached_tokens == len(session.tokens):
-                keep = session.cached_tokens - 1
-                self._copy(self._evict_to_fit(sessions, partial(self.cache_manager.truncate, session.number, keep)))
+                keep = (session.cached_tokens - 1) // self._unit * self._unit
+                self.cache_manager.truncate(session.number, keep)
             if session.cached_tokens < len(session.tokens):
                 pending[session] = []
-        self._compute(pending)
+        single = all(len(session.tokens) - session.cached_tokens == 1 and session.scores is None for session in pending)
+        if single and drafts and any(drafts[session] for session in pending):
+            self._verify({session: drafts[session] for session in pending})
+        else:
+            self._compute(pending)
+
+    def _verify(self, drafts: Mapping[Session, list[int]]) -> None:
+        """Compute every session's last token and its draft, and keep what follows each."""
+        texts = [[session.tokens[-1], *draft] for session, draft in drafts.items()]
+        chunks = self._place({session: len(text) for session, text in zip(drafts, texts, strict=True)}, drafts)
+        try:
+            found = self._decoder.verify(chunks, texts)
+        except BaseException:
+            self.cache_manager.undo(chunks)
+            raise
+        self.mode_counts["replicated"] += 1
+        self._clock += 1
+        for (session, draft), (session.next_token, *following) in zip(drafts.items(), found, strict=True):
+            session.ahead = list(zip(draft, following, strict=True))
+            session.last_used = self._clock
+            self.cache_manager.name_pages(session.number, session.tokens, len(session.tokens))
 
     def _reserve(self, more: Mapping[Session, int]) -> None:
         """Check that `more[session]` further tokens of every session will fit, evicting others if that is allowed."""
@@ -322,8 +378,8 @@ class LongContextEngine:
 
     def _restore(self, evicted: Sequence[Evicted]) -> None:
         """Undo evictions. Nothing was computed since then, so their keys and values are still in the pages."""
-        for session, shards, next_token in reversed(evicted):
-            self.cache_manager.restore(session.number, shards)
+        for session, held, next_token in reversed(evicted):
+            self.cache_manager.restore(session.number, held)
             session.next_token = next_token
 
     def _compute(self, new: Mapping[Session, list[int]]) -> None:
@@ -360,6 +416,8 @@ class LongContextEngine:
             session.next_token = next_tokens.get(session, NextToken())
             session.exact_chunks = exact[session] // (self.settings.prefill_chunk or 1)
             session.last_used = self._clock
+            exact_tokens = None if self.exact_chunk is None else exact[session]
+            self.cache_manager.name_pages(session.number, session.tokens, exact_tokens)
             if tokens:
                 session.reused_tokens = reused[session]
 

@@ -72,6 +72,14 @@ class PackedPartials:
         self.out = flat[..., :size].view(*lead, rows, heads, head_dim)
         self.lse = flat[..., size:].view(*lead, rows, heads)
 
+    def divided(self, parts: int) -> PackedPartials:
+        """Return a copy whose first dimension is the part of the heads: `[parts, B * h / parts * (d + 1)]`."""
+        rows, heads, head_dim = self.out.shape
+        copy = PackedPartials(self.flat.new_empty(parts, self.flat.numel() // parts), rows, heads // parts, head_dim)
+        copy.out.copy_(self.out.view(rows, parts, -1, head_dim).transpose(0, 1))
+        copy.lse.copy_(self.lse.view(rows, parts, -1).transpose(0, 1))
+        return copy
+
     @staticmethod
     def empty(q: Tensor, copies: tuple[int, ...] = ()) -> PackedPartials:
         """Allocate uninitialized results of queries `[B, h, d]`, with the leading dimensions `copies`."""

@@ -3,27 +3,84 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-class BlockPool:
-    """The reference-counted pages of one rank; a page without holders is free.
+class Key(NamedTuple):
+    """What the keys and values of a page depend on.
 
-    Allocation prefers neighbouring pages, so that a session occupies few runs of slots.
+    Attributes:
+        salt: of the session.
+        before: the number of the page before it, which stands for all tokens before; 0 for none.
+        tokens: its own, as bytes.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    salt: int
+    before: int
+    tokens: bytes
+
+
+class Place(NamedTuple):
+    """Where a page is. number: a new one for every page that gets a key."""
+
+    rank: int
+    page: int
+    number: int
+
+
+class Copy(NamedTuple):
+    """A page in the host memory of a rank. number: see `Place`."""
+
+    key: Key
+    rank: int
+    page: int
+    number: int
+
+
+class PagePool:
+    """The reference-counted pages of one rank: each is held by sessions, cached or free.
+
+    A page without holders is cached as long as it has a key, by which later sessions find it. Cached pages become free
+    when there is no other room, the least recently used first. Allocation prefers neighbouring pages, so that a session
+    occupies few runs of slots.
+
+    Args:
+        index: the pages of all ranks that have a key; the pool adds and removes its own.
+        rank: of this pool.
+
+    Attributes:
+        rested: gets the pages that become cached; None if nobody asks.
+    """
+
+    def __init__(self, num_pages: int, index: dict[Key, Place], rank: int = 0) -> None:
         self._free = bytearray(b"\1" * num_pages)
         self._holders = [0] * num_pages
-        self.num_free = num_pages
+        self._index, self._rank = index, rank
+        self._keys: dict[int, Key] = {}
+        self.rested: deque[int] | None = None
+        self._cached: dict[int, None] = {}  # the least recently used first
+        self._num_free = num_pages
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """The number of pages without holders."""
+        return self._num_free + len(self._cached)
 
     def allocate(self, count: int, after: int) -> list[int]:
-        """Take `count` free pages, starting behind page `after` (-1: anywhere) if the pages there are free.
+        """Take `count` pages without holders, starting behind page `after` (-1: anywhere) if the pages there are free.
 
         The caller has checked that there are enough.
         """
-        assert count <= self.num_free, "pages must be counted before they are allocated"
+        assert count <= self.available, "pages must be counted before they are allocated"
+        while self._num_free < count:
+            self.forget(next(iter(self._cached)))
         taken: list[int] = []
         following = after + 1
         while len(taken) < count and 0 < following < len(self._free) and self._free[following]:
@@ -36,25 +93,49 @@ class BlockPool:
             taken += run
         return taken
 
-    def share(self, pages: Sequence[int]) -> None:
-        """Add a holder to pages that are in use."""
-        assert all(self._holders[page] for page in pages), "a free page cannot be shared"
-        self.hold(pages)
-
     def hold(self, pages: Sequence[int]) -> None:
-        """Add a holder to pages, whether they are free or not."""
+        """Add a holder to pages."""
         for page in pages:
-            self.num_free -= self._free[page]
+            self._num_free -= self._free[page]
             self._free[page] = 0
+            self._cached.pop(page, None)
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove a holder from pages; those without any left become free."""
-        for page in pages:
+        """Remove a holder from pages. The last make room first: the others are of use without them."""
+        for page in reversed(pages):
             assert self._holders[page], "a page was released twice"
             self._holders[page] -= 1
-            self._free[page] = not self._holders[page]
-            self.num_free += self._free[page]
+            if not self._holders[page] and page in self._keys:
+                self._cached[page] = None
+                if self.rested is not None:
+                    self.rested.append(page)
+            elif not self._holders[page]:
+                self._free[page] = 1
+                self._num_free += 1
+
+    def name(self, page: int, key: Key, number: int) -> None:
+        """Give a held page, whose tokens are complete and computed, its key."""
+        self._keys[page] = key
+        self._index[key] = Place(self._rank, page, number)
+
+    def cached(self, page: int) -> tuple[Key, int] | None:
+        """Return the key and the number of a cached page; None for other pages."""
+        key = self._keys[page] if page in self._cached else None
+        return None if key is None else (key, self._index[key].number)
+
+    def forget(self, page: int) -> None:
+        """Remove the key of a page, if it has one. A cached page becomes free."""
+        if page in self._keys:
+            del self._index[self._keys.pop(page)]
+        if page in self._cached:
+            del self._cached[page]
+            self._free[page] = 1
+            self._num_free += 1
+
+    def drop_cached(self) -> None:
+        for page in list(self._cached):
+            self.forget(page)
 
     def _best_run(self, count: int) -> range:
         """Return the first `count` pages of the smallest free run that has them, or the longest run if none does."""
@@ -88,32 +169,16 @@ class Shard:
             at += len(run)
         return tuple(parts)
 
-    def page_slots(self, index: int, tokens: int) -> range:
-        """Return the first `tokens` slots of page number `index`, which need not exist if `tokens` is 0."""
-        start = self.pages[index] * self.page_tokens if tokens else 0
-        return range(start, start + tokens)
-
     def add_pages(self, pages: Sequence[int]) -> None:
         self.pages += pages
         for page in pages:
-            start, stop = page * self.page_tokens, (page + 1) * self.page_tokens
-            if self._slots and self._slots[-1].stop == start:
-                start = self._slots.pop().start
-            self._slots.append(range(start, stop))
+            _add(self._slots, range(page * self.page_tokens, (page + 1) * self.page_tokens))
 
     def extend(self, positions: Sequence[range]) -> None:
         """Add tokens at the end."""
         for span in positions:
             self.tokens += len(span)
-            joined = _joined(self.positions[-1], span) if self.positions and span else None
-            if joined is not None:
-                self.positions[-1] = joined
-            elif span:
-                self.positions.append(span)
-
-    def prefix(self, length: int) -> list[range]:
-        """Return the positions below `length`."""
-        return [cut for span in self.positions if (cut := range(span.start, min(span.stop, length), span.step))]
+            _add(self.positions, span)
 
     def remove_last(self, tokens: int) -> list[int]:
         """Remove the last tokens, and return the pages that are no longer needed."""
@@ -125,6 +190,12 @@ class Shard:
         return unused
 
 
+def _add(ranges: list[range], span: range) -> None:
+    """Add a range of step 1 at the end of a list; neighbours become one."""
+    start = ranges.pop().start if ranges and ranges[-1].stop == span.start else span.start
+    ranges.append(range(start, span.stop))
+
+
 def _drop_last(ranges: list[range], count: int) -> None:
     """Remove the last `count` numbers from a list of ranges."""
     while count:
@@ -132,10 +203,3 @@ def _drop_last(ranges: list[range], count: int) -> None:
         if len(last) > count:
             ranges.append(last[: len(last) - count])
         count -= min(count, len(last))
-
-
-def _joined(last: range, span: range) -> range | None:
-    """Return both as one evenly spaced range if they form one: a rank gets every n-th token of a decode."""
-    gap = span[0] - last[-1]
-    steps = {r.step for r in (last, span) if len(r) > 1} | {gap}
-    return range(last[0], span[-1] + 1, gap) if len(steps) == 1 and gap > 0 else None

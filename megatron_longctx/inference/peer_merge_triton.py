@@ -26,17 +26,50 @@ def _exponent_base(largest):  # type: ignore[no-untyped-def]
     return tl.where(largest == -float("inf"), 0.0, largest)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_splits(  # type: ignore[no-untyped-def]
+    partials, lse, item, inside, col, count, head_dim, partial_stride, lse_stride,
+    COLS: tl.constexpr, PARTS: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Return the values `[ITEMS, COLS]` and the lse `[ITEMS]` of items over all splits of this rank's keys."""
+    largest = tl.full((ITEMS,), -float("inf"), dtype=tl.float32)
+    weights = tl.zeros((ITEMS,), dtype=tl.float32)
+    total = tl.zeros((ITEMS, COLS), dtype=tl.float32)
+    for begin in range(0, count, PARTS):
+        part = begin + tl.arange(0, PARTS)
+        valid = inside[:, None] & (part < count)[None, :]
+        at = part[None, :].to(tl.int64) * lse_stride + item[:, None]
+        part_lse = tl.load(lse + at, mask=valid, other=-float("inf"))
+        at = part[None, :].to(tl.int64) * partial_stride + item[:, None] * head_dim
+        at = partials + at[:, :, None] + col[None, None, :]
+        values = tl.load(at, mask=valid[:, :, None] & (col < head_dim)[None, None, :], other=0.0)
+        larger = tl.maximum(largest, tl.max(part_lse, 1))
+        weight = tl.exp(part_lse - _exponent_base(larger)[:, None])
+        shrink = tl.exp(largest - _exponent_base(larger))
+        weights = weights * shrink + tl.sum(weight, 1)
+        total = total * shrink[:, None] + tl.sum(weight[:, :, None] * values, 1)
+        largest = larger
+    # NaN if the inputs are: only a sum that is exactly 0 has no keys.
+    divisor = tl.where(weights == 0, 1.0, weights)
+    merged_lse = tl.where(weights == 0, -float("inf"), _exponent_base(largest) + tl.log(divisor))
+    return total / divisor[:, None], merged_lse
+
+
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["me", "row", "count", "items", "per", "lse_stride"], do_not_specialize_on_alignment=["lse"]
+    do_not_specialize=["me", "row", "count", "items", "per", "heads", "lse_stride"],
+    do_not_specialize_on_alignment=["lse"],
 )
 def _merge_over_peers_kernel(  # type: ignore[no-untyped-def]
     partials, lse, out, data, flags, state,
-    me, half_bytes, row, count, items, per, head_dim, partial_stride, lse_stride,
-    COLS: tl.constexpr, PARTS: tl.constexpr, ITEMS: tl.constexpr,
+    me, half_bytes, row, count, items, per, heads, head_dim, partial_stride, lse_stride,
+    COLS: tl.constexpr, PARTS: tl.constexpr, ITEMS: tl.constexpr, DIVIDED: tl.constexpr,
     WORLD: tl.constexpr, LANES: tl.constexpr, MAX: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
-    """An item is one head of a query. A message contains the values of all items, `[items, head_dim]` fp32, and then
-    their lse. Each block handles `per` items."""
+    """An item is one of the `heads` that a rank gets, of a query. A message contains the values of all items, `[items,
+    head_dim]` fp32, and then their lse. Each block handles `per` items.
+
+    If DIVIDED, a query has WORLD times as many heads, and each rank gets its part of them.
+    """
     epoch = tl.load(state) + 1
     half = (epoch & 1) * half_bytes
     first = tl.program_id(0) * per
@@ -47,29 +80,19 @@ def _merge_over_peers_kernel(  # type: ignore[no-untyped-def]
         for start in range(first, stop, ITEMS):
             item = start + tl.arange(0, ITEMS)
             inside = item < stop
-            largest = tl.full((ITEMS,), -float("inf"), dtype=tl.float32)
-            weights = tl.zeros((ITEMS,), dtype=tl.float32)
-            total = tl.zeros((ITEMS, COLS), dtype=tl.float32)
-            for begin in range(0, count, PARTS):
-                part = begin + tl.arange(0, PARTS)
-                valid = inside[:, None] & (part < count)[None, :]
-                at = part[None, :].to(tl.int64) * lse_stride + item[:, None]
-                part_lse = tl.load(lse + at, mask=valid, other=-float("inf"))
-                at = part[None, :].to(tl.int64) * partial_stride + item[:, None] * head_dim
-                at = partials + at[:, :, None] + col[None, None, :]
-                values = tl.load(at, mask=valid[:, :, None] & in_head[:, None, :], other=0.0)
-                larger = tl.maximum(largest, tl.max(part_lse, 1))
-                weight = tl.exp(part_lse - _exponent_base(larger)[:, None])
-                shrink = tl.exp(largest - _exponent_base(larger))
-                weights = weights * shrink + tl.sum(weight, 1)
-                total = total * shrink[:, None] + tl.sum(weight[:, :, None] * values, 1)
-                largest = larger
-            # NaN if the inputs are: only a sum that is exactly 0 has no keys.
-            divisor = tl.where(weights == 0, 1.0, weights)
-            merged = total / divisor[:, None]
-            merged_lse = tl.where(weights == 0, -float("inf"), _exponent_base(largest) + tl.log(divisor))
+            if not DIVIDED:
+                merged, merged_lse = _merge_splits(
+                    partials, lse, item, inside, col, count, head_dim, partial_stride, lse_stride, COLS, PARTS, ITEMS
+                )
             for shift in range(1, WORLD + 1):  # each rank begins with another peer
-                to = tl.multiple_of(tl.load(data + (me + shift) % WORLD) + half + me * row, 16)
+                peer = (me + shift) % WORLD
+                if DIVIDED:
+                    of_peer = (item // heads * WORLD + peer) * heads + item % heads
+                    merged, merged_lse = _merge_splits(
+                        partials, lse, of_peer, inside, col, count, head_dim, partial_stride, lse_stride,
+                        COLS, PARTS, ITEMS,
+                    )  # fmt: skip
+                to = tl.multiple_of(tl.load(data + peer) + half + me * row, 16)
                 to = tl.multiple_of(to.to(tl.pointer_type(tl.float32)), 16)
                 tl.store(to + item[:, None] * head_dim + col[None, :], merged, mask=inside[:, None] & in_head)
                 tl.store(to + items * head_dim + item, merged_lse, mask=inside)
@@ -104,13 +127,14 @@ def merge_over_peers(memory: PeerMemory, partials: PackedPartials, out: Tensor, 
     """Launch the kernel of `PeerMerge`.
 
     Args:
-        partials: this rank's, `[splits, B, h, d]`.
+        partials: this rank's, `[splits, B, h, d]`, or with the heads of all ranks, of which each gets its part.
         out: `[B, h, d]` contiguous.
         row: the bytes from message to message, a multiple of 16.
         phases: PUSH, MERGE or both; separate launches allow tests to simulate ranks in one process.
     """
-    count, rows, heads, head_dim = partials.out.shape
-    items = rows * heads
+    count = len(partials.out)
+    rows, heads, head_dim = out.shape
+    items, divided = rows * heads, partials.out.shape[2] > heads
     per = triton.cdiv(items, memory.blocks)  # independent of `splits`: a block waits for the same items of all ranks
     at_once, warps = _SMALL if per * count <= _MAX_SMALL else _LARGE
     world, cols = memory.world, triton.next_power_of_2(head_dim)
@@ -118,7 +142,7 @@ def merge_over_peers(memory: PeerMemory, partials: PackedPartials, out: Tensor, 
     parts = min(at_once, triton.next_power_of_2(count))
     _merge_over_peers_kernel[(triton.cdiv(items, per),)](
         partials.out, partials.lse, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes, row,
-        count, items, per, head_dim, row_strides(partials.out)[0], partials.lse.stride(0), COLS=cols, PARTS=parts,
-        ITEMS=at_once // parts, WORLD=world, LANES=triton.next_power_of_2(world), MAX=MAX_BLOCKS, PHASES=phases,
-        num_warps=warps,
+        count, items, per, heads, head_dim, row_strides(partials.out)[0], partials.lse.stride(0),
+        COLS=cols, PARTS=parts, ITEMS=at_once // parts, DIVIDED=divided, WORLD=world,
+        LANES=triton.next_power_of_2(world), MAX=MAX_BLOCKS, PHASES=phases, num_warps=warps,
     )  # fmt: skip

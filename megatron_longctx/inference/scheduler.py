@@ -5,19 +5,19 @@ Every rank runs the same scheduler on the same requests in the same order, so th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from ..core.errors import refuse
-from .cache_manager import CacheFull
 from .engine import LongContextEngine
+from .host_cache import HostCache
+from .pace import Pace
+from .pages import Copy
 from .sampling import Sampling
 from .scores import PromptScores, Score
-from .session import Generation, Session, check_ids, check_length, common_prefix, longest_prefix, whole_chunks
-
-_T = TypeVar("_T")
+from .session import Generation, Session, check_ids, check_length
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ class _Active:
     left: list[int]  # of the prompt, not computed yet
     max_pages: int  # the most that it can hold on a rank at its end
     cached: int  # tokens of the prompt
+    coming: list[Copy]  # pages of the prompt that are copied from the host before the rest is computed
     generation: Generation | None = None
 
 
@@ -123,49 +124,58 @@ class Scheduler:
     """Continuous batching over one engine.
 
     A request is admitted if the pages that it may need are not promised to other active requests, so that it never
-    runs out of memory later; kept caches give way to it. It shares the pages of the longest prefix of its prompt that
-    any active or kept sequence has cached, and these count once. It waits while a longer prefix is being computed for
-    another request.
+    runs out of memory later; pages that no active request holds give way to it. It shares the pages of the longest
+    prefix of its prompt that the cache has, whoever computed them, and these count once. It waits while the next page
+    is being computed for another request. An answer's pages stay in the cache at its end, also if it was cancelled.
 
     A waiting request may be overtaken by shorter ones that can be admitted, as long as their tokens together are fewer
     than its own. It is thus delayed by about the time of one more request of its size.
+
+    Half of a round's work on prompts is for the shortest ones, half for those that came first. Prompts that need more
+    than half a round's work are computed in at most half of the places, so that short ones find one; without limit,
+    short ones overtake a prompt that waits for such a place.
 
     The engine stops evicting: it would take pages of active sequences, which are promised to them, and pages that these
     shared until then would no longer count once.
 
     Attributes:
         max_active: the most sequences computed together.
-        prefill_chunk: the most prompt tokens computed between two decodes.
-        keep_sessions: the most finished or cancelled sequences whose caches are kept for prompts with the same prefix.
+        prefill_chunk: the most prompt tokens computed between two decodes, without a `pace`.
+        pace: sizes the chunks of prompts by the times that `observe` gets.
+        host: keeps copies of pages that active requests do not hold; None for none.
     """
 
     engine: LongContextEngine
     max_active: int = 16
     prefill_chunk: int = 2048
-    keep_sessions: int = 16
+    pace: Pace | None = None
+    host: HostCache | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("max_active", 1), ("prefill_chunk", 1), ("keep_sessions", 0)):
-            if getattr(self, name) < least:
-                raise refuse(name, getattr(self, name), f"{least} or more", f"Raise {name}.")
+        for name in ("max_active", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise refuse(name, getattr(self, name), "1 or more", f"Raise {name}.")
         self._waiting: list[Request] = []
         self._overtaken_by: Counter[int] = Counter()  # per waiting request, the tokens of later ones admitted first
         self._refused: list[Event] = []
         self._active: dict[int, _Active] = {}
-        self._kept: list[Session] = []  # the least recently used first
         self._cancelled: list[int] = []
+        self._pace = self.pace or Pace(self.prefill_chunk)
+        self._work = 0.0  # on prompts, of the latest round
+        self._timed = False  # whether it computed anything, and copied nothing from the host
         self._stuck = False  # no waiting request could be admitted, and nothing has changed since
         self.engine.settings = replace(self.engine.settings, evict=False)
         self._exact_chunk = self.engine.exact_chunk
         manager, model = self.engine.cache_manager, self.engine.model
-        # Some pages are reserved for the tokens by which ranks may differ (`CacheManager.max_pages`).
-        tokens = (manager.slots_per_rank - 2) * manager.n
+        # Ranks may differ by a page (`CacheManager.max_pages`).
+        tokens = (manager.pages_per_rank * manager.n - (manager.n - 1)) * manager.page_tokens
         self.request_limits = RequestLimits(tokens, model.max_positions, model.vocab_size)
 
     @property
     def busy(self) -> bool:
         """Whether `advance` has anything to do."""
-        return bool(self._waiting or self._refused or self._active or self._cancelled)
+        storing = self.host is not None and self.host.pending
+        return bool(self._waiting or self._refused or self._active or self._cancelled or storing)
 
     @property
     def num_requests(self) -> dict[str, int]:
@@ -173,12 +183,12 @@ class Scheduler:
 
     @property
     def num_pages(self) -> dict[str, int]:
-        """The pages on all ranks that active sequences hold, that only finished ones hold, and that are free."""
+        """The pages on all ranks that active sequences hold, that are kept for prompts with their prefix, and that are
+        free, and the copies on the host."""
         manager = self.engine.cache_manager
-        sessions = [active.session.number for active in self._active.values()]
-        used = sum(manager.held_pages(sessions, rank) for rank in range(manager.n))
-        all_used = manager.used_pages()
-        return {"used": used, "kept": all_used - used, "free": manager.pages_per_rank * manager.n - all_used}
+        used, kept = manager.used_pages(), manager.cached_pages()
+        host = 0 if self.host is None else self.host.num_pages
+        return {"used": used, "kept": kept, "free": manager.pages_per_rank * manager.n - used - kept, "host": host}
 
     def submit(self, request: Request) -> None:
         try:
@@ -198,21 +208,36 @@ class Scheduler:
         events = self._refused + self._cancel()
         self._refused = []
         self._admit()
-        self._prefill()
-        return events + self._decode()
+        self._work, self._timed = 0.0, bool(self._active)
+        if not (self._pace.owes_decode and any(active.generation for active in self._active.values())):
+            self._prefill()
+        events += self._decode()
+        if self.host is not None:
+            self.host.store()
+        return events
+
+    def observe(self, seconds: float) -> None:
+        """Note the time that the latest `advance` took. All ranks note the same."""
+        if self._timed:
+            self._pace.observe(seconds, self._work)
 
     def close(self) -> None:
         """Close every session."""
-        for session in (*self._kept, *(active.session for active in self._active.values())):
-            session.close()
-        self._kept, self._active = [], {}
-        self._waiting.clear()
+        for active in self._active.values():
+            self._close(active.session, active.coming)
+        self._active, self._waiting = {}, []
+
+    def _close(self, session: Session, coming: Sequence[Copy]) -> None:
+        session.close()
+        if self.host is not None:
+            self.host.release(coming)
 
     def _cancel(self) -> list[Event]:
         events = []
         for number in self._cancelled:
             if number in self._active:
-                self._keep(self._active.pop(number).session, "cancelled")
+                active = self._active.pop(number)
+                self._close(active.session, active.coming)
                 events.append(Event(number, finish_reason="cancelled"))
             elif any(request.number == number for request in self._waiting):
                 self._waiting = [request for request in self._waiting if request.number != number]
@@ -225,77 +250,73 @@ class Scheduler:
         if self._stuck:
             return
         still: list[Request] = []
+        behind: list[Request] = []  # the ones that wait for room in the cache
         for i, request in enumerate(self._waiting):
             if len(self._active) >= self.max_active:
                 still += self._waiting[i:]
                 break
-            may_overtake = all(self._overtaken_by[before.number] + request.tokens < before.tokens for before in still)
-            if may_overtake and self._start(request):
-                self._overtaken_by.update({before.number: request.tokens for before in still})
+            may_overtake = all(self._overtaken_by[before.number] + request.tokens < before.tokens for before in behind)
+            started = may_overtake and self._start(request)
+            if started:
+                self._overtaken_by.update({before.number: request.tokens for before in behind})
                 del self._overtaken_by[request.number]
             else:
                 still.append(request)
+                behind += [] if started is None else [request]
         else:
             self._stuck = bool(still)
         self._waiting = still
 
-    def _start(self, request: Request) -> bool:
-        """Give the request a session with the longest cached prefix of its prompt; False if it has to wait."""
+    def _start(self, request: Request) -> bool | None:
+        """Give the request a session with the longest cached prefix of its prompt; False if it has to wait, None if
+        only for a place among long prompts."""
         prompt, top = list(request.prompt), request.sampling.prompt_logprobs
-        active = [active.session for active in self._active.values()]
-        visible = [session for session in (*self._kept, *active) if session.salt == request.salt and top is None]
-        source, cached = longest_prefix(prompt, visible, self._exact_chunk)
-        if top is None and self._is_computing_prefix(request, cached):
+        if top is None and self._is_computing(request):
             return False
-        session = self._open_session(prompt, source, cached)
-        pages = self._max_pages(session, request.tokens)
-        if pages > self.engine.cache_manager.pages_per_rank:  # a fork may be less even than a new session
-            self._close_unless_kept(session)
-            session = self.engine.open()
-            pages = self._max_pages(session, request.tokens)
-        if not self._fits(session, pages):
-            self._close_unless_kept(session)
-            return False
-        if session in self._kept:
-            self._kept.remove(session)
-        session.salt = request.salt
+        session, coming = self._open(prompt if top is None else [], request.salt)
+        manager = self.engine.cache_manager
+        pages = self._max_pages(session, request.tokens, coming)
+        if pages > manager.pages_per_rank:  # a prefix may be less even than a new session
+            self._close(session, coming)
+            session, coming = self._open([], request.salt)
+            pages = self._max_pages(session, request.tokens, coming)
+        cached = session.cached_tokens + len(coming) * manager.page_tokens
+        computing = sum(self._is_long(a.session.cached_tokens, len(a.left)) for a in self._active.values())
+        waits = self._is_long(cached, len(prompt) - cached) and computing >= max(1, self.max_active // 2)
+        if waits or not self._fits(session, pages):
+            self._close(session, coming)
+            return None if waits else False
         session.scores = None if top is None else PromptScores(prompt, top)
-        left = prompt[len(session.tokens) :]
-        self._active[request.number] = _Active(request, session, left, pages, session.cached_tokens)
+        self._active[request.number] = _Active(request, session, prompt[cached:], pages, cached, coming)
         return True
 
-    def _is_computing_prefix(self, request: Request, cached: int) -> bool:
-        """Whether a prefix of the prompt that is longer than `cached` by at least a page per rank is being computed,
-        or the same prompt for another of its answers."""
-        worth = cached + self.engine.cache_manager.page_tokens * self.engine.cache_manager.n
+    def _open(self, prompt: list[int], salt: int) -> tuple[Session, list[Copy]]:
+        """Open a session with the longest prefix of the prompt in the cache, and claim the copies that follow it."""
+        text = prompt[:-1]  # the last token is always left to compute, because its logits are needed
+        session = self.engine.open(text, salt)
+        unit = math.lcm(self.engine.cache_manager.page_tokens, self._exact_chunk or 1)
+        pages = unit // self.engine.cache_manager.page_tokens
+        return session, [] if self.host is None else self.host.claim(session, text, pages)
+
+    def _is_long(self, cached: int, left: int) -> bool:
+        return self._pace.work(cached, left) > self._pace.room / 2
+
+    def _is_computing(self, request: Request) -> bool:
+        """Whether another request is computing the next page of a prefix that both prompts have."""
+        unit = math.lcm(self.engine.cache_manager.page_tokens, self._exact_chunk or 1)
         for active in self._active.values():
-            if active.left and active.request.salt == request.salt:
-                shared = min(common_prefix(request.prompt, active.request.prompt), len(request.prompt) - 1)
-                whole = whole_chunks(shared, self._exact_chunk)
-                if whole >= worth or (request.stream and whole > cached and request.prompt == active.request.prompt):
+            end = (active.session.cached_tokens // unit + 1) * unit
+            if active.left and active.request.salt == request.salt and end < len(request.prompt):
+                # The last tokens first, which are the likeliest to differ.
+                for start in (end - unit, 0):
+                    if request.prompt[start:end] != active.request.prompt[start:end]:
+                        break
+                else:
                     return True
         return False
 
-    def _open_session(self, prompt: list[int], source: Session | None, cached: int) -> Session:
-        """Return a kept session that the prompt continues, else a fork, or a new session if a fork has no room."""
-        if source is None:
-            return self.engine.open()
-        length = len(source.tokens)
-        if source in self._kept:
-            self._kept.append(self._kept.pop(self._kept.index(source)))
-            if self._exact_chunk is None and length < len(prompt) and prompt[:length] == source.tokens:
-                return source
-        try:
-            return self._drop_kept_to_fit(lambda: source.fork(cached), source)
-        except CacheFull:
-            return self.engine.open()
-
-    def _close_unless_kept(self, session: Session) -> None:
-        if session not in self._kept:
-            session.close()
-
-    def _max_pages(self, session: Session, tokens: int) -> int:
-        return self.engine.cache_manager.max_pages(session.number, tokens - session.cached_tokens)
+    def _max_pages(self, session: Session, tokens: int, ahead: Sequence[Copy]) -> int:
+        return self.engine.cache_manager.max_pages(session.number, tokens - session.cached_tokens, ahead)
 
     def _fits(self, session: Session, pages: int) -> bool:
         """Whether all active sessions and this one can grow to their most pages; shared pages are counted once."""
@@ -308,20 +329,21 @@ class Scheduler:
         )
 
     def _prefill(self) -> None:
-        """Compute the next chunk of the prompts that are not complete, first come, first served."""
-        room = self.prefill_chunk
+        """Fetch the next pages of prompts from the host, and compute the next chunk of those that have fetched all."""
+        fetching = [active for active in self._active.values() if active.coming]
+        for active in fetching:
+            assert self.host is not None
+            self.host.fetch(active.session, active.coming, len(fetching), active.request.prompt)
+            self._timed = self._stuck = False
+        prompts = [active for active in self._active.values() if active.left and not active.coming]
+        states = [(active.session.cached_tokens, len(active.left)) for active in prompts]
+        sizes, self._work = self._pace.shares(states, self._exact_chunk)
         chunk: dict[Session, list[int]] = {}
-        for active in self._active.values():
-            if active.left and room:
-                # If chunks have to be whole, the first prompt gets one even if the room is smaller.
-                size = whole_chunks(room, self._exact_chunk) or (0 if chunk else self._exact_chunk or 0)
-                if not size:
-                    break
-                chunk[active.session] = active.left[:size]
-                active.left = active.left[size:]
-                room = max(0, room - len(chunk[active.session]))
+        for active, size in zip(prompts, sizes, strict=True):
+            if size:
+                chunk[active.session], active.left = active.left[:size], active.left[size:]
         if chunk:
-            self._drop_kept_to_fit(lambda: self.engine.append(chunk))
+            self.engine.append(chunk)
             self._stuck = False
         for active in self._active.values():
             if not active.left and active.generation is None:
@@ -333,38 +355,24 @@ class Scheduler:
         if not running:
             return []
         drawing = [generation for generation in running if generation.finish_reason is None]
-        emitted = self._drop_kept_to_fit(lambda: self.engine.step(drawing)) if drawing else {}
+        drawn = self.engine.step(drawing) if drawing else {}
         events = []
         for generation, active in running.items():
             number, reason = active.request.number, generation.finish_reason
-            error = "the model's logits are not finite" if reason == "error" else ""
             scores, active.session.scores = active.session.scores, None
             found = None if scores is None else scores.found
-            token = emitted.get(generation)
-            events.append(Event(number, token, reason, active.cached, error, False, generation.score, found))
+            *before, (token, score) = drawn.get(generation, [(None, None)])
+            for each, its_score in before:
+                events.append(Event(number, each, None, active.cached, score=its_score, prompt_scores=found))
+                found = None
+            error = "the model's logits are not finite" if reason == "error" else ""
+            events.append(Event(number, token, reason, active.cached, error, False, score, found))
             if reason is not None:
                 del self._active[number]
                 self._stuck = False
-                self._keep(active.session, reason)
+                if reason == "error":  # the cache of its tokens may be what is wrong
+                    self.engine.cache_manager.forget(active.session.number)
+                    if self.host is not None:
+                        self.host.clear()
+                active.session.close()
         return events
-
-    def _keep(self, session: Session, reason: str) -> None:
-        if reason == "error" or not session.cached_tokens:
-            session.close()
-            return
-        del session.tokens[session.cached_tokens :]  # returned last but never computed: the next prompt may differ
-        self._kept.append(session)
-        while len(self._kept) > self.keep_sessions:
-            self._kept.pop(0).close()
-
-    def _drop_kept_to_fit(self, compute: Callable[[], _T], source: Session | None = None) -> _T:
-        """Call `compute`, and close kept sessions, except `source`, until it succeeds."""
-        while True:
-            try:
-                return compute()
-            except CacheFull:
-                oldest = next((session for session in self._kept if session is not source), None)
-                if oldest is None:
-                    raise
-                self._kept.remove(oldest)
-                oldest.close()

@@ -1,14 +1,16 @@
-"""Sessions: a conversation and its generations, how an engine divides their tokens into passes, and common prefixes."""
+"""Sessions: a conversation and its generations, and how an engine divides their tokens into passes."""
 
 from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,15 +18,12 @@ from torch import Tensor
 from ..config import InferenceConfig
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
-from .cache_manager import CacheManager
-from .pages import Shard
+from .cache_manager import CacheManager, Held
 from .sampling import Sampling, sample
 from .scores import PromptScores, Score, score_table
 
 NOT_FINITE = -1
 """The id in place of a token whose logits are not finite."""
-_COMPARED = 4096
-"""The number of tokens that `common_prefix` compares at a time."""
 
 
 class NextToken(NamedTuple):
@@ -55,23 +54,24 @@ class Engine(Protocol):
 
     def append(self, new: Mapping[Session, Sequence[int]]) -> None: ...
     def continue_all(self, sessions: Sequence[Session], sampling: Sampling) -> list[list[int]]: ...
-    def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, int]]: ...
-    def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session: ...
+    def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, list[int]]]: ...
+    def fork(self, session: Session, tokens: int | None = None) -> Session: ...
     def close(self, session: Session) -> None: ...
 
 
 class Session:
     """One conversation: its tokens, most of them cached. `LongContextEngine.open` creates it."""
 
-    def __init__(self, engine: Engine, number: int) -> None:
+    def __init__(self, engine: Engine, number: int, salt: int = 0) -> None:
         self.number = number
-        self.salt = 0  # requests with another salt do not find this session's cache
+        self.salt = salt  # sessions with another salt do not find this one's pages
         self.tokens: list[int] = []
         self.closed = False
         self.finish_reason: str | None = None  # of the latest generation: stop or length
         self.reused_tokens = 0  # cached before the latest append
         self.last_used = 0
         self.next_token: NextToken | None = None  # None: no rank has its logits
+        self.ahead: list[tuple[int, NextToken]] = []  # drafted tokens that are cached, and what follows each
         self.exact_chunks = 0  # see `exact_tokens`
         self.scores: PromptScores | None = None  # set before the first tokens to collect them
         self._engine = engine
@@ -84,10 +84,15 @@ class Session:
     def exact_tokens(self) -> int:
         """The number of cached tokens that any session with the same tokens computes in the very same calls.
 
-        With `exact_reuse` these are whole chunks from the first token on. A fork at a multiple of the chunk up to here
+        With `exact_reuse` these are whole chunks from the first token on. A session that finds pages up to here
         continues, bit for bit, as if it had computed them itself."""
         chunk = self._engine.settings.prefill_chunk or 1
         return min(self.exact_chunks, self.cached_tokens // chunk) * chunk
+
+    def resume(self, text: Sequence[int]) -> None:
+        """Take the next tokens of a text, which were cached without having been computed here."""
+        self.tokens += text[len(self.tokens) : self.cached_tokens]
+        self.exact_chunks = self.cached_tokens // (self._engine.settings.prefill_chunk or 1)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Add tokens to the conversation; only they are computed. See `LongContextEngine.append`."""
@@ -98,13 +103,13 @@ class Session:
         return self._engine.continue_all([self], sampling or Sampling())[0]
 
     def stream(self, sampling: Sampling | None = None) -> Iterator[int]:
-        """Generate token by token; the conversation gets the tokens that the caller has taken."""
+        """Generate token by token; the conversation gets the tokens of every step that has begun."""
         for step in self._engine.stream([self], sampling or Sampling()):
-            yield from step.values()
+            yield from step[self]
 
     def fork(self, tokens: int | None = None) -> Session:
-        """Open a session with the same prefix. See `LongContextEngine.open`."""
-        return self._engine.open(self, tokens)
+        """Open a session with the same prefix. See `LongContextEngine.fork`."""
+        return self._engine.fork(self, tokens)
 
     def close(self) -> None:
         """Free the session's pages unless other sessions share them. Closing twice has no effect."""
@@ -115,7 +120,7 @@ class Evicted(NamedTuple):
     """An evicted session and its state before."""
 
     session: Session
-    shards: list[Shard]
+    held: Held
     next_token: NextToken | None
 
 
@@ -128,7 +133,6 @@ class Generation:
         tokens: the tokens generated so far.
         finish_reason: None while it runs; then stop, length or error (logits that are not finite).
         grammars: of the engine; None if it has none.
-        score: of the latest token, which may be a stop token; None without `Sampling.logprobs`.
     """
 
     session: Session
@@ -137,7 +141,6 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     grammars: Grammars | None = None
-    score: Score | None = None
 
     def __post_init__(self) -> None:
         if self.sampling.grammar is not None and self.grammars is None:
@@ -163,13 +166,37 @@ class Generation:
         allowed = None if self.sampling.grammar is None else self._matcher(self.tokens)
         return sample(logits, self.sampling, self.stream, len(self.session.tokens), prompt, self.tokens, allowed)
 
-    def add(self, token: int, score: Score | None, max_tokens: float) -> bool:
+    @cached_property
+    def _text(self) -> array[int]:
+        return array("i")
+
+    def draft(self, most: int) -> list[int]:
+        """Return up to `most` tokens that may follow: those after the latest place in the text that ends like it.
+
+        At least 2 tokens have to be equal; a place with 3 of them is preferred, and one that `most` tokens follow.
+        """
+        most = min(most, self.sampling.max_new_tokens - len(self.tokens) - 1)
+        tokens = self.session.tokens
+        self._text.extend(tokens[len(self._text) :])
+        if most < 1 or len(tokens) < 3:
+            return []
+        text = numpy.frombuffer(self._text, dtype=numpy.int32)
+        places = 1 + numpy.flatnonzero(text[1:-1] == text[-1])
+        places = places[text[places - 1] == text[-2]]
+        three = places[text[places - 2] == text[-3]]  # at the first place this compares with the end, which is harmless
+        places = three if len(three) else places
+        if not len(places):
+            return []
+        early = places[places < len(text) - most]
+        at = int(early[-1] if len(early) else places[0]) + 1
+        return tokens[at : at + most]
+
+    def add(self, token: int, max_tokens: float) -> bool:
         """Add a drawn token to the session, and return whether it is part of the output.
 
         Args:
             max_tokens: the length at which the session ends.
         """
-        self.score = score
         if token == NOT_FINITE:
             self.finish_reason = "error"
             return False
@@ -272,38 +299,3 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
         token = next(token for token in tokens if not 0 <= token < vocab_size)
         raise refuse("token", token, f"an id from 0 to {vocab_size - 1}", "Check the tokenizer.")
-
-
-def longest_prefix(
-    prompt: list[int], sessions: Iterable[Session], chunk: int | None = None
-) -> tuple[Session | None, int]:
-    """Return the first session that has the longest prefix of `prompt` cached, and the number of its tokens.
-
-    The last token is always left to compute, because its logits are needed.
-
-    Args:
-        chunk: reuse only whole exact chunks of this many tokens (`Session.exact_tokens`).
-    """
-    source, longest = None, 0
-    for session in sessions:
-        most = min(session.cached_tokens if chunk is None else session.exact_tokens, len(prompt) - 1)
-        if whole_chunks(most, chunk) > longest:
-            tokens = whole_chunks(min(most, common_prefix(prompt, session.tokens)), chunk)
-            if tokens > longest:
-                source, longest = session, tokens
-    return source, longest
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of tokens that two sequences have in common at their beginning."""
-    most = min(len(one), len(other))
-    for start in range(0, most, _COMPARED):
-        stop = min(start + _COMPARED, most)
-        if one[start:stop] != other[start:stop]:
-            return next(i for i in range(start, stop) if one[i] != other[i])
-    return most
-
-
-def whole_chunks(tokens: int, chunk: int | None) -> int:
-    """Round `tokens` down to a multiple of `chunk`."""
-    return tokens // (chunk or 1) * (chunk or 1)

@@ -24,7 +24,7 @@ from .quantize_triton import quantized, store_quantized, unpack_add
 _SMALL, _LARGE = (4096, 4), (16384, 16)
 """The elements that a block handles at once, and its warps. Few blocks with much work need many loads in flight."""
 # Arguments that kernels are not specialized for. `numel`, `chunk` and `stride` are: vector loads need multiples of 16.
-_ANY = ["me", "groups", "per", "row", "values", "to_row", "to_values"]
+_ANY = ["me", "groups", "per", "row", "values", "to_row", "to_values", "width"]
 PUSH, SUM, UNPACK = 1, 2, 4
 ALL = PUSH | SUM | UNPACK
 
@@ -163,11 +163,14 @@ def _two_step_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
 def _one_step_kernel(  # type: ignore[no-untyped-def]
     x, out, data, flags, state,
-    me, half_bytes, numel, groups, per, row, values,
+    me, half_bytes, numel, groups, per, row, values, width,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr, SUM_ROWS: tl.constexpr,
-    WORLD: tl.constexpr, LANES: tl.constexpr, MAX: tl.constexpr, PHASES: tl.constexpr,
+    GATHER: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, MAX: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Send the whole message to all ranks, and sum the messages of all ranks."""
+    """Send the whole message to all ranks, and sum the messages of all ranks.
+
+    If GATHER, put them side by side instead, in rows of `width` elements of each rank.
+    """
     epoch = tl.load(state) + 1
     half = (epoch & 1) * half_bytes
     first = tl.program_id(0) * per
@@ -203,8 +206,17 @@ def _one_step_kernel(  # type: ignore[no-untyped-def]
             for source in tl.static_range(WORLD):
                 base = tl.zeros([SUM_ROWS], tl.int64) + (here + source * row)
                 a, b = _add(a, b, in_a, in_b, base, x, values, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
-            tl.store(out + place, a.to(out.dtype.element_ty), mask=in_a)
-            tl.store(out + place + HALF, b.to(out.dtype.element_ty), mask=in_b)
+                if GATHER:
+                    at = out + (place // width * WORLD + source) * width + place % width
+                    tl.store(at, a.to(out.dtype.element_ty), mask=in_a)
+                    after = place + HALF
+                    at = out + (after // width * WORLD + source) * width + after % width
+                    tl.store(at, b.to(out.dtype.element_ty), mask=in_b)
+                    a = tl.zeros([SUM_ROWS, HALF], tl.float32)
+                    b = tl.zeros([SUM_ROWS, HALF], tl.float32)
+            if not GATHER:
+                tl.store(out + place, a.to(out.dtype.element_ty), mask=in_a)
+                tl.store(out + place + HALF, b.to(out.dtype.element_ty), mask=in_b)
         end_call(state, epoch)
 
 
@@ -231,9 +243,15 @@ def two_step(
     _launch(_two_step_kernel, memory, x, out, call)
 
 
-def one_step(memory: PeerMemory, x: Tensor, out: Tensor, form: Format, phases: int = ALL) -> None:
-    """Sum all of x on every rank. Arguments are as for `two_step`, without UNPACK."""
-    _launch(_one_step_kernel, memory, x, out, _one_step(memory.world, memory.blocks, x.numel(), form, phases))
+def one_step(
+    memory: PeerMemory, x: Tensor, out: Tensor, form: Format, phases: int = ALL, width: int | None = None
+) -> None:
+    """Sum all of x on every rank. Arguments are as for `two_step`, without UNPACK.
+
+    Args:
+        width: gather the ranks' rows of this many elements side by side, into `out` of all of them, and sum nothing.
+    """
+    _launch(_one_step_kernel, memory, x, out, _one_step(memory.world, memory.blocks, x.numel(), form, phases, width))
 
 
 class _Call(NamedTuple):
@@ -269,14 +287,15 @@ def _two_steps(
 
 
 @functools.lru_cache(maxsize=1024)
-def _one_step(world: int, most: int, numel: int, form: Format, phases: int) -> _Call:
+def _one_step(world: int, most: int, numel: int, form: Format, phases: int, width: int | None) -> _Call:
     groups = form.groups(numel)
     per, blocks, rows, warps = _work_split(most, groups, 1, form.group_size)
-    numbers = (numel, groups, per, form.message_bytes(numel), form.value_bytes(numel))
+    numbers = (numel, groups, per, form.message_bytes(numel), form.value_bytes(numel), width or 1)
     constants = {
         "BITS": form.bits,
         **_constants(form),
         "SUM_ROWS": rows // 4 if per <= rows // 4 else rows,
+        "GATHER": width is not None,
         **_ranks(world),
         "PHASES": phases & (PUSH | SUM),
     }

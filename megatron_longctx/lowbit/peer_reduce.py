@@ -71,6 +71,17 @@ class PeerReduction:
                 chunk = -(-(part.stop - part.start) // (n * first.group_size)) * first.group_size
                 self._kernels.two_step(self._memory, x[part], out[part], pair, chunk=chunk, stride=chunk)
 
+    def all_gather(self, x: Tensor) -> Tensor | None:
+        """Return the ranks' contiguous `[..., w]` side by side, `[..., n w]`; None if the memory has no room for it."""
+        n, form = self._memory.world, RawFormat(x.dtype.itemsize)
+        if not x.numel() or n * form.message_bytes(x.numel()) > self._memory.half_bytes:
+            return None
+        self._in_order(x.device)
+        out = x.new_empty(*x.shape[:-1], n * x.shape[-1])
+        with torch.no_grad():
+            self._kernels.one_step(self._memory, x, out, form, width=x.shape[-1])
+        return out
+
     def reduce_scatter(self, x: Tensor, out: Tensor, forms: Forms) -> None:
         """Sum this rank's shard of all ranks' `x` into `out`. Call `quantized.reduce_scatter`."""
         pair = forms or _raw(x)

@@ -8,8 +8,10 @@ functions, contexts, module calls and views. For few tokens, that host work take
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from types import FunctionType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,8 +42,45 @@ _PLAIN_SETTINGS = dict.fromkeys(_FALSE, False) | dict.fromkeys(_NONE) | {"glu_li
 """Required settings: with other values a layer computes something else."""
 
 
-def why_not_direct(gpt: GPTModel) -> str | None:
-    """Return None if `DirectLayer` supports every layer, else the reason in a few words."""
+@dataclass(frozen=True)
+class LayerWeights:
+    """The matrices and the sharded biases of a layer, as `torch.nn.functional.linear` takes them."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    projection: Tensor
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+
+    @staticmethod
+    def of(layer: TransformerLayer) -> LayerWeights:
+        """Return this rank's own ones."""
+        attention, mlp = layer.self_attention, layer.mlp
+        qkv, up = attention.linear_qkv, mlp.linear_fc1
+        return LayerWeights(
+            qkv.weight, qkv.bias, attention.linear_proj.weight, up.weight, up.bias, mlp.linear_fc2.weight
+        )
+
+
+class Shares(Protocol):
+    """How ranks that share a cache also share the weights. See `shared_weights.SharedWeights`."""
+
+    kv_heads: int
+
+    def mixed(self, own: Tensor) -> Tensor:
+        """Return the queries, keys and values of all heads of the cache, from this rank's rows of their matrix."""
+
+    def sum(self, linear: RowParallelLinear, out: Tensor, gathered: bool) -> Tensor:
+        """Return the sum of products over the ranks that have the same tokens, in any memory."""
+
+
+def why_not_direct(gpt: GPTModel, shared: bool = False) -> str | None:
+    """Return None if `DirectLayer` supports every layer, else the reason in a few words.
+
+    Args:
+        shared: whether the ranks that share a cache also share the weights.
+    """
     config = gpt.config
     for key, plain in _PLAIN_SETTINGS.items():
         if getattr(config, key) != plain:
@@ -67,7 +106,7 @@ def why_not_direct(gpt: GPTModel) -> str | None:
             part = attrgetter(name)(layer) if name else layer
             if type(part) not in kinds:
                 return f"layer {number}'s {name or 'class'} is {type(part).__name__}"
-        if config.num_query_groups < layer.self_attention.world_size:
+        if not shared and config.num_query_groups < layer.self_attention.world_size:
             return "tensor-parallel ranks share KV heads"
     return None
 
@@ -76,58 +115,78 @@ class DirectLayer:
     """One layer, in evaluation mode, of a model that `why_not_direct` accepts. Call it without gradients.
 
     Every call reads the parameters from `layer`, so they may change between calls.
+
+    Args:
+        shares: of ranks that share the weights; None for tensor parallelism alone.
     """
 
-    def __init__(self, layer: TransformerLayer) -> None:
+    def __init__(self, layer: TransformerLayer, shares: Shares | None = None) -> None:
         attention, mlp, config = layer.self_attention, layer.mlp, layer.config
+        self._layer, self._shares = layer, shares
         self._input_norm, self._mlp_norm = layer.input_layernorm, layer.pre_mlp_layernorm
-        self._qkv, self._projection = attention.linear_qkv, attention.linear_proj
-        self._up, self._down = mlp.linear_fc1, mlp.linear_fc2
-        self._groups = attention.num_query_groups_per_partition
-        self._queries_per_group = attention.num_attention_heads_per_partition // self._groups
+        self._projection, self._down = attention.linear_proj, mlp.linear_fc2
+        self._groups = attention.num_query_groups_per_partition if shares is None else shares.kv_heads
+        self._head_dim = attention.hidden_size_per_attention_head
+        self._up_rows = mlp.linear_fc1.output_size_per_partition
         self._fused, self._gated = config.bias_activation_fusion, config.gated_linear_unit
         self._activation = config.activation_func
         self._q_norm, self._k_norm = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
         self._post_norms = [_norm(getattr(bda, "norm", None)) for bda in (layer.self_attn_bda, layer.mlp_bda)]
 
-    def __call__(self, hidden: Tensor, rotation: Rotation | None, attend: AttentionFn) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, rotation: Rotation | None, attend: AttentionFn, gathered: LayerWeights | None = None
+    ) -> Tensor:
         """Run the layer on `[s, 1, h]`, and return the same shape.
 
         Args:
             attend: called with rotated queries and keys.
+            gathered: the weights of all ranks that share them, for tokens that only this rank has; None for this rank's
+                own weights.
         """
         attention_norm, mlp_norm = self._post_norms
-        attended = _row_parallel(self._projection, self._attention(hidden, rotation, attend))
+        weights = LayerWeights.of(self._layer) if gathered is None else gathered
+        is_whole = gathered is not None
+        attended = self._attention(hidden, rotation, attend, weights, is_whole)
+        attended = self._row_parallel(self._projection, weights.projection, attended, is_whole)
         hidden = attention_norm(attended).add_(hidden)
         del attended
-        wide = product(self._mlp_norm(hidden), self._up.weight)
-        wide = self._activate(wide)
-        return mlp_norm(_row_parallel(self._down, wide)).add_(hidden)
+        wide = self._activate(product(self._mlp_norm(hidden), weights.up), weights.up_bias)
+        return mlp_norm(self._row_parallel(self._down, weights.down, wide, is_whole)).add_(hidden)
 
-    def _attention(self, hidden: Tensor, rotation: Rotation | None, attend: AttentionFn) -> Tensor:
+    def _attention(
+        self, hidden: Tensor, rotation: Rotation | None, attend: AttentionFn, weights: LayerWeights, is_whole: bool
+    ) -> Tensor:
         """Return `[s, 1, h d]`. A separate function, so that its intermediate tensors do not live through the MLP."""
-        mixed = product(self._input_norm(hidden), self._qkv.weight)
-        if self._qkv.bias is not None:  # not in the product: Megatron's layers round before they add it
-            mixed = mixed + self._qkv.bias
-        mixed = mixed.view(*mixed.shape[:2], self._groups, self._queries_per_group + 2, -1)
-        q, k, v = mixed.split_with_sizes((self._queries_per_group, 1, 1), 3)
+        mixed = product(self._input_norm(hidden), weights.qkv)
+        if weights.qkv_bias is not None:  # not in the product: Megatron's layers round before they add it
+            mixed = mixed + weights.qkv_bias
+        if self._shares is not None and not is_whole:
+            mixed = self._shares.mixed(mixed)
+        mixed = mixed.view(*mixed.shape[:2], self._groups, -1, self._head_dim)
+        q, k, v = mixed.split_with_sizes((mixed.shape[3] - 2, 1, 1), 3)
         q, k = self._q_norm(q), self._k_norm(k)
         if rotation is not None:
             q, k = rotation.rotate_both(q, k)
         return attend(q.flatten(2, 3), k.squeeze(3), v.squeeze(3)).flatten(2)
 
-    def _activate(self, wide: Tensor) -> Tensor:
-        bias = self._up.bias
+    def _activate(self, wide: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply the activation to the columns of one rank after another: gates and values of each are together."""
+        if bias is not None and (bias.numel() != self._up_rows or not self._fused):
+            wide, bias = wide + bias, None
         if self._fused:  # Megatron's own compiled functions, which it calls with two dimensions
-            flat = wide.view(-1, wide.shape[-1])
+            flat = wide.view(-1, self._up_rows)
             out: Tensor = swiglu(flat) if bias is None else bias_swiglu(flat, bias)
             return out.view(*wide.shape[:-1], -1)
-        if bias is not None:
-            wide = wide + bias
         if not self._gated:
             return self._activation(wide)  # type: ignore[no-any-return]
-        gate, value = wide.chunk(2, -1)
-        return self._activation(gate) * value  # type: ignore[no-any-return]
+        gate, value = wide.view(*wide.shape[:-1], -1, self._up_rows).chunk(2, -1)
+        return (self._activation(gate) * value).flatten(-2)  # type: ignore[no-any-return]
+
+    def _row_parallel(self, linear: RowParallelLinear, weight: Tensor, x: Tensor, is_whole: bool) -> Tensor:
+        """Apply a row-parallel layer: the product, its sum over the ranks with the same tokens, and the bias."""
+        out = product(x, weight)
+        out = _sum(linear, out) if self._shares is None else self._shares.sum(linear, out, is_whole)
+        return out if linear.bias is None else out + linear.bias
 
 
 def _norm(norm: torch.nn.Module | None) -> Callable[[Tensor], Tensor]:
@@ -135,11 +194,10 @@ def _norm(norm: torch.nn.Module | None) -> Callable[[Tensor], Tensor]:
     return (lambda x: x) if norm is None or isinstance(norm, IdentityOp) else norm
 
 
-def _row_parallel(linear: RowParallelLinear, x: Tensor) -> Tensor:
-    """Apply a row-parallel layer: the product, its sum over the tensor-parallel ranks, and the bias."""
-    out = product(x, linear.weight)
+def _sum(linear: RowParallelLinear, out: Tensor) -> Tensor:
+    """Sum over the tensor-parallel ranks."""
     if isinstance(linear, ReducedRowParallelLinear):
-        out = linear.reducer.all_reduce(out, overwrite=True)
-    elif linear.tp_group.size() > 1:
+        return linear.reducer.all_reduce(out, overwrite=True)
+    if linear.tp_group.size() > 1:
         dist.all_reduce(out, group=linear.tp_group)
-    return out if linear.bias is None else out + linear.bias
+    return out

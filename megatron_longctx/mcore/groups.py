@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy
@@ -85,6 +86,46 @@ def from_config(par: ParallelismConfig, seed: int = 1234) -> ProcessGroupCollect
         expert_tensor=par.expert_tensor_parallel_size,
         seed=seed,
     )
+
+
+@dataclass(frozen=True)
+class WeightGroups:
+    """The groups of ranks that share weights: rank `slice * context + part` is in tensor-parallel group order.
+
+    Attributes:
+        megatron: Megatron's groups, in which all ranks are tensor-parallel.
+        cache: neighbouring ranks, which hold the parts of the cache of the same heads.
+        gather: the same ranks, for messages beside those of `cache`.
+        slices: the ranks that hold the same part of the cache, of all heads together.
+    """
+
+    megatron: ProcessGroupCollection
+    cache: dist.ProcessGroup
+    gather: dist.ProcessGroup
+    slices: dist.ProcessGroup
+
+
+def share_weights(context: int) -> WeightGroups:
+    """Replace all groups: context-parallel ranks become tensor-parallel ones, of which `context` neighbours share a
+    cache. Collective over the world, which must have no other kinds of ranks. Seeds stay as they are."""
+    seed, world = torch.initial_seed(), dist.get_world_size()
+    destroy()
+    megatron = initialize(tensor=world, seed=seed)
+    neighbours = [list(range(first, first + context)) for first in range(0, world, context)]
+    return WeightGroups(
+        megatron,
+        cache=megatron.tp if context == world else _own_group(neighbours),
+        gather=_own_group(neighbours),
+        slices=_own_group([list(range(part, world, context)) for part in range(context)]),
+    )
+
+
+def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
+    """Make groups of these ranks, which `destroy` drops, and return that of this rank. Collective over the world."""
+    own, made = dist.new_subgroups_by_enumeration(groups, timeout=timeout_of())  # type: ignore[no-untyped-call]
+    assert isinstance(own, dist.ProcessGroup)
+    parallel_state._global_process_group_list += [group for group in made if group is own]
+    return own
 
 
 def seed_everything(seed: int) -> None:

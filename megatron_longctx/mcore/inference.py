@@ -6,12 +6,14 @@ Megatron's own inference refuses context parallelism, so the model runs a plain 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
@@ -19,10 +21,11 @@ from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
 from ..config import Config, ModelConfig, ParallelismConfig, RecomputeConfig, trained_length
+from ..config.cluster import GIB
 from ..core.errors import refuse
 from ..core.plans.mask import Window
 from ..inference.cache_manager import CacheManager
-from ..inference.cached_attention import CachedAttention, CacheShape
+from ..inference.cached_attention import CachedAttention
 from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
 from ..inference.scores import PromptScorer
@@ -32,10 +35,13 @@ from . import checkpoint
 from .core_attention import layer_window
 from .direct import AttentionFn, DirectLayer, why_not_direct
 from .fp8_weights import check_fp8, quantize_layers
+from .groups import share_weights
+from .inference_memory import cache_shape, free_pages, pages_per_rank, with_shared_weights
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
 from .rope import Rotations
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import ShardedSequence, build_sequence
+from .shared_weights import SharedWeights
 from .step import local_device
 from .tokenizer import build_tokenizer
 
@@ -43,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 _HEAD_ROWS = 512
 """The most tokens of a prompt whose logits exist together: 250 MB in fp32 with 128K entries of a vocabulary."""
+_EMBEDDED_ROWS = 16_384
+"""The most tokens of a prompt, of all ranks that share the weights, that are embedded together."""
 
 
 class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
@@ -53,7 +61,7 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
         rotations: RoPE of the current pass's new tokens, or None.
     """
 
-    def __init__(self, original: Any, attention: CachedAttention) -> None:
+    def __init__(self, original: Any, attention: CachedAttention, shares: SharedWeights | None) -> None:
         super().__init__(config=original.config)
         self.layer = original.layer_number - 1
         window, expected = original.window[0], attention.shape.window(self.layer)
@@ -61,7 +69,8 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
             remedy = "Build the cache with the windows of the model's layers."
             raise refuse("window", window, f"{expected}, the window of the cache's layer {self.layer}", remedy)
         self.softmax_scale = original.softmax_scale
-        self.softmax_offset = original.softmax_offset
+        sinks = original.softmax_offset
+        self.softmax_offset = sinks if shares is None else shares.all_heads(sinks)
         self.rotations: Rotations | None = None
         self._rotates, self.window = original.rotates, original.window
         self._attention = attention
@@ -82,16 +91,27 @@ class CachedGPT:
         gpt: built by `model.build_model` without sequence parallelism; it can no longer train.
         vocab_size: entries that have a meaning; the engine never generates the padding of the embedding.
         max_positions: see `CachedModel`.
+        shares: of the ranks of a cache that share the weights; None if each has all of them.
+
+    Raises:
+        ValueError: weights are shared, and the layers are not plain ones.
     """
 
-    def __init__(self, gpt: GPTModel, attention: CachedAttention, vocab_size: int, max_positions: int | None) -> None:
+    def __init__(
+        self,
+        gpt: GPTModel,
+        attention: CachedAttention,
+        vocab_size: int,
+        max_positions: int | None,
+        shares: SharedWeights | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self.attention = attention
-        self._gpt = gpt
+        self._gpt, self._shares = gpt, shares
         for layer in gpt.decoder.layers:
             inner = layer.self_attention
-            inner.core_attention = CachedCoreAttention(inner.core_attention, attention)
+            inner.core_attention = CachedCoreAttention(inner.core_attention, attention, shares)
         self._cores = [layer.self_attention.core_attention for layer in gpt.decoder.layers]
         gpt.post_process = False  # return hidden states: the logits of all tokens of a long prompt would not fit
         gpt.eval()
@@ -99,13 +119,16 @@ class CachedGPT:
 
     def _direct_layers(self, gpt: GPTModel) -> list[tuple[DirectLayer, Window, AttentionFn]] | None:
         """Return each layer with its window and attention; None to run Megatron's own layers."""
-        why = why_not_direct(gpt)
+        why = why_not_direct(gpt, shared=self._shares is not None)
+        if why is not None and self._shares is not None:
+            remedy = "Leave it out, or set model.implementation=local if layers are TransformerEngine's."
+            raise refuse("inference.shard_weights", True, f"false, because {why}", remedy)
         if why is not None:
             logger.info("layers run as Megatron's own, which takes the host longer: %s", why)
             return None
         return [
             (
-                DirectLayer(layer),
+                DirectLayer(layer, self._shares),
                 core.window,
                 partial(self.attention, core.layer, scale=core.softmax_scale, sink=core.softmax_offset),
             )
@@ -129,16 +152,31 @@ class CachedGPT:
         found = self._logits(tokens, positions, rows, scorer)
         return found.to(torch.float32, copy=True)  # outlives the pass: a tensor like any other
 
+    @property
+    def _shares_prompts(self) -> bool:
+        """Whether ranks that share the weights have different tokens in this pass."""
+        return self._shares is not None and not self.attention.is_replicated
+
     @torch.inference_mode()
     def _logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, scorer: PromptScorer | None) -> Tensor:
-        if not tokens.numel():
+        if not tokens.numel() and not self._shares_prompts:
             self._attend_without_tokens()
             return torch.empty(0, self.vocab_size, device=tokens.device)
         hidden = self._hidden(tokens, positions)
         if scorer is not None:
-            for start in range(0, len(scorer.rows), _HEAD_ROWS):
-                scorer.add(start, self._head(hidden[scorer.rows[start : start + _HEAD_ROWS]]))
-        return self._head(hidden[rows])
+            for start, logits in self._heads(hidden, scorer.rows):
+                scorer.add(start, logits)
+        wanted = [logits for _, logits in self._heads(hidden, rows)]
+        return torch.cat(wanted) if wanted else torch.empty(0, self.vocab_size, device=tokens.device)
+
+    def _heads(self, hidden: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the logits `[at most 512, vocab_size]` of some rows of hidden states `[s, 1, h]`, and where in `rows`
+        they begin."""
+        if self._shares_prompts and self._shares is not None:
+            yield from self._shares.together(rows, _HEAD_ROWS, self._head, hidden.__getitem__)
+        else:
+            for start in range(0, len(rows), _HEAD_ROWS):
+                yield start, self._head(hidden[rows[start : start + _HEAD_ROWS]])
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Return the logits `[s, vocab_size]` of hidden states `[s, 1, h]`."""
@@ -147,6 +185,18 @@ class CachedGPT:
             weight = self._gpt.shared_embedding_or_output_weight()
         logits: Tensor = self._gpt.output_layer(hidden, weight=weight, runtime_gather_output=True)[0]
         return logits[:, 0, : self.vocab_size]
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return `[s, 1, h]` of tokens and positions `[s]`."""
+        if self._shares is None or not self._shares_prompts:
+            return self._gpt.embedding(tokens[None], positions[None])  # type: ignore[no-any-return]
+        both = torch.stack((tokens, positions), 1)
+        parts = self._shares.together(
+            both, _EMBEDDED_ROWS, lambda each: self._gpt.embedding(each[None, :, 0], each[None, :, 1])
+        )
+        found = [part for _, part in parts]
+        dtype, width = self.attention.shape.dtype, self._gpt.config.hidden_size
+        return torch.cat(found) if found else torch.empty(0, 1, width, dtype=dtype, device=tokens.device)
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the normalized hidden states `[s, 1, h]` of tokens and positions `[s]`."""
@@ -157,9 +207,13 @@ class CachedGPT:
             for core in self._cores:
                 core.rotations = rotations
             return gpt(tokens[None], positions[None], None)  # type: ignore[no-any-return]
-        hidden = gpt.embedding(tokens[None], positions[None])
-        for layer, window, attend in self._layers:
-            hidden = layer(hidden, None if rotations is None else rotations.of(window), attend)
+        hidden = self._embed(tokens, positions)
+        if not len(hidden):
+            self._attend_without_tokens()
+            return hidden
+        for number, (layer, window, attend) in enumerate(self._layers):
+            weights = self._shares.layer(number) if self._shares is not None and self._shares_prompts else None
+            hidden = layer(hidden, None if rotations is None else rotations.of(window), attend, weights)
         return gpt.decoder.final_layernorm(hidden)  # type: ignore[no-any-return]
 
     def _attend_without_tokens(self) -> None:
@@ -167,7 +221,9 @@ class CachedGPT:
         shape, device = self.attention.shape, self.attention.device
         q = torch.empty(0, 1, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
         kv = torch.empty(0, 1, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
-        for core in self._cores:
+        for number, core in enumerate(self._cores):
+            if self._shares is not None:
+                self._shares.layer(number)
             core(q, kv, kv)
 
 
@@ -204,11 +260,25 @@ def inference_config(config: Config) -> Config:
         timeout_s=par.timeout_s,
     )
     inference = config.inference
+    if inference.shard_weights:
+        _check_shared_weights(config)
     if config.model.num_moe_experts is not None:  # the host reads how many tokens each expert gets
         if inference.cuda_graphs == "true":
             raise refuse("inference.cuda_graphs", "true", "auto or false with experts", "Set it to auto.")
         inference = replace(inference, cuda_graphs="false")
     return replace(config, parallelism=plain, recompute=RecomputeConfig(), inference=inference)
+
+
+def _check_shared_weights(config: Config) -> None:
+    """Refuse `inference.shard_weights` with what reads all weights for every token, or has no shards."""
+    inference, key = config.inference, "inference.shard_weights"
+    if config.model.num_moe_experts is not None:
+        raise refuse(key, True, "false with experts (model.num_moe_experts)", "Use tensor parallelism for them.")
+    if inference.weights == "fp8":
+        raise refuse(key, True, "false with inference.weights=fp8", "Weights in FP8 are not gathered for prompts yet.")
+    if inference.decode == "plan" or (inference.decode == "auto" and inference.mode != "auto"):
+        expected = f"false with inference.decode={inference.decode} and inference.mode={inference.mode}"
+        raise refuse(key, True, expected, "Set inference.decode=replicated: plans gather all weights for every token.")
 
 
 def tensor_size_of_experts(model: ModelConfig) -> int | None:
@@ -250,24 +320,35 @@ def build_engine(
         checkpoints: the folder of checkpoints, saved at any sizes; None leaves weights random.
         iteration: the checkpoint to load; None for the latest.
 
+    With `inference.shard_weights` and several context-parallel ranks, `groups` are replaced (`groups.share_weights`).
+
     Raises:
         ValueError: no checkpoint, a checkpoint of another model, or a cache that does not fit.
     """
-    gpt, tokenizer = load_model(config, groups, build_sequence(config, groups.cp), checkpoints, iteration)
-    device = local_device()
     model, inference, n = config.model, config.inference, groups.cp.size()
-    manager = CacheManager(n, pages_per_rank(config), inference.page_tokens)
+    device, cache_group, shared = local_device(), groups.cp, None
+    if inference.shard_weights and n > 1:
+        shared = share_weights(n)
+        groups, cache_group = shared.megatron, shared.cache
+    of_model = with_shared_weights(config)
+    gpt, tokenizer = load_model(of_model, groups, build_sequence(of_model, groups.cp), checkpoints, iteration)
+    longest = inference.max_model_len or config.data.seq_length
+    pages = free_pages(config, longest, device) if inference.cache_tokens is None else pages_per_rank(config)
+    manager = CacheManager(n, pages, inference.page_tokens)
     windows = tuple(layer_window(gpt.config, number)[0] for number in range(1, model.num_layers + 1))
-    shape = replace(_cache_shape(config), windows=windows)
-    attention = CachedAttention(
-        groups.cp, shape, manager.slots_per_rank, device, config.attention.kernel, inference.transport
-    )
+    shape = replace(cache_shape(config), windows=windows)
+    slots, kernel = manager.slots_per_rank, config.attention.kernel
+    attention = CachedAttention(cache_group, shape, slots, device, kernel, inference.transport, shared is not None)
     most = inference.max_model_len
     if model.position_embedding == "learned":
         most = min(most or config.data.seq_length, config.data.seq_length)
     elif most is None and checkpoints is not None:
         most = trained_length(config)
-    cached = CachedGPT(gpt, attention, tokenizer.vocab_size, most)
+    if dist.get_rank() == 0:
+        gib = sum(x.numel() * x.element_size() for x in gpt.parameters()) / GIB
+        logger.info("weights: %.2f GiB on each rank%s", gib, "" if shared is None else f", shared by {n}")
+    shares = None if shared is None else SharedWeights(gpt, shared, inference.transport)
+    cached = CachedGPT(gpt, attention, tokenizer.vocab_size, most, shares)
     chooser = Chooser(facts_of_rank_0(config, device), inference.mode)
     return LongContextEngine(cached, manager, chooser, inference), tokenizer
 
@@ -298,44 +379,3 @@ def load_model(
     if config.inference.weights == "fp8":
         quantize_layers(gpt)
     return gpt, tokenizer
-
-
-def check_cache(config: Config, capacity: int) -> None:
-    """Refuse a cache whose part on a rank does not fit into its `capacity` bytes.
-
-    Raises:
-        ValueError: with the tokens of the cache and how many would fit.
-    """
-    inference, token = config.inference, _cache_shape(config).token_bytes
-    needed = pages_per_rank(config) * inference.page_tokens * token
-    if needed > capacity:
-        tokens = inference.cache_tokens or config.data.seq_length + inference.max_new_tokens
-        most = capacity // token * config.parallelism.context_parallel_size
-        expected = f"at most {most} tokens, which take the {capacity / 2**30:.1f} GiB that each rank has"
-        remedy = "Lower it, inference.max_new_tokens or inference.page_tokens, or use more context-parallel ranks."
-        raise refuse("inference.cache_tokens", tokens, expected, remedy)
-
-
-def _cache_shape(config: Config) -> CacheShape:
-    model, par = config.model, config.parallelism
-    return CacheShape(
-        num_layers=model.num_layers,
-        num_heads=model.num_attention_heads // par.tensor_parallel_size,
-        num_kv_heads=max(1, model.num_kv_heads // par.tensor_parallel_size),
-        head_dim=model.kv_channels,
-        dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
-        # A single rank sends nothing, and stays exact.
-        int8=config.attention.kv_int8 and par.context_parallel_size > 1,
-    )
-
-
-def pages_per_rank(config: Config) -> int:
-    """Return the pages per rank that hold `inference.cache_tokens` on all ranks together.
-
-    By default they hold one sequence of the trained length and its new tokens.
-    """
-    inference = config.inference
-    tokens = inference.cache_tokens or config.data.seq_length + inference.max_new_tokens
-    n = config.parallelism.context_parallel_size
-    # Ranks differ by at most 2 tokens of a session.
-    return -(-(-(-tokens // n) + 2) // inference.page_tokens)

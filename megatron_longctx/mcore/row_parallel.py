@@ -113,6 +113,10 @@ class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         """Sum by this policy in later calls; with `none` this is Megatron's own layer. All ranks call it."""
         self.reducer = self._reductions.reducer(self.tp_group, policy)
 
+    def reducer_over(self, group: dist.ProcessGroup) -> Reducer:
+        """Return the reducer of this layer's policy over another group."""
+        return self._reductions.reducer(group, self.reducer.policy)
+
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias or None) of `[s, b, input / n]`.
 

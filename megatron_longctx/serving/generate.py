@@ -91,7 +91,7 @@ def _converse(job: InferenceJob, groups: Any) -> None:
         chat = load_chat(settings.chat_template, tokenizer) if job.options is None else Chat()
         sampling = Sampling(*drawing, stop=(tokenizer.eod, *chat.stop_tokens))
         # The engine cuts prompts into chunks; the scheduler need not, because there is no other request.
-        scheduler = Scheduler(engine, max_active=1, prefill_chunk=sys.maxsize, keep_sessions=1)
+        scheduler = Scheduler(engine, max_active=1, prefill_chunk=sys.maxsize)
         conversation = _Conversation(scheduler, tokenizer, chat, sampling)
         for text, at_terminal in _turns(job.options):
             try:

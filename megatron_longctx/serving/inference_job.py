@@ -27,7 +27,8 @@ from ..core.errors import JobFailed, refuse
 from ..inference.choose_cache_mode import calibration_file
 from ..inference.engine import LongContextEngine
 from ..mcore import checkpoint_folder, groups
-from ..mcore.inference import build_engine, check_cache, inference_config, tensor_size_of_experts, with_length
+from ..mcore.inference import build_engine, inference_config, tensor_size_of_experts, with_length
+from ..mcore.inference_memory import check_cache
 from ..mcore.model import RETRAINABLE
 from ..training.compose import RESOLVED, check_names, load_config, override_config
 from ..training.local_ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..config import ServeConfig
+from ..core.comm.device import synchronize
 from ..core.errors import refuse
+from ..inference.host_cache import HostCache
+from ..inference.pace import Pace
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Request, Scheduler
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize, max_token_chars
@@ -102,10 +106,14 @@ def _serve(job: InferenceJob, groups: Any) -> None:
     settings = job.config.serve
     with open_engine(job, groups) as (engine, tokenizer):
         engine.warm_up(settings.max_active)
-        chunk = job.config.inference.prefill_chunk or Scheduler.prefill_chunk
+        chunk = job.config.inference.prefill_chunk
+        ranks = job.config.parallelism.context_parallel_size
+        pace = Pace(chunk) if chunk else Pace.timed(job.config.model, ranks, settings.max_delay_s)
         grammars = functools.cache(lambda: Grammars(tokenizer))  # a large vocabulary takes a second
         engine.grammars = lambda grammar, stop: grammars()(grammar, stop)
-        scheduler = Scheduler(engine, settings.max_active, chunk, settings.keep_sessions)
+        attention, gib = engine.model.attention, settings.host_cache_gib
+        host = HostCache(engine.cache_manager, attention.layers, attention.rank, gib) if gib else None
+        scheduler = Scheduler(engine, settings.max_active, pace=pace, host=host)
         if dist.get_rank() != 0:
             for number in handled_signals():  # signals may go to all ranks; rank 0 decides when to end
                 signal.signal(number, signal.SIG_IGN)
@@ -166,6 +174,7 @@ def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[Metr
 
 def _run_rounds(scheduler: Scheduler, inbox: Inbox | None, observe: Callable[[], None] = lambda: None) -> None:
     """Run rounds of the scheduler until rank 0, which has the inbox, is stopped. observe: called after each."""
+    seconds = 0.0  # of the latest round, as rank 0 measures it
     while True:
         news: list[Any] | None = None
         if inbox is not None:
@@ -173,19 +182,26 @@ def _run_rounds(scheduler: Scheduler, inbox: Inbox | None, observe: Callable[[],
             if not inbox.stopping:
                 # Not by `asdict`, which copies a prompt token by token.
                 news = [i if isinstance(i, int) else vars(i) | {"sampling": vars(i.sampling)} for i in arrived]
+                news.insert(0, seconds)
             inbox.beat()
+        began = time.monotonic()
         news = broadcast_json(news)  # waits for all ranks, also if there is nothing to do
         if news is None:
             scheduler.close()
             return
-        for item in news:
+        if news[0]:
+            scheduler.observe(news[0])
+        for item in news[1:]:
             if isinstance(item, dict):
                 sampling = Sampling(**item["sampling"] | {"stop": tuple(item["sampling"]["stop"])})
                 scheduler.submit(Request(**item | {"prompt": tuple(item["prompt"]), "sampling": sampling}))
             else:
                 scheduler.cancel(item)
-        events = scheduler.advance() if scheduler.busy else []
+        busy = scheduler.busy
+        events = scheduler.advance() if busy else []
+        synchronize(scheduler.engine.model.attention.device)  # a round ends with its kernels
         if inbox is not None:
             inbox.last_beat = None
             inbox.deliver(events)
             observe()
+        seconds = time.monotonic() - began if busy else 0.0

@@ -34,6 +34,7 @@ _REMOVED = {
     "inference.rule_alpha": -1.059,
     "inference.rule_beta": 1.145,
     "inference.rule_gamma": 12.112,
+    "serve.keep_sessions": 16,
 }
 """Keys that earlier versions had, with the values by which they changed nothing. Other values are refused."""
 _MAX_TEXT, _MAX_FIGURE = 10_000, 200  # characters of an override's value

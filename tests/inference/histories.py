@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import chain, count, islice
 
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManager
+from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManager, ScheduledChunk
 
 
 def slots_of(manager: CacheManager, session: int, rank: int) -> list[int]:
@@ -46,16 +46,44 @@ def random_batch(seed: int) -> Batch:
     return batch_with_past(source.randint(1, 5), pasts, new, source.randint(1, 5), 400, contiguous)
 
 
+class Texts:
+    """A manager's sessions with unique tokens, which count as computed."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        self.manager = manager
+        self.of: dict[int, list[int]] = {}
+        self._numbers = count()
+
+    def open(self) -> int:
+        session = self.manager.open()
+        self.of[session] = []
+        return session
+
+    def append(self, counts: Mapping[int, int]) -> tuple[ScheduledChunk, ...]:
+        chunks = self.manager.append(counts)
+        for session, new in counts.items():
+            self.of[session] += islice(self._numbers, new)
+            self.manager.name_pages(session, self.of[session])
+        return chunks
+
+    def fork(self, session: int, tokens: int) -> int:
+        """Open a session with the complete pages of another's first tokens."""
+        found = self.manager.fork(session, tokens)
+        self.of[found] = self.of[session][: self.manager.length(found)]
+        return found
+
+
 def random_family(seed: int) -> Batch:
-    """Up to 4 of up to 5 sequences, each of which is a fork of another at any position and has continued since."""
+    """Up to 4 of up to 5 sequences, each of which shares complete pages of another and has continued since."""
     source = random.Random(seed)
     n = source.randint(1, 5)
     manager = CacheManager(n, 300, source.randint(1, 5), source.choice((0, 3, MAX_CONTIGUOUS)))
-    family = [manager.open()]
-    manager.append({family[0]: source.randint(1, 60)})
+    texts = Texts(manager)
+    family = [texts.open()]
+    texts.append({family[0]: source.randint(1, 60)})
     for _ in range(source.randint(1, 4)):
         parent = source.choice(family)
-        family.append(manager.fork(parent, source.randint(1, manager.length(parent))).session)
-        manager.append({session: source.choice((1, 1, 3, 20)) for session in source.sample(family, len(family) // 2)})
+        family.append(texts.fork(parent, source.randint(0, manager.length(parent))))
+        texts.append({session: source.choice((1, 1, 3, 20)) for session in source.sample(family, len(family) // 2)})
     going = source.sample(family, source.randint(2, min(4, len(family))))
-    return Batch(n, manager.slots_per_rank, manager.append({s: source.choice((1, 1, 5, 30)) for s in going}))
+    return Batch(n, manager.slots_per_rank, texts.append({s: source.choice((1, 1, 5, 30)) for s in going}))

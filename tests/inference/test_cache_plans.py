@@ -19,7 +19,7 @@ from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManage
 from megatron_longctx.planner.describe import moved_tokens, rank_pairs
 from megatron_longctx.planner.simulate import simulate
 from megatron_longctx.testing.verify import verify
-from tests.inference.histories import batch_with_past, random_batch, random_family
+from tests.inference.histories import Texts, batch_with_past, random_batch, random_family
 
 CHAT = dict(pasts=[(9, 1, 1, 4), (), (2,)], new=(7, 12, 1))
 HEADS = Workload(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -77,9 +77,10 @@ def test_every_mode_computes_attention_whatever_the_past(
 @pytest.mark.parametrize("n", [2, 4])
 def test_shared_keys_are_sent_once(n: int) -> None:
     manager = CacheManager(n, 200, 4)
-    first = manager.open()
-    manager.append({first: 40 * n})
-    forks = [manager.fork(first, 40 * n).session for _ in range(3)]
+    texts = Texts(manager)
+    first = texts.open()
+    texts.append({first: 40 * n})
+    forks = [texts.fork(first, 40 * n) for _ in range(3)]
 
     def moved(*sessions: int) -> int:
         chunks = manager.append({session: 1 for session in sessions})
@@ -134,7 +135,7 @@ def test_one_hop_takes_three_steps_and_the_ring_n_plus_one(n: int) -> None:
 
 
 def test_new_tokens_are_balanced_over_the_ranks_whatever_the_cache_holds() -> None:
-    plan = batch_with_past(4, [(64,), (7, 1, 1)], (64, 32), page=8, max_contiguous=0).plan("pass_kv")
+    plan = batch_with_past(4, [(64,), (7, 1, 2)], (64, 32), page=2, pages=90, max_contiguous=0).plan("pass_kv")
     pairs = rank_pairs(plan)
     assert max(pairs) - min(pairs) <= 0.02 * max(pairs)
 

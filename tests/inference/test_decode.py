@@ -32,9 +32,9 @@ class Recorder(Decoder):
         self.sizes: Counter[int] = Counter()
         self.prompt_steps: Counter[int] = Counter()
 
-    def _compute(self, size: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, size: int, tile: int, ends: int) -> tuple[torch.Tensor, torch.Tensor]:
         (self.sizes if tile == 1 else self.prompt_steps)[size] += 1
-        return super()._compute(size, tile)
+        return super()._compute(size, tile, ends)
 
     _replay = _compute  # nothing is captured on CPUs
 

@@ -55,6 +55,31 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -
     assert status == 413 and "more than 1000 bytes" in answer["error"]["message"]
 
 
+def test_errors_of_clients_keep_the_connection() -> None:
+    """Also those that are found before the body is read, if it is short."""
+    with serving(access=Access(("a",))) as served:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE_S)
+        key, as_json = {"Authorization": "Bearer a"}, {"Content-Type": "application/json"}
+        first = None
+        for status, path, headers, body in (
+            (401, "/v1/completions", as_json, b"{" + b" " * 500),
+            (404, "/v1/nothing", key | as_json, b"{}"),
+            (405, "/v1/models", key | as_json, b"{}"),
+            (415, "/v1/completions", key, b"x" * 900),
+            (400, "/v1/completions", key | as_json, b"{"),
+            (400, "/v1/completions", key | as_json, b'{"prompt": [100000]}'),
+        ):
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            answer.read()
+            first = first or connection.sock
+            assert (answer.status, connection.sock) == (status, first), path
+        connection.close()
+        for length in ("100000", "1001"):  # more than is worth reading, and more than allowed
+            found = answer_on(served.connect("POST /v1/completions", Content_Length=length, Authorization="Bearer b"))
+            assert found[0] == 401 and (found[2].headers["connection"] == "close") == (length == "100000")
+
+
 def test_health_needs_no_key_and_everything_else_does() -> None:
     with serving(access=Access(("schlüssel",))) as served:
         assert served.get("/ready")[:2] == (200, {"status": "ok", "requests": 0})

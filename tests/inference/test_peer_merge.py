@@ -77,7 +77,22 @@ def compare_step_by_step() -> None:
             assert bool(expected.isnan().any()) == (call == 2)
             if shape[0] > 1:
                 assert not expected[shape[0] // 2].any()
-        assert [memory.state.tolist() for memory in memories] == [[3, 0]] * world
+        parts_of_heads(memories, (shape[0], shape[1] * world, shape[2]), dtype, row)
+        assert [memory.state.tolist() for memory in memories] == [[4, 0]] * world
+
+
+def parts_of_heads(memories: list[PeerMemory], shape: tuple[int, int, int], dtype: torch.dtype, row: int) -> None:
+    """Every rank gets its part of the heads."""
+    from megatron_longctx.inference.peer_merge_triton import MERGE, PUSH, merge_over_peers
+
+    world = len(memories)
+    every = [random_partials(shape, (3, 1, 70, 2)[rank], rank) for rank in range(world)]
+    expected = gathered(every, shape, dtype).chunk(world, 1)
+    outs = [torch.full(part.shape, 7.0, dtype=dtype) for part in expected]
+    for phase, rank in itertools.product((PUSH, MERGE), range(world)):
+        merge_over_peers(memories[rank], every[rank], outs[rank], row, phase)
+    for out, part in zip(outs, expected, strict=True):
+        assert_close(out, part)
 
 
 def _calls(rank: int, folder: Path, world: int) -> None:

@@ -26,6 +26,7 @@ GREEDY = Sampling(max_new_tokens=4)
 
 @contextmanager
 def scheduling(engine: LongContextEngine, **limits: int) -> Iterator[Scheduler]:
+    engine.cache_manager.drop_cached()
     scheduler = Scheduler(engine, **limits)
     yield scheduler
     scheduler.close()
@@ -64,7 +65,7 @@ def concurrent_requests_get_their_own_answers(engine: LongContextEngine) -> list
         for i in range(12)
     ]
     expected = [alone(engine, request) for request in requests]
-    with scheduling(engine, max_active=4, prefill_chunk=16, keep_sessions=2) as scheduler:
+    with scheduling(engine, max_active=4, prefill_chunk=16) as scheduler:
         early: defaultdict[int, list[Event]] = defaultdict(list)
         for request in requests:
             scheduler.submit(request)
@@ -88,12 +89,12 @@ def a_long_prompt_stalls_no_other_request(engine: LongContextEngine) -> None:
 
 
 def a_conversation_is_found_again(engine: LongContextEngine) -> None:
-    with scheduling(engine, keep_sessions=1) as scheduler:
+    with scheduling(engine) as scheduler:
         first = Request(0, tuple(range(60, 80)), GREEDY)
         answer = tokens_of(finish(scheduler, first)[0])
         second = Request(1, (*first.prompt, *answer, 10, 11), GREEDY)
         events = finish(scheduler, second)[1]
-        assert {event.cached_tokens for event in events} == {23}  # its last token was returned, not computed
+        assert {event.cached_tokens for event in events} == {20}  # the pages of 4 tokens that 23 computed ones fill
     assert tokens_of(events) == alone(engine, second)
 
 
@@ -110,7 +111,7 @@ def a_cancelled_request_is_found_again(engine: LongContextEngine) -> None:
         assert not scheduler.busy
         second = Request(2, (*first.prompt, *answer[:-1], 10, 11), GREEDY)
         events = finish(scheduler, second)[2]
-        assert {event.cached_tokens for event in events} == {23}
+        assert {event.cached_tokens for event in events} == {20}
     assert tokens_of(events) == alone(engine, second)
 
 
@@ -170,7 +171,7 @@ def other_clients_caches_are_not_found(engine: LongContextEngine) -> None:
             (found,) = {e.cached_tokens for e in finish(scheduler, Request(number, prompt, sampling, salt))[number]}
             return found
 
-        assert [cached(0, 1), cached(1, 2), cached(2, 1), cached(3, 2), cached(4, 0)] == [0, 0, 49, 49, 0]
+        assert [cached(0, 1), cached(1, 2), cached(2, 1), cached(3, 2), cached(4, 0)] == [0, 0, 48, 48, 0]
         for number, salt in ((5, 1), (6, 2)):
             scheduler.submit(Request(number, tuple(range(110, 160)), sampling, salt))
             scheduler.advance()
@@ -190,7 +191,7 @@ def promised_pages_are_not_evicted(engine: LongContextEngine) -> None:
         for together in (requests[:1], requests[1:2], requests[2:]):
             events |= finish(scheduler, *together)
     assert [tokens_of(events[i]) for i in range(5)] == expected
-    assert events[3][0].cached_tokens == events[4][0].cached_tokens == 190
+    assert events[3][0].cached_tokens == events[4][0].cached_tokens == 188
 
 
 def prompts_that_leave_no_room_for_their_answers_are_refused(engine: LongContextEngine) -> None:
@@ -246,9 +247,9 @@ def no_request_waits_for_a_short_prefix(engine: LongContextEngine) -> None:
 
 
 def answers_to_one_prompt_compute_it_once(engine: LongContextEngine) -> None:
-    """Also a short one, but for its last token, whose logits each needs; other prompts do not wait."""
+    """Its complete pages, also those of a short one."""
     sampling = Sampling(max_new_tokens=5, temperature=1.0, seed=3)
-    with scheduling(engine, keep_sessions=0) as scheduler:
+    with scheduling(engine) as scheduler:
         requests = [Request(i, (1, 2, 3, 4, 5), sampling, stream=i) for i in range(3)]
         events = finish(scheduler, *requests)
     assert [events[i][0].cached_tokens for i in range(3)] == [0, 4, 4]
@@ -309,8 +310,8 @@ def with_every_engine(rank: int, plain: Config, evicting: Config, learned: Confi
 @pytest.mark.parametrize("n", [1, 2])
 def test_requests_are_served_as_if_alone(tmp_path: Path, n: int) -> None:
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
-    # Some pages are reserved for the tokens by which ranks may differ.
-    evicting = parallel(config, n, evict=True, cache_tokens=600 - n * 4)
+    # Ranks may differ by a page.
+    evicting = parallel(config, n, evict=True, cache_tokens=600 - (n - 1) * 4)
     learned = parallel(changed(config, {"model.position_embedding": "learned", "data.seq_length": 24}), n)
     exact = parallel(config, n, prefill_chunk=16, exact_reuse=True)
     found = run_distributed(with_every_engine, n, parallel(config, n), evicting, learned, exact)

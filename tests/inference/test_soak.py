@@ -200,7 +200,7 @@ class Served:
 def serve(engine: LongContextEngine, seed: int, requests: int) -> tuple[list[Served], Counter[str]]:
     """Run random requests with common prefixes, some bad, some cancelled, through a scheduler with little room."""
     source = random.Random(seed)
-    scheduler = Scheduler(engine, max_active=5, prefill_chunk=24, keep_sessions=4)
+    scheduler = Scheduler(engine, max_active=5, prefill_chunk=24)
     texts = [tuple(source.randrange(256) for _ in range(size)) for size in (70, 90, 33)]
     sent: dict[int, Request] = {}
     answers: dict[int, list[int]] = {}

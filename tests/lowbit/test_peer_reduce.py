@@ -91,7 +91,15 @@ def compare_step_by_step() -> int:
             expected = sum_quantized(torch.cat(rows), numel, forms[0], torch.empty_like(xs[0]))
         for out in singles:
             assert_close(out, expected)
-        assert [memory.state.tolist() for memory in memories] == [[2, 0]] * n
+        if not bits:
+            width = numel // 4 if numel % 4 == 0 else numel
+            sides = [x.new_empty(n * numel) for x in xs]
+            for phase, rank in itertools.product((PUSH, SUM), range(n)):
+                one_step(memories[rank], xs[rank], sides[rank], sent[0], phase, width)
+            side_by_side = torch.stack([x.view(-1, width) for x in xs], 1).flatten()
+            for out in sides:
+                assert torch.equal(out, side_by_side)
+        assert [memory.state.tolist() for memory in memories] == [[3 - bool(bits), 0]] * n
         compared += 1
     return compared
 

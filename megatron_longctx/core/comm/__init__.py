@@ -5,7 +5,7 @@ senders' memory. `choose_transport` selects one of them. `BufferPool` provides m
 `StreamClock` measures how long a rank waits for them.
 """
 
-from .collectives import PeerMemoryError, all_gather_rows, all_reduce_sum, gather_objects, on_rank_0
+from .collectives import PeerMemoryError, all_gather_rows, all_reduce_sum, all_to_all_rows, gather_objects, on_rank_0
 from .device import AttentionTimes, BufferPool, StreamClock, timed
 from .p2p import Channel, Exchange, P2PTransport, Transport
 from .peer import PeerTransport, SymmetricExchange

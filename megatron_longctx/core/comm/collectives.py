@@ -53,6 +53,13 @@ def all_gather_rows(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
     return gathered.view(n, -1)
 
 
+def all_to_all_rows(group: dist.ProcessGroup, rows: Tensor) -> Tensor:
+    """Send row r of `rows` `[n, s]` to rank r, and return the received rows by rank."""
+    received = rows.new_empty(rows.shape)
+    dist.all_to_all_single(received, rows, group=group)
+    return received
+
+
 def on_rank_0(work: Callable[[], T]) -> T:
     """Run `work` on rank 0, and return its result or raise its error on every rank. Collective.
 

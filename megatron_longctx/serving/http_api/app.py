@@ -236,25 +236,38 @@ class Api:
 
 
 class _Observed:
-    """Gives every request its `X-Request-Id`, the client's own if it sends one, and logs and counts its end."""
+    """Gives every request its `X-Request-Id`, the client's own if it sends one, and logs and counts its end.
+
+    An error closes the connection if more of a body is to come than is worth reading.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given, began = Headers(scope=scope).get("x-request-id", ""), time.monotonic()
+        headers, began = Headers(scope=scope), time.monotonic()
+        given = headers.get("x-request-id", "")
         name = given if _ID.fullmatch(given) else uuid.uuid4().hex
         status = 499  # of clients that left before an answer
+        unread = "transfer-encoding" in headers or int(headers.get("content-length", 0)) > _LONG
+
+        async def read() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and message.get("more_body", False)
+            return message
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = name
+                if status >= 400 and unread:
+                    MutableHeaders(scope=message)["Connection"] = "close"
             await send(message)
 
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, read, answer)
         finally:
             if scope["method"] == "POST":
                 found = scope["state"].get("answer")
@@ -339,7 +352,8 @@ def _json(body: Mapping[str, Any], status: int = 200, **headers: str) -> Respons
 
 
 def _error(error: ApiError) -> Response:
-    return _json(error.body, error.status, Connection="close")  # the body may not have been read
+    headers = {"Connection": "close"} if error.status in (408, 413) or error.status >= 500 else {}
+    return _json(error.body, error.status, **headers)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

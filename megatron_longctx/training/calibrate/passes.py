@@ -45,7 +45,7 @@ def host_operation_seconds(testbed: Testbed, cluster: Cluster, costs: Costs) -> 
     """
     assert testbed.transport is not None
     n, work = testbed.n, testbed.workload
-    manager = CacheManager(n, 2, _CACHED)
+    manager = CacheManager(n, (_CACHED + _NEW) // _NEW, _NEW)
     session = manager.open()
     manager.append({session: n * _CACHED})
     batch = Batch(n, manager.slots_per_rank, manager.append({session: n * _NEW}))

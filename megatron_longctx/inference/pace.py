@@ -1,0 +1,102 @@
+"""How much of the prompts a round computes, so that long prompts delay nothing for longer than a stated time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ..config import ModelConfig
+from ..planner.flops import Work, training_flops
+
+DECODE_SHARE = 0.25
+"""The share of the time that running answers get while prompts are computed."""
+_AIM = 0.375
+"""The part of the stated time that a round takes. A short prompt may arrive when a round has just begun, wait for
+`DECODE_SHARE`, and is computed in the next round: 2 1/3 rounds, or 7/8 of the stated time."""
+_FIRST = 512
+_LEAST = 64
+"""The tokens per rank of the first chunk, whose time is not known, and of any: fewer hardly take less time."""
+
+
+@dataclass
+class Pace:
+    """The work on prompts in a round.
+
+    Attributes:
+        room: of all prompts in a round.
+        work: of `new` tokens that follow `cached` ones, in the unit of `room`.
+        least: the tokens that the first prompt of a round gets, whatever their work.
+        delay_s: the time by which long prompts may delay others; None for a room that stays as it is.
+    """
+
+    room: float
+    work: Callable[[int, int], float] = lambda cached, new: new
+    least: int = 1
+    delay_s: float | None = None
+    _decode_s: float = 0.0  # of the latest round without prompts
+    _owed_s: float = 0.0  # to running answers, before the next chunk of prompts
+    _turn: bool = False  # whether the shortest prompts go first
+
+    @classmethod
+    def timed(cls, model: ModelConfig, ranks: int, delay_s: float) -> Pace:
+        """Return a pace that follows measured times. Its unit is a FLOP, so that it foresees how cached tokens slow
+        a chunk down."""
+        work = partial(prefill_flops, model)
+        return cls(work(0, _FIRST * ranks), work, _LEAST * ranks, delay_s)
+
+    @property
+    def owes_decode(self) -> bool:
+        """Whether running answers go on alone before the next chunk of prompts."""
+        return self._owed_s > 0
+
+    def shares(self, prompts: Sequence[tuple[int, int]], whole: int | None = None) -> tuple[list[int], float]:
+        """Return the tokens that each prompt gets in a round, and their work: half of it for the shortest prompts, the
+        rest for the first.
+
+        Args:
+            prompts: of each, the tokens that are cached and those that are left, in the order in which they came.
+            whole: the size of chunks that have to be whole. The shortest prompts and the first then take turns.
+        """
+        sizes, work = [0] * len(prompts), 0.0
+        first = list(range(len(prompts)))
+        shortest = sorted(first, key=lambda i: prompts[i][1])
+        self._turn = not self._turn
+        for room, order in ((self.room / 2, shortest), (self.room, shortest if whole and self._turn else first)):
+            for i in order:
+                cached, left = prompts[i][0] + sizes[i], prompts[i][1] - sizes[i]
+                size = self.fitting(cached, -(-left // (whole or 1)) * (whole or 1), room - work)
+                size = size // (whole or 1) * (whole or 1)
+                if room == self.room and i == order[0] and not sizes[i]:
+                    size = max(size, whole or self.least)
+                size = min(size, left)
+                sizes[i] += size
+                work += self.work(cached, size)
+        return sizes, work
+
+    def fitting(self, cached: int, most: int, room: float) -> int:
+        """Return the largest number of tokens up to `most` whose work after `cached` ones fits into the room."""
+        return bisect_right(range(1, most + 1), room, key=partial(self.work, cached))
+
+    def observe(self, seconds: float, work: float) -> None:
+        """Note the time of a round with this work on prompts. All ranks note the same."""
+        if self.delay_s is None:
+            return
+        if not work:
+            self._decode_s = seconds
+            self._owed_s -= seconds
+            return
+        self._owed_s = (DECODE_SHARE * seconds - self._decode_s) / (1 - DECODE_SHARE)
+        aim = _AIM * self.delay_s
+        if seconds > aim or work > self.room / 2:  # a smaller chunk does not tell how large one may be
+            self.room = min(2 * self.room, work * aim / max(seconds, 1e-9))
+
+
+def prefill_flops(model: ModelConfig, cached: int, new: int) -> float:
+    """Return the FLOPs of a forward pass of `new` tokens that follow `cached` ones, without the LM head."""
+    mean = cached + (new + 1) / 2
+    pairs = sum(
+        count * new * min(mean, mean if left is None else left) for (left, _), count in model.layer_windows.items()
+    )
+    return training_flops(model, 0, Work(new, round(pairs), 0)).causal / 3

@@ -1,0 +1,135 @@
+"""The memory that inference needs on a rank: weights, and the pages of the cache."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from ..config import Config
+from ..config.cluster import GIB
+from ..config.gpus import ranks_per_gpu
+from ..core.errors import refuse
+from ..inference.cached_attention import CacheShape
+from ..inference.engine import MAX_RANK_TOKENS
+from ..planner.memory import shapes
+from .model import padded_vocab_size
+from .tokenizer import build_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_DEVICE_SHARE = 0.9
+"""The rest is for messages, CUDA graphs and what other processes take later."""
+_HOST_SHARE, _SEQUENCES = 1 / 8, 4
+"""On CPUs: the share of the host's memory, and the longest sequences that the cache has at most."""
+
+
+def with_shared_weights(config: Config) -> Config:
+    """Return the configuration of the model: with `inference.shard_weights` all ranks are tensor-parallel ones."""
+    par = config.parallelism
+    if not config.inference.shard_weights or par.context_parallel_size == 1:
+        return config
+    size = par.context_parallel_size * par.tensor_parallel_size
+    return replace(config, parallelism=replace(par, context_parallel_size=1, tensor_parallel_size=size))
+
+
+def weight_bytes(config: Config) -> int:
+    """Return the bytes of a rank's weights, with those of two whole layers if prompts gather them."""
+    tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+    vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
+    own, whole = (shapes.Job(each, vocab_size) for each in (with_shared_weights(config), config))
+    count = shapes.stage_parameters(own, 0)
+    if own.config is not config:
+        count += 2 * shapes.layer_parameters(whole) + shapes.mlp_weights(whole)[1]
+    return count * own.element_bytes
+
+
+def check_cache(config: Config, capacity: int) -> None:
+    """Refuse a cache whose part on a rank does not fit beside the weights into the rank's `capacity` bytes.
+
+    Raises:
+        ValueError: with the tokens of the cache and how many would fit.
+    """
+    inference, token, weights = config.inference, cache_shape(config).token_bytes, weight_bytes(config)
+    pages = 1 if inference.cache_tokens is None else pages_per_rank(config)
+    if weights + pages * inference.page_tokens * token > capacity:
+        tokens = inference.cache_tokens
+        most = max(0, capacity - weights) // token * config.parallelism.context_parallel_size
+        expected = (
+            f"at most {most} tokens, which fit beside {weights / GIB:.1f} GiB of weights into the "
+            f"{capacity / GIB:.1f} GiB that each rank has"
+        )
+        remedy = "Lower it, inference.max_new_tokens or inference.page_tokens, or use more context-parallel ranks"
+        shared = ", which can share the weights (inference.shard_weights)" * (not inference.shard_weights)
+        raise refuse("inference.cache_tokens", tokens, expected, f"{remedy}{shared}.")
+
+
+def cache_shape(config: Config) -> CacheShape:
+    """Return the cache of one rank, without its layers' windows."""
+    model, par = config.model, config.parallelism
+    return CacheShape(
+        num_layers=model.num_layers,
+        num_heads=model.num_attention_heads // par.tensor_parallel_size,
+        num_kv_heads=max(1, model.num_kv_heads // par.tensor_parallel_size),
+        head_dim=model.kv_channels,
+        dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+        # A single rank sends nothing, and stays exact.
+        int8=config.attention.kv_int8 and par.context_parallel_size > 1,
+    )
+
+
+def pages_per_rank(config: Config) -> int:
+    """Return the pages per rank that hold `inference.cache_tokens` on all ranks together."""
+    assert config.inference.cache_tokens is not None, "without a size, free_pages tells"
+    return _pages(config, config.inference.cache_tokens)
+
+
+def _pages(config: Config, tokens: int) -> int:
+    n = config.parallelism.context_parallel_size
+    # Ranks differ by at most one page of a session.
+    return -(-(-(-tokens // config.inference.page_tokens) + n - 1) // n)
+
+
+def free_pages(config: Config, length: int, device: torch.device) -> int:
+    """Return the pages per rank of a cache that was given no size, and log it. Collective over the world.
+
+    Args:
+        length: of the longest sequence.
+
+    Raises:
+        ValueError: no memory is left beside the weights, which are on the device already.
+    """
+    page_bytes, pages = config.inference.page_tokens * cache_shape(config).token_bytes, 2**31
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0] // ranks_per_gpu() - _activation_bytes(config)
+        share, what = _DEVICE_SHARE, "memory that is free beside activations"
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dist.get_world_size()
+        share, what, pages = _HOST_SHARE, "host memory of each rank", _pages(config, _SEQUENCES * length)
+    fitting = torch.tensor(min(pages, int(share * free) // page_bytes), device=device)
+    dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
+    pages = int(fitting)
+    if pages < 1:
+        raise refuse("inference.cache_tokens", None, f"some {what}; none is left", "Use more ranks, or shard_weights.")
+    if dist.get_rank() == 0:
+        tokens, gib = pages * config.inference.page_tokens * config.parallelism.context_parallel_size, GIB
+        size = f"{pages * page_bytes / gib:.2f} GiB on each rank, of {free / gib:.2f} GiB of {what}"
+        logger.info("cache: %s tokens, %s", f"{tokens:,}", size)
+    return pages
+
+
+def _activation_bytes(config: Config) -> int:
+    """Return an upper bound of what a pass of the most tokens needs: the MLP's columns, six rows of hidden states, and
+    queries with three outputs of attention, of which two in fp32."""
+    model, par = config.model, config.parallelism
+    width = model.ffn_hidden_size
+    if model.num_moe_experts is not None:
+        width = model.moe_router_topk * model.expert_width + (model.moe_shared_expert_intermediate_size or 0)
+    shape = cache_shape(config)
+    columns = (model.fc1_columns + 1) * width // par.tensor_parallel_size + 6 * model.hidden_size
+    attention = shape.num_heads * shape.head_dim * (2 * shape.dtype.itemsize + 8)
+    return MAX_RANK_TOKENS * (columns * shape.dtype.itemsize + attention)

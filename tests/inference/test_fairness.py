@@ -1,0 +1,96 @@
+"""A long prompt delays running answers and short prompts by no more than the stated time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx.config import Config
+from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.inference.pace import Pace, prefill_flops
+from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.inference.scheduler import Request, Scheduler
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training.compose import compose_config
+from tests.inference.conversations import engine_of, parallel
+from tests.shared.training import tiny_config
+
+LONG, DELAY_S, STEP_S = 100_000, 0.4, 0.02
+
+
+class Clock:
+    """The time of a machine on which cached tokens cost more than the model's FLOPs tell: a prompt of 100,000 tokens
+    takes 8 s, and a step of decode 20 ms."""
+
+    def __init__(self, engine: LongContextEngine) -> None:
+        self.now = 0.0
+        self._append, self._step = engine.append, engine.step
+        engine.append, engine.step = self.append, self.step  # type: ignore[method-assign]
+
+    def append(self, new):  # type: ignore[no-untyped-def]
+        self.now += 0.01 + sum(len(t) * 4e-5 * (1 + s.cached_tokens / 50_000) for s, t in new.items())
+        self._append(new)
+
+    def step(self, generations):  # type: ignore[no-untyped-def]
+        self.now += STEP_S
+        return self._step(generations)
+
+
+def beside_a_long_prompt(rank: int, config: Config) -> dict[str, float]:
+    """Run a stream, a long prompt, and a short one in every 15th round; the clock tells the scheduler its times."""
+    with engine_of(config) as engine:
+        clock, pace = Clock(engine), Pace.timed(config.model, engine.cache_manager.n, DELAY_S)
+        scheduler = Scheduler(engine, max_active=8, pace=pace)
+        source = random.Random(1)
+        scheduler.submit(Request(0, (1, 2, 3), Sampling(max_new_tokens=10**4)))
+        scheduler.advance()
+        arrived, came = {1: clock.now}, defaultdict(list)
+        scheduler.submit(Request(1, tuple(source.choices(range(256), k=LONG)), Sampling(max_new_tokens=1)))
+        begun, real, longest = clock.now, time.monotonic(), 0.0
+        rounds = 0
+        while 1 not in came:
+            before, rounds = clock.now, rounds + 1
+            for event in scheduler.advance():
+                came[event.number].append(clock.now)
+            scheduler.observe(clock.now - before)
+            if rounds % 15 == 0:  # it came when this round had begun
+                arrived[rounds] = before
+                scheduler.submit(Request(rounds, tuple(source.choices(range(256), k=40)), Sampling(max_new_tokens=2)))
+            longest, real = max(longest, time.monotonic() - real), time.monotonic()
+        scheduler.close()
+        gaps = [later - one for one, later in zip(came[0], came[0][1:], strict=False)]
+        delays = [came[number][0] - at for number, at in arrived.items() if number > 1 and number in came]
+        assert len(delays) > 5
+        return {
+            "gap": max(gaps), "delay": max(delays), "real gap": longest, "rounds": rounds,
+            "share": len(came[0]) * STEP_S / (clock.now - begun),
+        }  # fmt: skip
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_prompt_of_100_000_tokens_delays_nothing_for_long(tmp_path: Path) -> None:
+    settings = {"data.seq_length": 128, "model.window": 16, "model.num_layers": 1}
+    config = parallel(tiny_config(tmp_path, "fresh", settings), 1, cache_tokens=LONG + 20_000, page_tokens=64)
+    (found,) = run_distributed(beside_a_long_prompt, 1, config)
+    print(found)
+    assert found["gap"] <= DELAY_S / 2 and found["delay"] <= DELAY_S
+    assert found["share"] > 0.2 and found["rounds"] < 400
+
+
+def test_a_million_tokens_take_few_rounds_that_are_equally_long() -> None:
+    """On a machine whose attention has half the speed of its other products, from the first round on."""
+    model = compose_config(["model=llama3_8b"]).model
+    pace, cached, times = Pace.timed(model, 2, 2.0), 0, []
+    linear = prefill_flops(model, 0, 1)
+    while cached < 2**20:
+        new = pace.fitting(cached, 2**20 - cached, pace.room)
+        work = pace.work(cached, new)
+        times.append(0.02 + (2 * work - linear * new) / 1.3e15)
+        pace.observe(times[-1], work)
+        cached += new
+    assert max(times) < 1.0 and min(times[10:-1]) > 0.7
+    assert len(times) < 1.02 * sum(times) / 0.75
