@@ -20,7 +20,7 @@ from torch import Tensor
 from ..config import TrainConfig
 from ..core.errors import refuse
 
-_AMAX_STEPS = 1024  # TransformerEngine's own default; Megatron's is the last step alone, which an outlier can surprise
+_AMAX_UPDATES = 1024  # TransformerEngine's own default; Megatron's is the last alone, after which an outlier saturates
 _STATE = "_extra_state"
 
 
@@ -32,7 +32,7 @@ def fp8_settings(train: TrainConfig) -> dict[str, Any]:
     return {
         "fp8": "hybrid" if train.fp8 in ("delayed", "tensorwise") else "e4m3",
         "fp8_recipe": train.fp8,
-        "fp8_amax_history_len": _AMAX_STEPS,
+        "fp8_amax_history_len": _AMAX_UPDATES,
         "fp8_amax_compute_algo": "max",
         "first_last_layers_bf16": start + end > 0,
         "num_layers_at_start_in_bf16": start,
@@ -45,7 +45,7 @@ class Rerun:
 
     The second run quantizes as the first: with its recipe and, if scales are delayed, with its scales. Its own amaxes
     are dropped, because the first run has recorded them (`transformer_engine.pytorch.distributed.checkpoint`). Unlike
-    there, its end updates no scales, and backward's scales are updated once, after the layer that forward began with.
+    there, its end updates no scales, and only products of the layer that forward began with update backward's scales.
 
     Args:
         enabled: whether the model has FP8; without it nothing is done.
