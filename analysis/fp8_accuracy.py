@@ -1,12 +1,13 @@
 """What weights in FP8 cost a model: `python -m analysis.fp8_accuracy RUN --texts FOLDER --out FILE.json [WORDS...]`.
 
-Computes, with the weights of an imported or trained run as they are and in FP8: the loss of the beginnings of texts (the
-`.txt` files of FOLDER), how often the likeliest next token is the same, and `eval`'s needles hidden in these texts.
+Computes, with the weights of an imported or trained run as they are and in FP8: the loss of the beginnings of texts
+(the `.txt` files of FOLDER), how often the likeliest next token is the same, and `eval`'s needles in these texts.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import statistics
 import sys
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a text (default: %(default)s)")
     parser.add_argument("--needles", type=int, default=16, help="questions (default: %(default)s)")
     arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     check_least("--windows", arguments.windows, 2)
     check_least("--needles", arguments.needles)
     config = override_config(load_config(arguments.run / RESOLVED), arguments.words, training=False)
@@ -67,17 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = chat.text([{"role": "user", "content": text}]) if chat.template else text
         return asked + (opening.lstrip() if chat.template else opening)
 
-    haystack = Haystack.essays(arguments.texts)
-    questions = make_questions(
-        ["needle"],
-        (length,),
-        arguments.needles,
-        haystack,
-        lambda text: len(tokenizer.tokenize(text)),
-        (0.5,),
-        0,
-        prompt,
-    )
+    haystack, count = Haystack.essays(arguments.texts), lambda text: len(tokenizer.tokenize(text))
+    questions = make_questions(["needle"], (length,), arguments.needles, haystack, count, (0.5,), 0, prompt)
     ranks = Ranks.of(1, config.train.device, least=1)
     stop = (tokenizer.eod, *chat.stop_tokens)
     found = run_on_ranks(ranks, measure, config, arguments.run / "checkpoints", texts, tuple(questions), stop)
