@@ -202,7 +202,8 @@ def _products(job: _Measurement, model: ModelConfig) -> None:
                 ways["within the product, " + " ".join(map(str, tile))] = partial(
                     _apply, _tiled(tile), inputs, quantized
                 )
-        expected, graphs, cell = ways["plain operations"](), {}, {}
+        expected, graphs = ways["plain operations"](), {}
+        cell: dict[str, list[float]] = {}
         for name, way in ways.items():
             for found, wanted in zip(way(), expected, strict=True):
                 off = float((found.float() - wanted.float()).norm() / wanted.float().norm())

@@ -179,7 +179,7 @@ class _TwoShot:
 
     def use(self, model: CachedGPT) -> None:
         for module in model._reduced():
-            module.reducer = self
+            module.reducer = self  # type: ignore[assignment]
 
     def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         part = self._buffer[: x.numel()].copy_(x.view(-1))

@@ -75,6 +75,7 @@ class Fp8Weight:
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
         kernels = _fused() if x.is_cuda and len(rows) == 1 else None
+        out: Tensor
         if kernels:
             out = kernels.vector_product(rows, self.values, self.scales)
         elif len(rows):

@@ -20,14 +20,14 @@ _LARGEST: tl.constexpr = tl.constexpr(448.0)
 _INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _larger(largest, x):  # type: ignore[no-untyped-def]
     """Return the larger absolute values; for a NaN, which maxima ignore, infinity."""
     x = tl.abs(x)
     return tl.maximum(largest, tl.where(x < _INFINITY, x, _INFINITY))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _factors(largest):  # type: ignore[no-untyped-def]
     """Return what quantizes a row whose largest absolute value is among `largest`, and its scale, both `[1]`."""
     largest = tl.maximum(tl.max(largest, 0, keep_dims=True), _SMALLEST)
@@ -94,6 +94,7 @@ def vector_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.get_device()):
         per, at_once, warps = VECTOR_TILE
-        arguments, constants = [x, values, scales, out, outputs, inputs], {"OUTPUTS": per, "INPUTS": at_once}
+        arguments: list[Tensor | int] = [x, values, scales, out, outputs, inputs]
+        constants = {"OUTPUTS": per, "INPUTS": at_once}
         launch(_vector_kernel, (-(-outputs // per),), arguments, constants, num_warps=warps)
     return out
