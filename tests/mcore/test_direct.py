@@ -42,6 +42,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "gpt2": {**GPT2, "model.num_kv_heads": 2},
     "biased swiglu": {"model.bias": True},
     "a KV head a query": {"model.num_kv_heads": 4},
+    "half of each head rotated": {"model.rotary_percent": 0.5},
     "gemma": GEMMA,
     "gemma in bf16": {**GEMMA, "train.precision": "bf16"},
     "biased swiglu in fp8": {"model.bias": True, **FP8},

@@ -19,6 +19,7 @@ from tests.shared.training import GPT2, Job, RecordingTrainer, changed, tiny_con
 
 VOCABULARY = 96
 LLAMA: dict[str, Any] = {"data.seq_length": 37}
+GATED: dict[str, Any] = {**LLAMA, "model.attention_output_gate": True, "model.rotary_percent": 0.5}
 
 
 def _against_megatron(rank: int, root: Path, settings: dict[str, Any]) -> dict[str, float]:
@@ -38,6 +39,7 @@ def _against_megatron(rank: int, root: Path, settings: dict[str, Any]) -> dict[s
         share_embeddings_and_output_weights=config.model.tie_embeddings,
         position_embedding_type={"rope": "rope", "learned": "learned_absolute"}[config.model.position_embedding],
         rotary_base=config.model.rope_base,
+        rotary_percent=config.model.rotary_percent,
         pg_collection=collection,
     )
     theirs.load_state_dict(ours.state_dict())
@@ -54,7 +56,7 @@ def _against_megatron(rank: int, root: Path, settings: dict[str, Any]) -> dict[s
     return {"loss": relative_error(losses["ours"], losses["theirs"]), **errors}
 
 
-@pytest.mark.parametrize("settings", [LLAMA, {**LLAMA, **GPT2}], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("settings", [LLAMA, {**LLAMA, **GPT2}, GATED], ids=["llama", "gpt2", "gated"])
 def test_one_rank_computes_what_megatrons_own_model_does(tmp_path: Path, settings: dict[str, Any]) -> None:
     [errors] = run_distributed(_against_megatron, 1, tmp_path, settings)
     assert len(errors) > 10

@@ -26,6 +26,7 @@ HYBRID: dict[str, Any] = {
     "model.rotary_percent": 0.5,
     SCHEDULE: "helper",
 }
+PLAIN_HEADS = {"model.attention_output_gate": False, "model.rotary_percent": 1.0}
 STEPS = {"train.steps": 10, "optim.warmup_steps": 0}
 EXPERTS = {"model.pattern": "GE*-", "model.num_moe_experts": 4, "model.moe_layer_freq": "[1,0]"}
 SHARED = {"model.moe_shared_expert_intermediate_size": 16, "model.moe_shared_expert_gate": True}
@@ -77,12 +78,12 @@ def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
         ({"model.pattern": "*-*-"}, "model.linear_num_key_heads=2: expected null with model.pattern"),
         ({"model.rotary_percent": 0.3}, "model.rotary_percent=0.3: expected a share of the 8 elements of a head"),
         ({"model.rotary_percent": 0.125}, "model.head_dim=8: expected an even head dimension with rope, and an even"),
-        ({"model.moe_shared_expert_gate": True}, "model.moe_shared_expert_gate=True: expected False"),
+        ({"model.moe_shared_expert_gate": True}, "model.moe_shared_expert_gate=True: expected false"),
         ({"model.linear_num_key_heads": 3}, "model.linear_num_key_heads=3: expected a divisor of"),
         ({CP: 2, SCHEDULE: "zigzag"}, "parallelism.schedule=zigzag: .* Set parallelism.schedule=helper"),
         ({CP: 2, LAYOUT: "balanced"}, "parallelism.layout=balanced: expected auto or contiguous with model.pattern"),
         ({TP: 2, "model.linear_num_key_heads": 1}, "tensor_parallel_size=2: .*model.linear_num_key_heads=1"),
-        (LATENTS, "model.kv_lora_rank=24: expected null with model.pattern"),
+        ({**LATENTS, **PLAIN_HEADS}, "model.kv_lora_rank=24: expected null with model.pattern"),
         ({"data.format": "rollouts", "data.packing": "best_fit"}, "data.format=rollouts: expected documents"),
     ],
 )
