@@ -337,8 +337,9 @@ class LongContextEngine:
             raise
         self.mode_counts["replicated"] += 1
         self._clock += 1
-        for (session, draft), (session.next_token, *following) in zip(drafts.items(), found, strict=True):
-            session.ahead = list(zip(draft, following, strict=True))
+        for (session, draft), following in zip(drafts.items(), found, strict=True):
+            session.next_token = following[0]
+            session.ahead = list(zip(draft, following[1:], strict=True))
             session.last_used = self._clock
             self.cache_manager.name_pages(session.number, session.tokens, len(session.tokens))
 
