@@ -174,7 +174,7 @@ class Soak:
                 assert now.shape[1] >= old.shape[1] and torch.equal(now[:, : old.shape[1]], old), "a cache has changed"
                 self.seen["watched"] += 1
             # The last page of a fork whose tokens are all cached is computed again, for the logits after it.
-            certain = (now.shape[1] - 1) // self.engine._unit * self.engine._unit
+            certain = (now.shape[1] - 1) // self.engine.unit * self.engine.unit
             kept[session] = (shards, now if session.next_token else now[:, :certain])
         self._cached = kept
         used = sum(manager.held_pages(manager.sessions, rank) for rank in range(manager.n))
