@@ -293,8 +293,7 @@ class Scheduler:
         """Open a session with the longest prefix of the prompt in the cache, and claim the copies that follow it."""
         text = prompt[:-1]  # the last token is always left to compute, because its logits are needed
         session = self.engine.open(text, salt)
-        unit = math.lcm(self.engine.cache_manager.page_tokens, self._exact_chunk or 1)
-        pages = unit // self.engine.cache_manager.page_tokens
+        pages = self.engine.unit // self.engine.cache_manager.page_tokens
         return session, [] if self.host is None else self.host.claim(session, text, pages)
 
     def _is_long(self, cached: int, left: int) -> bool:

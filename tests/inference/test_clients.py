@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +27,7 @@ from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.compose import RESOLVED, load_config
 from tests.inference.http_server import until
 from tests.inference.test_serve import Client, serving
+from tests.shared.jobs import PATIENCE_S
 from tests.shared.published import TEXTS, write_model
 from tests.shared.training import changed
 
@@ -325,6 +328,28 @@ def test_scores_of_lm_eval_equal_those_of_its_own_model(served: Any) -> None:
                 assert math.isclose(found, value, rel_tol=1e-5), (name, key)
     texts = [[sample["resps"] for sample in each["samples"]["writing"]] for each in (theirs, ours)]
     assert texts[0] == texts[1] and len({str(text) for text in texts[0]}) > 3
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_load_client_reports_on_streams(served: Any, tmp_path: Path, endpoint: str) -> None:
+    """NVIDIA's `aiperf`, if it is on the path: it needs an environment of its own."""
+    if (aiperf := shutil.which("aiperf")) is None:
+        pytest.skip("aiperf is not installed: pip install aiperf, in an environment of its own")
+    words = [
+        f"--url=http://127.0.0.1:{served.client.port}",
+        f"--endpoint-type={endpoint}",
+        "--streaming",
+        "--model=fox",
+    ]
+    words += [f"--tokenizer={served.folder / 'published'}", "--use-server-token-count", "--ui=none"]
+    words += ["--concurrency=4", "--request-count=12", "--isl=100", "--isl-stddev=30", "--osl=8"]
+    words += ["--extra-inputs=ignore_eos:true", "--extra-inputs=temperature:0", f"--artifact-dir={tmp_path}"]
+    done = subprocess.run([aiperf, "profile", *words], capture_output=True, text=True, timeout=PATIENCE_S)
+    report = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert report["request_count"]["avg"] == 12 and not report["error_summary"], done.stdout + done.stderr
+    assert report["usage_completion_tokens"]["min"] == report["usage_completion_tokens"]["max"] == 8
+    assert 0 < report["time_to_first_token"]["p50"] <= report["request_latency"]["p99"]
+    assert report["inter_token_latency"]["count"] == 12
 
 
 LONG = torch.randint(2, 290, (300,), generator=torch.Generator().manual_seed(4)).tolist()
