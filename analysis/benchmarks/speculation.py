@@ -92,7 +92,7 @@ Answers = dict[str, Answer]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", nargs="*", help=f"group=NAME and key=value, after {' '.join(DEFAULTS)}")
     parser.add_argument("--answers", type=Path, help="the JSON of a run with checkpoint=RUN")
-    parser.add_argument("--drafts", default="3,7,15", help="values of inference.speculate (default: %(default)s)")
+    parser.add_argument("--drafts", default="3,7", help="values of inference.speculate (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens, at most (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds after the first (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="begin nothing later (default: %(default)s)")
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         config = inference_config(compose_config([*DEFAULTS, *words]))
         written = json.loads(arguments.answers.read_text())["answers"]
-        recorded = {name: Answer(**answer) for name, answer in written.items()}
+        recorded = {name: Answer(answer["prompt"], renumbered(answer["tokens"])) for name, answer in written.items()}
     drafts = numbers("--drafts", arguments.drafts, 1)
     inference = replace(config.inference, cache_tokens=16_384, max_model_len=4096)
     config = replace(config, inference=inference)
@@ -124,6 +124,12 @@ def run(arguments: argparse.Namespace) -> None:
     limits = Limits(drafts, arguments.tokens, arguments.rounds, arguments.seconds)
     save = partial(record, report, config)
     print(tables(run_on_ranks(ranks, measure, config, checkpoints, recorded, limits, save)))
+
+
+def renumbered(tokens: Sequence[int]) -> list[int]:
+    """Return tokens of the byte-level vocabulary that repeat as these do."""
+    numbers_of = {token: number % 256 for number, token in enumerate(dict.fromkeys(tokens))}
+    return [numbers_of[token] for token in tokens]
 
 
 def record(report: Report, config: Config, cells: list[Cell], answers: Answers) -> None:

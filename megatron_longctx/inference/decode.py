@@ -200,7 +200,8 @@ class Decoder:
             dist.broadcast(ids, group=self._attention.group, group_src=0)
         return logits, ids
 
-    def _replay(self, *key: int) -> tuple[Tensor, Tensor]:
+    def _replay(self, size: int, tile: int, ends: int) -> tuple[Tensor, Tensor]:
+        key = size, tile, ends
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
         graph, logits, ids = self._captured[key]

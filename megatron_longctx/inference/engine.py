@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
-from itertools import pairwise
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,14 +24,11 @@ from .decode import Decoder
 from .sampling import Sampling, not_finite
 from .scores import PromptScorer, Score
 from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
-
-_T = TypeVar("_T")
+from .warm_up import warm_up
 
 MAX_RANK_TOKENS = 65536
 """The most new tokens that a rank computes in one pass, over all sequences, unless a chunk is larger. It bounds the
 memory of activations (86 KB per token in the MLP of Llama 3 8B)."""
-_WARM_UP_LENGTHS = (67, 130)
-"""Two lengths, because code for any length is compiled at the second one that it sees."""
 
 
 class LongContextEngine:
@@ -90,43 +84,15 @@ class LongContextEngine:
 
     def warm_up(self, sequences: int = 1) -> None:
         """Compile kernels, capture graphs and connect ranks with a few tokens in every mode, which are dropped again.
-
-        Args:
-            sequences: the most that will be decoded together.
-        """
-        manager = self.cache_manager
-        self._attention.compile_kernels(manager.page_tokens)
-        pages = min(map(manager.free_pages, range(manager.n)))
-        most = int(min(self._max_tokens, pages * manager.page_tokens * manager.n))
-        for mode in self._chooser.candidates if manager.n > 1 else ("pass_kv",):  # each mode connects other ranks
-            with self._chooser.forcing(mode):
-                for length in _WARM_UP_LENGTHS:
-                    if length < most:
-                        with self._appended([[0] * length]) as (session,):
-                            generation = self.start(session, Sampling(max_new_tokens=2))
-                            for _ in range(2):
-                                self.step([generation])
-        batches: list[list[list[int]]] = []
-        if self.replicates(2):  # every size of step for prompts
-            sizes = pairwise((1, *self._decoder.prompt_sizes))
-            batches += [[[0] * min(size, most)] for before, size in sizes if before < most]
-        if not self.settings.exact_reuse:  # single tokens of a prompt are computed otherwise; each takes a page
-            batches += [[[0]] * size for size in self._decoder.batch_sizes(sequences) if size <= pages]
-        for prompts in batches:
-            with self._appended(prompts):
-                pass
-        manager.drop_cached()
+        sequences: the most that will be decoded together."""
+        warm_up(self, sequences)
 
     def open(self, tokens: Sequence[int] = (), salt: int = 0) -> Session:
         """Open a session with the longest prefix of `tokens` in the cache; its `tokens` are those that were found.
 
-        A batch of sessions that share pages passes these among the ranks once. With `exact_reuse` only pages of whole
-        exact chunks are found.
-
-        Args:
-            salt: sessions with another one do not share pages.
+        With `exact_reuse` only pages of whole exact chunks are found. Sessions with another salt find other pages.
         """
-        session = self._new_session(self.cache_manager.open(tokens, salt, self._unit), salt)
+        session = self._new_session(self.cache_manager.open(tokens, salt, self.unit), salt)
         session.tokens = list(tokens[: session.cached_tokens])
         return session
 
@@ -136,7 +102,7 @@ class LongContextEngine:
         return session
 
     @property
-    def _unit(self) -> int:
+    def unit(self) -> int:
         """The number of tokens that can be shared together."""
         return math.lcm(self.cache_manager.page_tokens, self.exact_chunk or 1)
 
@@ -155,7 +121,7 @@ class LongContextEngine:
         if not 0 <= count <= total:
             raise refuse("tokens", count, f"at most the {total} of session {session.number}", "Take fewer.")
         cached = min(count, session.cached_tokens if self.exact_chunk is None else session.exact_tokens)
-        shared = self.cache_manager.fork(session.number, cached // self._unit * self._unit)
+        shared = self.cache_manager.fork(session.number, cached // self.unit * self.unit)
         fork = self._new_session(shared, session.salt)
         fork.tokens = session.tokens[:count]
         fork.last_used = session.last_used
@@ -228,31 +194,16 @@ class LongContextEngine:
         """
         drafts: dict[Session, list[int]] = {}
         if len(generations) <= self._decoder.max_drafted:
-            for each in generations:
-                room = self._max_tokens - len(each.session.tokens) - 1
-                drafts[each.session] = each.draft(int(min(self.settings.speculate, room)))
+            drafts = {each.session: each.draft(self.settings.speculate, self._max_tokens) for each in generations}
         self._compute_pending([generation.session for generation in generations], drafts)
         found: dict[Generation, list[tuple[int | None, Score | None]]] = {each: [] for each in generations}
-        going = list(generations)
+        going = generations
         while going:
             drawn = draw(going, self._attention.group, self._attention.device)
             for each, (token, score) in drawn.items():
                 found[each].append((token if each.add(token, self._max_tokens) else None, score))
-            going = [each for each in going if self._follow(each)]
+            going = [each for each in going if each.follow()]
         return found
-
-    def _follow(self, generation: Generation) -> bool:
-        """Go on after the token that was drawn last if it was drafted, else drop the drafts. Return whether the next
-        token can be drawn."""
-        session = generation.session
-        if session.ahead and generation.finish_reason != "error" and session.ahead[0][0] == session.tokens[-1]:
-            session.next_token = session.ahead.pop(0)[1]
-            if generation.finish_reason is None:
-                return True
-        if session.ahead:
-            self.cache_manager.truncate(session.number, session.cached_tokens - len(session.ahead))
-            session.ahead = []
-        return False
 
     def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, list[int]]]:
         """Generate for several sessions in one batch; each ends independently.
@@ -308,15 +259,12 @@ class LongContextEngine:
 
     def _compute_pending(self, sessions: Sequence[Session], drafts: Mapping[Session, list[int]] | None = None) -> None:
         """Compute the tokens that are not cached: those generated last, all tokens of an evicted session, those of a
-        fork after its shared pages, and the last page of one without any, whose logits no rank has.
-
-        Args:
-            drafts: tokens that may follow, which are computed as well if each session has a single token to compute.
-        """
+        fork after its shared pages, and the last page of one without any, whose logits no rank has. Then also drafts,
+        the tokens that may follow, if each session has a single token to compute."""
         pending: dict[Session, list[int]] = {}
         for session in sessions:
             if session.tokens and session.next_token is None and session.cached_tokens == len(session.tokens):
-                keep = (session.cached_tokens - 1) // self._unit * self._unit
+                keep = (session.cached_tokens - 1) // self.unit * self.unit
                 self.cache_manager.truncate(session.number, keep)
             if session.cached_tokens < len(session.tokens):
                 pending[session] = []
@@ -337,8 +285,9 @@ class LongContextEngine:
             raise
         self.mode_counts["replicated"] += 1
         self._clock += 1
-        for (session, draft), (session.next_token, *following) in zip(drafts.items(), found, strict=True):
-            session.ahead = list(zip(draft, following, strict=True))
+        for (session, draft), following in zip(drafts.items(), found, strict=True):
+            session.next_token = following[0]
+            session.ahead = list(zip(draft, following[1:], strict=True))
             session.last_used = self._clock
             self.cache_manager.name_pages(session.number, session.tokens, len(session.tokens))
 
@@ -350,22 +299,16 @@ class LongContextEngine:
     def _place(
         self, counts: Mapping[Session, int], busy: Collection[Session], evicted: list[Evicted] | None = None
     ) -> tuple[ScheduledChunk, ...]:
-        numbers = {session.number: count for session, count in counts.items()}
-        return self._evict_to_fit(busy, partial(self.cache_manager.append, numbers), evicted)
-
-    def _evict_to_fit(
-        self, busy: Collection[Session], place: Callable[[], _T], evicted: list[Evicted] | None = None
-    ) -> _T:
-        """Call `place`, and evict sessions that are not `busy` until it succeeds, if evicting is allowed.
+        """Place new tokens, and evict sessions that are not `busy` until they fit, if evicting is allowed.
 
         Args:
             evicted: collects the evicted sessions, so that the caller can restore them if more has to fit and does not.
-                Without it, they are restored here if `place` fails in the end.
+                Without it, they are restored here if the tokens do not fit in the end.
         """
         lost = [] if evicted is None else evicted
         while True:
             try:
-                return place()
+                return self.cache_manager.append({session.number: count for session, count in counts.items()})
             except CacheFull:
                 idle = [s for s in self._open.values() if s not in busy and s.cached_tokens]
                 if not (self.settings.evict and idle):

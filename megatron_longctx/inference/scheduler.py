@@ -5,7 +5,6 @@ Every rank runs the same scheduler on the same requests in the same order, so th
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -294,8 +293,7 @@ class Scheduler:
         """Open a session with the longest prefix of the prompt in the cache, and claim the copies that follow it."""
         text = prompt[:-1]  # the last token is always left to compute, because its logits are needed
         session = self.engine.open(text, salt)
-        unit = math.lcm(self.engine.cache_manager.page_tokens, self._exact_chunk or 1)
-        pages = unit // self.engine.cache_manager.page_tokens
+        pages = self.engine.unit // self.engine.cache_manager.page_tokens
         return session, [] if self.host is None else self.host.claim(session, text, pages)
 
     def _is_long(self, cached: int, left: int) -> bool:
@@ -303,7 +301,7 @@ class Scheduler:
 
     def _is_computing(self, request: Request) -> bool:
         """Whether another request is computing the next page of a prefix that both prompts have."""
-        unit = math.lcm(self.engine.cache_manager.page_tokens, self._exact_chunk or 1)
+        unit = self.engine.unit
         for active in self._active.values():
             end = (active.session.cached_tokens // unit + 1) * unit
             if active.left and active.request.salt == request.salt and end < len(request.prompt):

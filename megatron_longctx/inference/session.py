@@ -111,6 +111,12 @@ class Session:
         """Open a session with the same prefix. See `LongContextEngine.fork`."""
         return self._engine.fork(self, tokens)
 
+    def drop_drafts(self) -> None:
+        """Remove drafted tokens that were not drawn from the cache."""
+        if self.ahead:
+            self._engine.cache_manager.truncate(self.number, self.cached_tokens - len(self.ahead))
+            self.ahead = []
+
     def close(self) -> None:
         """Free the session's pages unless other sessions share them. Closing twice has no effect."""
         self._engine.close(self)
@@ -170,13 +176,16 @@ class Generation:
     def _text(self) -> array[int]:
         return array("i")
 
-    def draft(self, most: int) -> list[int]:
+    def draft(self, most: int, max_tokens: float) -> list[int]:
         """Return up to `most` tokens that may follow: those after the latest place in the text that ends like it.
 
         At least 2 tokens have to be equal; a place with 3 of them is preferred, and one that `most` tokens follow.
+
+        Args:
+            max_tokens: the length at which the session ends.
         """
-        most = min(most, self.sampling.max_new_tokens - len(self.tokens) - 1)
         tokens = self.session.tokens
+        most = int(min(most, self.sampling.max_new_tokens - len(self.tokens) - 1, max_tokens - len(tokens) - 1))
         self._text.extend(tokens[len(self._text) :])
         if most < 1 or len(tokens) < 3:
             return []
@@ -190,6 +199,17 @@ class Generation:
         early = places[places < len(text) - most]
         at = int(early[-1] if len(early) else places[0]) + 1
         return tokens[at : at + most]
+
+    def follow(self) -> bool:
+        """Go on after the token that was drawn last if it was drafted, else drop the drafts. Return whether the next
+        token can be drawn."""
+        session, ahead = self.session, self.session.ahead
+        if ahead and self.finish_reason != "error" and ahead[0][0] == session.tokens[-1]:
+            session.next_token = ahead.pop(0)[1]
+            if self.finish_reason is None:
+                return True
+        session.drop_drafts()
+        return False
 
     def add(self, token: int, max_tokens: float) -> bool:
         """Add a drawn token to the session, and return whether it is part of the output.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +27,7 @@ from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.compose import RESOLVED, load_config
 from tests.inference.http_server import until
 from tests.inference.test_serve import Client, serving
+from tests.shared.jobs import PATIENCE_S
 from tests.shared.published import TEXTS, write_model
 from tests.shared.training import changed
 
@@ -327,19 +330,54 @@ def test_scores_of_lm_eval_equal_those_of_its_own_model(served: Any) -> None:
     assert texts[0] == texts[1] and len({str(text) for text in texts[0]}) > 3
 
 
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_load_client_reports_on_streams(served: Any, tmp_path: Path, endpoint: str) -> None:
+    """NVIDIA's `aiperf`, if it is on the path: it needs an environment of its own."""
+    if (aiperf := shutil.which("aiperf")) is None:
+        pytest.skip("aiperf is not installed: pip install aiperf, in an environment of its own")
+    words = [
+        f"--url=http://127.0.0.1:{served.client.port}",
+        f"--endpoint-type={endpoint}",
+        "--streaming",
+        "--model=fox",
+    ]
+    words += [f"--tokenizer={served.folder / 'published'}", "--use-server-token-count", "--ui=none"]
+    words += ["--concurrency=4", "--request-count=12", "--isl=100", "--isl-stddev=30", "--osl=8"]
+    words += ["--extra-inputs=ignore_eos:true", "--extra-inputs=temperature:0", f"--artifact-dir={tmp_path}"]
+    done = subprocess.run([aiperf, "profile", *words], capture_output=True, text=True, timeout=PATIENCE_S)
+    report = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert report["request_count"]["avg"] == 12 and not report["error_summary"], done.stdout + done.stderr
+    assert report["usage_completion_tokens"]["min"] == report["usage_completion_tokens"]["max"] == 8
+    assert 0 < report["time_to_first_token"]["p50"] <= report["request_latency"]["p99"]
+    assert report["inter_token_latency"]["count"] == 12
+
+
 LONG = torch.randint(2, 290, (300,), generator=torch.Generator().manual_seed(4)).tolist()
 
 
 def sampled(
     rank: int, run: str, sizes: dict[str, int], samplings: list[Sampling]
 ) -> tuple[list[list[int]], list[float], int]:
-    """As this rank of a group: the tokens after PROMPT, the log-probabilities of LONG, and the most rows of logits."""
+    """As this rank of a group: the tokens after PROMPT, the log-probabilities of LONG, and the most rows of logits.
+
+    Every answer is computed with and without a cached prefix, and with drafts."""
     config = load_config(Path(run, RESOLVED))
     settings = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
-    config = inference_config(changed(config, settings | {"inference.cache_tokens": 600}))
+    small = {"inference.cache_tokens": 600, "inference.page_tokens": 4, "inference.speculate": 5}
+    config = inference_config(changed(config, settings | small))
     engine, tokenizer = build_engine(config, groups.from_config(config.parallelism), Path(run, "checkpoints"))
     engine.grammars = Grammars(tokenizer)
-    found = [engine.generate([PROMPT], sampling)[0] for sampling in samplings]
+    scheduler = Scheduler(engine, prefill_chunk=100)
+    answers: dict[int, list[int]] = {}
+    cached = []
+    for number, sampling in enumerate(2 * samplings):
+        scheduler.submit(Request(number, tuple(PROMPT), sampling))
+        while scheduler.busy:
+            for event in scheduler.advance():
+                answers.setdefault(number, []).extend([] if event.token is None else [event.token])
+        cached.append(event.cached_tokens)
+    assert cached == [0] + [(len(PROMPT) - 1) // 4 * 4] * (2 * len(samplings) - 1)
+    found = list(answers.values())
     events, rows, head = [], [0], inference.CachedGPT._head
 
     def counted(model: inference.CachedGPT, hidden: torch.Tensor) -> torch.Tensor:
@@ -347,8 +385,7 @@ def sampled(
         return head(model, hidden)
 
     with mock.patch.object(inference, "_HEAD_ROWS", 16), mock.patch.object(inference.CachedGPT, "_head", counted):
-        scheduler = Scheduler(engine, prefill_chunk=100)
-        scheduler.submit(Request(0, tuple(LONG), Sampling(max_new_tokens=0, prompt_logprobs=0)))
+        scheduler.submit(Request(99, tuple(LONG), Sampling(max_new_tokens=0, prompt_logprobs=0)))
         while scheduler.busy:
             events += scheduler.advance()
         scheduler.close()
@@ -358,7 +395,7 @@ def sampled(
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("sizes", [{}, {"context": 3}, {"tensor": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"context": 2}, {"context": 3}, {"tensor": 2, "context": 2}], ids=str)
 def test_any_number_of_ranks_draws_the_same_tokens(served: Any, sizes: dict[str, int]) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -368,12 +405,14 @@ def test_any_number_of_ranks_draws_the_same_tokens(served: Any, sizes: dict[str,
     samplings = [
         Sampling(max_new_tokens=16, repetition_penalty=1.4),
         Sampling(max_new_tokens=10, grammar=json.dumps({"regex": "[ab]{20}"}), stop=(1,)),
+        Sampling(max_new_tokens=24),
     ]
     expected = [
         reference(served, PROMPT, 16, RepetitionPenaltyLogitsProcessor(1.4)),
         reference(served, PROMPT, 10, text),
+        reference(served, PROMPT, 24),
     ]
     ranks = run_distributed(sampled, math.prod(sizes.values()), str(served.folder / "run"), sizes, samplings)
     own = expected_scores(served, LONG).gather(1, torch.tensor(LONG[1:])[:, None])[:, 0]
     for found, logprobs, rows in ranks:
-        assert found == expected and torch.allclose(torch.tensor(logprobs), own, atol=2e-5) and rows == 16
+        assert found == 2 * expected and torch.allclose(torch.tensor(logprobs), own, atol=2e-5) and rows == 16

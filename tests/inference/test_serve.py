@@ -201,6 +201,7 @@ def test_a_stopped_rank_is_reported_until_it_continues(trained: Config, tmp_path
         assert client.ask("/v1/completions", GOOD)[0] == 503
         other.resume()
         client.wait_for_health(200, status="ok")
+        assert "cache: 400,016 tokens, 0." in client.job.output(), "four sequences of the most tokens"
 
 
 STOPPED_IN_A_LAYER = """

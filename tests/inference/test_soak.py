@@ -87,7 +87,7 @@ class Soak:
     def _state(self) -> tuple[object, ...]:
         manager = self.engine.cache_manager
         sessions = [(s.number, list(s.tokens), s.cached_tokens if s.next_token else None) for s in self._sessions]
-        # The last token of a fork may have been dropped, to be computed again.
+        # The last page of a fork may have been dropped, to be computed again.
         certain = all(s.next_token for s in self._sessions)
         return sessions, [manager.free_pages(rank) for rank in range(manager.n)] if certain else None
 
@@ -164,16 +164,18 @@ class Soak:
         return torch.stack([layer[slots] for layer in attention._layers])
 
     def _check_caches(self) -> None:
-        """Check that cached tokens have not changed, unless a session was evicted or truncated, and no page leaked."""
+        """Check that cached tokens have not changed, unless a session was evicted, and no page leaked."""
         manager = self.engine.cache_manager
         kept: dict[Session, tuple[object, Tensor]] = {}
         for session in self._sessions:
             shards, now = manager.shards(session.number), self._contents(session)
             before, old = self._cached.get(session, (None, now))
-            if shards is before:  # neither evicted nor truncated since
+            if shards is before:  # not evicted since
                 assert now.shape[1] >= old.shape[1] and torch.equal(now[:, : old.shape[1]], old), "a cache has changed"
                 self.seen["watched"] += 1
-            kept[session] = (shards, now)
+            # The last page of a fork whose tokens are all cached is computed again, for the logits after it.
+            certain = (now.shape[1] - 1) // self.engine.unit * self.engine.unit
+            kept[session] = (shards, now if session.next_token else now[:, :certain])
         self._cached = kept
         used = sum(manager.held_pages(manager.sessions, rank) for rank in range(manager.n))
         assert manager.used_pages() == used, "pages have leaked"

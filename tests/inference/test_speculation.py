@@ -96,7 +96,7 @@ class _Engine:
 def draft(text: list[int], most: int, new: int = 100) -> list[int]:
     session = Session(_Engine(), 0)  # type: ignore[arg-type]
     session.tokens = text
-    return Generation(session, Sampling(max_new_tokens=new)).draft(most)
+    return Generation(session, Sampling(max_new_tokens=new)).draft(most, 1000)
 
 
 def test_drafts_follow_the_latest_place_that_reads_alike() -> None:
