@@ -250,11 +250,12 @@ class Scheduler:
         return True
 
     def _is_computing(self, request: Request) -> bool:
-        """Whether another request is computing the next page of a prefix that both prompts have."""
+        """Whether another request, which found no more, is computing the next page of a prefix that both prompts have."""
         unit = self.engine.unit
         for active in self._active.values():
             end = (active.session.cached_tokens // unit + 1) * unit
-            if active.left and active.request.salt == request.salt and end < len(request.prompt):
+            alike = active.request.salt == request.salt and active.session.scores is None
+            if active.left and alike and end < len(request.prompt):
                 # The last tokens first, which are the likeliest to differ.
                 for start in (end - unit, 0):
                     if request.prompt[start:end] != active.request.prompt[start:end]:
