@@ -250,7 +250,8 @@ class Scheduler:
         return True
 
     def _is_computing(self, request: Request) -> bool:
-        """Whether another request, which found no more, is computing the next page of a prefix that both prompts have."""
+        """Whether another request is computing the next page of a prefix that both prompts have, and that it looked for
+        in the cache itself."""
         unit = self.engine.unit
         for active in self._active.values():
             end = (active.session.cached_tokens // unit + 1) * unit
