@@ -152,7 +152,7 @@ class _Conversation:
                 if event.finish_reason == "error":
                     raise not_finite()
                 cached = max(cached, event.cached_tokens)
-                if event.token is None:  # a stop token, or the end after a stop text
+                if event.token is None or stream.stopped:  # a stop token, or drafted tokens after a stop text
                     continue
                 times.append(time.perf_counter())
                 tokens.append(event.token)
