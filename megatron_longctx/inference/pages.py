@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,7 +48,8 @@ class PagePool:
         self._holders = [0] * num_pages
         self._index, self._rank = index, rank
         self._keys: dict[int, Key] = {}
-        self._cached: dict[int, None] = {}  # the least recently used first
+        # The least recently used first. Not a dict, whose first key is slow to find after many deletions.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_free = num_pages
 
     @property
