@@ -135,7 +135,8 @@ def _run(rank: int, root: Path, world: int) -> dict[Any, Any]:
     seen: dict[Any, Any] = {
         (name, mode): _see(root, mode, case) for name, case in CASES[world].items() for mode in MODES
     }
-    return {**seen, "other uses": _other_uses(root)}
+    half = _see(root, "attention_output", {CP: 2, SCHEDULE: "zigzag", "recompute.kept_results": 0.5})
+    return {**seen, "half": half, "other uses": _other_uses(root)}
 
 
 @functools.cache
@@ -165,6 +166,15 @@ def test_attention_runs_once_and_gradients_are_bit_identical(world: int, root: P
                     assert (found.forward, found.messages) == (calls, seen[name, "none"].messages), where
             if case.get(CP, 1) > 1:
                 assert plain.messages > seen[name, "none"].messages > 0, "layer sends keys and values once more"
+
+
+def test_results_that_are_not_kept_are_computed_again(root: Path) -> None:
+    for seen in results(2, root):
+        half, whole = seen["half"], seen["zigzag", "attention_output"]
+        assert (half.forward, whole.forward) == (2 * LAYERS * MICRO_BATCHES, LAYERS * MICRO_BATCHES)
+        assert all(map(torch.equal, half.losses, whole.losses)) and half.products == whole.products
+        for name, gradient in whole.gradients.items():
+            assert relative_error(half.gradients[name], gradient) < 2e-6, name
 
 
 def _other_uses(root: Path) -> dict[str, Any]:

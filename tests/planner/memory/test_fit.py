@@ -91,7 +91,7 @@ def test_check_refuses_warns_and_names_settings_to_change() -> None:
     ) as no:
         check(job, device)
     assert f"Set recompute.mode=layer {chunk} (118.1 GiB)" in str(no.value)
-    half = rf"Set recompute.mode=attention_output recompute.kept_results=0.5 {chunk} \(134.4 GiB"
+    half = rf"Set recompute.mode=attention_output recompute.kept_results=0.5 {chunk} \(133.9 GiB"
     with pytest.raises(ValueError, match=half):
         check(job, 150 * GIB)
     with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} \(89.2 GiB"):
