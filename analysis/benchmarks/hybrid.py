@@ -139,10 +139,13 @@ def record(
 ) -> str:
     """Write the results so far; return the table."""
     alone = {cell.documents: cell.tokens_per_s for cell in cells if cell.name == ALONE}
-    rows = []
+    rows, recorded = [], []
     for cell in cells:
         speed, base = cell.tokens_per_s, alone.get(cell.documents)
-        share = "" if not speed or not base or cell.name == ALONE else f"{speed / base / ranks:.0%}"
+        percent = 100 * speed / base / (1 if cell.name == ALONE else ranks) if speed and base else None
+        of_pack = {"tokens": sum(cell.documents), "count": len(cell.documents)}
+        recorded.append(asdict(cell) | of_pack | {"tokens_per_s": speed, "percent_of_one_gpu": percent})
+        share = "" if percent is None else f"{percent:.1f}%"
         gib = "" if cell.peak_bytes is None else f"{cell.peak_bytes / 2**30:.1f}"
         parts = [f"{cell.parts_s[part]:.3f}" if part in cell.parts_s else "" for part in _PARTS]
         text = f"{speed:,.0f}" if speed else f"not possible: {cell.error}"
@@ -154,7 +157,7 @@ def record(
         "options": asdict(options) | {"compiled": len(options.compiled)},
         "sizes": TINY if options.tiny else SIZES | {"vocabulary": _VOCABULARY},
         "checks": list(checks),
-        "cells": [asdict(cell) | {"tokens_per_s": cell.tokens_per_s} for cell in cells],
+        "cells": recorded,
     }
     return report.write(data, text)
 
