@@ -246,8 +246,7 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
     post_norms = 2 * norm if model.post_norms else 0  # they keep their input, not their output; both have the same size
     gate = 2 * act if model.fc1_columns == 2 and not (job.fused and model.activation == "swiglu") else 0
     inside, tile_tokens = fc1 + act + gate, job.config.recompute.mlp_tile_tokens
-    if experts:
-        inside, fc1 = expert_bytes(job)
+    inside, fc1 = expert_bytes(job) if experts else (inside, fc1)
     return LayerBytes(
         input=hidden,
         result=result,
