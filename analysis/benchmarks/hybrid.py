@@ -139,10 +139,13 @@ def record(
 ) -> str:
     """Write the results so far; return the table."""
     alone = {cell.documents: cell.tokens_per_s for cell in cells if cell.name == ALONE}
-    rows = []
+    rows, recorded = [], []
     for cell in cells:
         speed, base = cell.tokens_per_s, alone.get(cell.documents)
-        share = "" if not speed or not base or cell.name == ALONE else f"{speed / base / ranks:.0%}"
+        percent = 100 * speed / base / (1 if cell.name == ALONE else ranks) if speed and base else None
+        of_pack = {"tokens": sum(cell.documents), "count": len(cell.documents)}
+        recorded.append(asdict(cell) | of_pack | {"tokens_per_s": speed, "percent_of_one_gpu": percent})
+        share = "" if percent is None else f"{percent:.1f}%"
         gib = "" if cell.peak_bytes is None else f"{cell.peak_bytes / 2**30:.1f}"
         parts = [f"{cell.parts_s[part]:.3f}" if part in cell.parts_s else "" for part in _PARTS]
         text = f"{speed:,.0f}" if speed else f"not possible: {cell.error}"
@@ -154,7 +157,7 @@ def record(
         "options": asdict(options) | {"compiled": len(options.compiled)},
         "sizes": TINY if options.tiny else SIZES | {"vocabulary": _VOCABULARY},
         "checks": list(checks),
-        "cells": [asdict(cell) | {"tokens_per_s": cell.tokens_per_s} for cell in cells],
+        "cells": recorded,
     }
     return report.write(data, text)
 
@@ -260,12 +263,12 @@ def measure_pack(
             if cell.error:
                 continue
             others = sum(p.nbytes for each in models if each is not one for p in each.model.parameters())
-            step = partial(_step, one, batch)
+            step = partial(_step, one, batch, values=turn < 0)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             try:
                 if turn < 0:
-                    cell.loss, cell.gradient_norm = step(values=True)
+                    cell.loss, cell.gradient_norm = step()
                 elif turn < options.rounds:
                     dist.barrier(world)
                     seconds = mean_seconds(step, device, 1)
@@ -301,8 +304,8 @@ def _batch(documents: Sequence[int], vocabulary: int) -> TrainingBatch:
     return TrainingBatch(words[:1], words[1:], torch.ones(1, sum(documents)), positions, tuple(documents))
 
 
-def _step(one: Contender, batch: TrainingBatch, values: bool = False) -> tuple[float, float] | None:
-    """Run a step; return the mean loss and the norm of the summed gradients if these are asked for."""
+def _step(one: Contender, batch: TrainingBatch, values: bool = False) -> tuple[float | None, float | None]:
+    """Run a step; return the mean loss and the norm of the summed gradients, or None if these are not asked for."""
     losses, _, _ = token_losses(batch, one.model, one.sequence)
     loss = losses.float().sum() / batch.tokens.shape[1]
     loss.backward()  # type: ignore[no-untyped-call]
@@ -311,7 +314,7 @@ def _step(one: Contender, batch: TrainingBatch, values: bool = False) -> tuple[f
     if one.ranks > 1:
         dist.all_reduce(flat, group=one.group)
     if not values:
-        return None
+        return None, None
     total = loss.detach().clone()
     dist.all_reduce(total, group=one.group)
     assert flat is not None
@@ -328,7 +331,7 @@ class _Mark(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.note(ctx.backward_name)
         return grads[0], None, None, None
 

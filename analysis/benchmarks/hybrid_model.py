@@ -56,7 +56,8 @@ def usable_kernel(alone: ProcessGroupCollection, ranks: Ranks, tiny: bool, tell:
     try:
         out = build_sequence(config, alone.cp).attention(*leaves, mask=512)
         found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-        expected = dense_attention(*(x.detach().cpu() for x in (*qkv, grad))).values()
+        q, k, v, of_out = (x.detach().cpu() for x in (*qkv, grad))
+        expected = dense_attention(q, k, v, of_out).values()
         errors = [float((x.cpu() - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
         tell(f"attention's errors with the kernel auto: {errors}")
         return "auto" if all(each < 2e-2 for each in errors) else "flash"

@@ -69,7 +69,7 @@ def load_from_ours(theirs: MegatronsDeltaNet, ours: GatedDeltaNet) -> None:
     mixed = [key, key, shared * value]
 
     def by_kind(x: Tensor, sizes: list[int]) -> Tensor:
-        return torch.cat([part.flatten(0, 1) for part in x.unflatten(0, (heads, -1)).split(sizes, dim=1)])
+        return torch.cat([part.flatten(0, 1) for part in torch.split(x.view(heads, -1, *x.shape[1:]), sizes, dim=1)])
 
     with torch.no_grad():
         theirs.in_proj.weight.copy_(by_kind(ours.linear_qkv.weight, [*mixed, shared * value, shared, shared]))

@@ -135,9 +135,9 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
     def _by_kernels(self, mixed: Tensor, gates: Tensor, beta: Tensor, decay: Tensor, pack: Pack) -> Tensor:
         """Compute all between the projections by the kernels of fla-core; `[s, b, ...]` each."""
         mixed = delta_kernels.convolved(mixed.transpose(0, 1), self._halo(mixed, pack), self.conv_weight, pack)
-        q, k, v = self._heads_of(mixed)
+        q, k, v = (x.contiguous() for x in self._heads_of(mixed))
         g, beta = (x.transpose(0, 1).contiguous() for x in self._gates(beta, decay))
-        out = delta_kernels.gated_delta_rule(*(x.contiguous() for x in (q, k, v)), g, beta, pack, self._cp)
+        out = delta_kernels.gated_delta_rule(q, k, v, g, beta, pack, self._cp)
         gates = gates.transpose(0, 1).reshape(out.shape)
         return delta_kernels.gated_norm(out, gates, self._norm_weight(), self.config.layernorm_epsilon).transpose(0, 1)
 
@@ -165,7 +165,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
     def _heads_of(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Divide the last dimension into queries and keys of the key heads, and values of the value heads."""
         sizes = [self._key, self._key, self._shared * self._value]
-        q, k, v = torch.split(mixed.unflatten(-1, (-1, self._mixed)), sizes, dim=-1)
+        q, k, v = torch.split(mixed.view(*mixed.shape[:2], -1, self._mixed), sizes, dim=-1)
         return q, k, v.reshape(*mixed.shape[:2], -1, self._value)
 
     def _gates(self, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:

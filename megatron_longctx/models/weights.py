@@ -126,7 +126,7 @@ def _delta_convolution() -> Form:
 
     def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
         sizes = [dims.sizes[rows] for rows in ("delta_keys", "delta_keys", "delta_values")]
-        return _DELTA_MIXED.join(parts[0][:, 0].split(sizes), dims)
+        return _DELTA_MIXED.join(torch.split(parts[0][:, 0], sizes), dims)
 
     def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
         return [torch.cat(list(_DELTA_MIXED.split(whole, dims))).unsqueeze(1)]

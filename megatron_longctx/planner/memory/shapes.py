@@ -291,6 +291,8 @@ def expert_bytes(job: Job) -> tuple[int, int]:
         inside += e * rows * width * (3 if columns == 2 else 1)
     routing = job.hidden_tokens * (model.num_moe_experts or 0) * 4
     shared = (model.moe_shared_expert_intermediate_size or 0) // par.tensor_parallel_size
+    if model.moe_shared_expert_gate:  # both factors of the product
+        inside += e * job.hidden_tokens * (model.hidden_size + 1)
     return inside + routing + e * job.tokens * shared * (columns + (3 if columns == 2 else 1)), fc1
 
 

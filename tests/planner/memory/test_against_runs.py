@@ -69,6 +69,8 @@ SAVED: dict[str, dict[str, Any]] = {
     "experts": {CP: 2, **EXPERTS}, "experts tp2": {TP: 2, **EXPERTS, **MIXED}, "experts ep2": {CP: 2, EP: 2, **EXPERTS},
     "experts tp2 ep2": {TP: 2, EP: 2, ETP: 1, **EXPERTS},
     "latents": {CP: 2, **LATENTS},
+    "gates": {"model.attention_output_gate": True},
+    "gated experts": {**EXPERTS, "model.moe_shared_expert_gate": True},
     "delta net": DELTA_NET, "delta net tp2": {TP: 2, **DELTA_NET},
     "latents of queries": {CP: 2, **LATENTS, "model.q_lora_rank": 48, "model.qk_norm": False},
 }  # fmt: skip
