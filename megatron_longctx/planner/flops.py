@@ -160,10 +160,7 @@ def performance(
     if step_s <= 0 or num_devices < 1:
         raise ValueError(f"step_s={step_s}, num_devices={num_devices}: expected both above 0. Measure a whole step.")
     per_device = step_s * num_devices
-    of_fp8: dict[str, float | None] = {}
     causal_tflops, dense_tflops = flops.causal / per_device / 1e12, flops.dense / per_device / 1e12
-    if fp8:
-        of_fp8[names.MFU_FP8_PCT] = None if peak_tflops is None else 50 * causal_tflops / peak_tflops
     return {
         names.STEP_S: step_s,
         names.TOKENS_PER_S: tokens / step_s,
@@ -171,5 +168,5 @@ def performance(
         names.TFLOPS_PER_GPU: causal_tflops,
         names.MFU_CAUSAL_PCT: None if peak_tflops is None else 100 * causal_tflops / peak_tflops,
         names.MFU_DENSE_PCT: None if peak_tflops is None else 100 * dense_tflops / peak_tflops,
-        **of_fp8,
+        names.MFU_FP8_PCT: None if peak_tflops is None or not fp8 else 50 * causal_tflops / peak_tflops,
     }

@@ -74,7 +74,8 @@ def test_ranks_get_whole_blocks_of_tokens() -> None:
 
 def test_inference_has_no_fp8() -> None:
     trained = compose_config([*LLAMA, "train.bf16_layers_at_end=2"])
-    assert override_config(trained, [], training=False).train == replace(trained.train, fp8="none", bf16_layers_at_end=0)
+    plain = replace(trained.train, fp8="none", bf16_layers_at_end=0)
+    assert override_config(trained, [], training=False).train == plain
     with pytest.raises(ValueError, match=r"train\.fp8=blockwise: expected none in inference, which computes in"):
         override_config(compose_config(["model=llama3_8b"]), ["train.fp8=blockwise"], training=False)
 

@@ -83,6 +83,7 @@ def test_performance_divides_by_devices_and_seconds() -> None:
         names.TFLOPS_PER_GPU: pytest.approx(200.0),
         names.MFU_CAUSAL_PCT: pytest.approx(20.0),
         names.MFU_DENSE_PCT: pytest.approx(30.0),
+        names.MFU_FP8_PCT: None,
     }
 
 
