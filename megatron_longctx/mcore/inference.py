@@ -254,7 +254,7 @@ def build_engine(
     gpt, tokenizer = load_model(config, groups, build_sequence(config, groups.cp), checkpoints, iteration)
     device = local_device()
     model, inference, n = config.model, config.inference, groups.cp.size()
-    manager = CacheManager(n, pages_per_rank(config), inference.page_tokens)
+    manager = CacheManager(n, pages_per_rank(config), inference.page_tokens, repeatable=inference.exact_reuse)
     windows = tuple(layer_window(gpt.config, number)[0] for number in range(1, model.num_layers + 1))
     shape = replace(_cache_shape(config), windows=windows)
     attention = CachedAttention(
