@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = replace(config, inference=inference)
     par = config.parallelism
     ranks = Ranks.of(par.context_parallel_size * par.tensor_parallel_size, config.train.device, least=1)
-    weights = f"weights of {own['checkpoint']}" if own else "random weights, recorded answers"
+    weights = f"weights of {Path(own['checkpoint']).name}" if own else "random weights, recorded answers"
     about = f"{config.model.name}, {config.train.precision}, {ranks.count} ranks, {weights}"
     report = Report(arguments.out, ranks.device, "decode with and without drafts, in seconds", about, "greedy")
     limits = Limits(drafts, arguments.tokens, arguments.rounds, arguments.seconds)

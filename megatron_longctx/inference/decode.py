@@ -46,8 +46,8 @@ _ENDS, _TOKEN, _POSITION, _SLOT, _COUNT, _SKIPPED = range(6)
 class Decoder:
     """The replicated path for batches of single tokens and of short prompts; `takes` says which it computes.
 
-    Rows are padded to one of a few sizes, so that there are at most 8 graphs for single tokens and 16 for prompts.
-    They share their memory. Padding rows see no tokens, and their keys and values go to an unused slot.
+    Rows are padded to one of a few sizes, so that there are at most 8 graphs for single tokens, 16 for prompts and 8
+    for drafts. They share their memory. Padding rows see no tokens, and their keys and values go to an unused slot.
 
     Attributes:
         max_drafted: the most sequences whose drafts are computed in one step; 0 without `inference.speculate`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -61,7 +61,8 @@ class PagePool:
         self._index, self._rank = index, rank
         self._keys: dict[int, Key] = {}
         self.rested: deque[int] | None = None
-        self._cached: dict[int, None] = {}  # the least recently used first
+        # The least recently used first. Not a dict, whose first key is slow to find after many deletions.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_free = num_pages
 
     @property

@@ -300,11 +300,13 @@ class Scheduler:
         return self._pace.work(cached, left) > self._pace.room / 2
 
     def _is_computing(self, request: Request) -> bool:
-        """Whether another request is computing the next page of a prefix that both prompts have."""
+        """Whether another request is computing the next page of a prefix that both prompts have, and that it looked for
+        in the cache itself."""
         unit = self.engine.unit
         for active in self._active.values():
             end = (active.session.cached_tokens // unit + 1) * unit
-            if active.left and active.request.salt == request.salt and end < len(request.prompt):
+            alike = active.request.salt == request.salt and active.session.scores is None
+            if active.left and alike and end < len(request.prompt):
                 # The last tokens first, which are the likeliest to differ.
                 for start in (end - unit, 0):
                     if request.prompt[start:end] != active.request.prompt[start:end]:

@@ -330,7 +330,7 @@ def build_engine(
     gpt, tokenizer = load_model(of_model, groups, build_sequence(of_model, groups.cp), checkpoints, iteration)
     longest = inference.max_model_len or config.data.seq_length
     pages = free_pages(config, longest, device) if inference.cache_tokens is None else pages_per_rank(config)
-    manager = CacheManager(n, pages, inference.page_tokens)
+    manager = CacheManager(n, pages, inference.page_tokens, repeatable=inference.exact_reuse)
     windows = tuple(layer_window(gpt.config, number)[0] for number in range(1, model.num_layers + 1))
     shape = replace(cache_shape(config), windows=windows)
     slots, kernel = manager.slots_per_rank, config.attention.kernel

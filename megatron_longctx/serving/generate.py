@@ -152,7 +152,7 @@ class _Conversation:
                 if event.finish_reason == "error":
                     raise not_finite()
                 cached = max(cached, event.cached_tokens)
-                if event.token is None:  # a stop token, or the end after a stop text
+                if event.token is None or stream.stopped:  # a stop token, or drafted tokens after a stop text
                     continue
                 times.append(time.perf_counter())
                 tokens.append(event.token)
@@ -196,7 +196,7 @@ def _summary(engine: LongContextEngine, tokens: int, cached: int, begin: float, 
         parts.append(f"first token after {times[0] - begin:.3f} s")
     if len(times) > 1:
         parts.append(f"{(times[-1] - times[0]) / (len(times) - 1) * 1e3:.1f} ms per token")
-    used, pages = manager.used_pages(), manager.pages_per_rank * manager.n
+    used, pages = manager.used_pages() + manager.cached_pages(), manager.pages_per_rank * manager.n
     gib = used * manager.page_tokens * engine.model.attention.shape.token_bytes / GIB
     parts.append(f"cache {used} of {pages} pages, {gib:.3f} GiB")
     return "; ".join(parts)

@@ -115,6 +115,24 @@ def a_cancelled_request_is_found_again(engine: LongContextEngine) -> None:
     assert tokens_of(events) == alone(engine, second)
 
 
+def a_retry_continues_where_a_client_left(engine: LongContextEngine) -> None:
+    """The chunks of a prompt that were computed when its request was cancelled are not computed again."""
+    with scheduling(engine, prefill_chunk=32) as scheduler:
+        scheduler.submit(Request(0, DOCUMENT, GREEDY))
+        scheduler.advance()
+        scheduler.advance()
+        scheduler.cancel(0)
+        events = finish(scheduler, Request(1, DOCUMENT, GREEDY))
+        assert [event.finish_reason for event in events[0]] == ["cancelled"]
+        assert {event.cached_tokens for event in events[1]} == {64}
+        scored = Request(2, DOCUMENT, Sampling(max_new_tokens=1, prompt_logprobs=0))
+        scheduler.submit(scored)
+        scheduler.advance()
+        (first, *_) = finish(scheduler, Request(3, DOCUMENT, GREEDY))[3]
+        assert first.cached_tokens == 116, "it need not wait for one that computes what is there"
+    assert tokens_of(events[1]) == alone(engine, Request(1, DOCUMENT, GREEDY))
+
+
 def bad_requests_harm_no_other(engine: LongContextEngine) -> None:
     with scheduling(engine) as scheduler:
         good = Sampling(max_new_tokens=3)
@@ -290,6 +308,7 @@ def with_every_engine(rank: int, plain: Config, evicting: Config, learned: Confi
         a_long_prompt_stalls_no_other_request(engine)
         a_conversation_is_found_again(engine)
         a_cancelled_request_is_found_again(engine)
+        a_retry_continues_where_a_client_left(engine)
         bad_requests_harm_no_other(engine)
         requests_wait_for_room(engine)
         short_requests_overtake_one_that_waits_for_room(engine)
