@@ -32,6 +32,12 @@ from .row_parallel import ReducedRowParallelLinear
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of queries `[s, 1, h, d]`, and keys and values `[s, 1, g, d]`, that returns `[s, 1, h, d]`."""
 
+Columns = Callable[[Tensor, "Rotation | None"], Tensor | None]
+"""A function of this rank's columns of queries, keys and values `[s, 1, w]`, and of their rotation, that attends with
+those of all ranks that share the weights, or returns None if it cannot do all of it in fewer kernels."""
+
+Norm = Callable[[Tensor], Tensor]
+
 _FALSE = (
     *("fp32_residual_connection", "sequence_parallel", "attention_output_gate", "inference_fuse_tp_communication"),
     *("use_te_activation_func", "test_mode"),
@@ -72,6 +78,9 @@ class Shares(Protocol):
 
     def sum(self, linear: RowParallelLinear, out: Tensor, gathered: bool) -> Tensor:
         """Return the sum of products over the ranks that have the same tokens, in any memory."""
+
+    def add_and_norm(self, linear: RowParallelLinear, out: Tensor, hidden: Tensor, norm: Norm) -> Tensor | None:
+        """Add that sum, of few tokens, to `hidden` in place, and return its norm; None if that is not one kernel."""
 
 
 def why_not_direct(gpt: GPTModel, shared: bool = False) -> str | None:
@@ -133,33 +142,57 @@ class DirectLayer:
         self._post_norms = [_norm(getattr(bda, "norm", None)) for bda in (layer.self_attn_bda, layer.mlp_bda)]
 
     def __call__(
-        self, hidden: Tensor, rotation: Rotation | None, attend: AttentionFn, gathered: LayerWeights | None = None
-    ) -> Tensor:
-        """Run the layer on `[s, 1, h]`, and return the same shape.
+        self,
+        hidden: Tensor,
+        rotation: Rotation | None,
+        attend: AttentionFn,
+        gathered: LayerWeights | None = None,
+        normed: Tensor | None = None,
+        following: Norm | None = None,
+        attend_columns: Columns = lambda columns, rotation: None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer on `[s, 1, h]`, which it may overwrite. Return the same shape, and maybe its norm.
 
         Args:
             attend: called with rotated queries and keys.
             gathered: the weights of all ranks that share them, for tokens that only this rank has; None for this rank's
                 own weights.
+            normed: `hidden` after this layer's first norm; None to compute it.
+            following: the norm after this layer, for ranks that share the weights; it may be part of their last sum.
+            attend_columns: used for them instead of `attend` if it returns a result.
         """
         attention_norm, mlp_norm = self._post_norms
         weights = LayerWeights.of(self._layer) if gathered is None else gathered
         is_whole = gathered is not None
-        attended = self._attention(hidden, rotation, attend, weights, is_whole)
-        attended = self._row_parallel(self._projection, weights.projection, attended, is_whole)
-        hidden = attention_norm(attended).add_(hidden)
+        normed = self._input_norm(hidden) if normed is None else normed
+        attended = self._attention(normed, rotation, attend, weights, None if is_whole else attend_columns)
+        del normed
+        attended = functional.linear(attended, weights.projection)
+        hidden, normed = self._add(
+            self._projection, attended, hidden, attention_norm, self._mlp_norm if following else None, is_whole
+        )
         del attended
-        wide = self._activate(functional.linear(self._mlp_norm(hidden), weights.up), weights.up_bias)
-        return mlp_norm(self._row_parallel(self._down, weights.down, wide, is_whole)).add_(hidden)
+        wide = functional.linear(self._mlp_norm(hidden) if normed is None else normed, weights.up)
+        wide = functional.linear(self._activate(wide, weights.up_bias), weights.down)
+        return self._add(self._down, wide, hidden, mlp_norm, following, is_whole)
 
     def _attention(
-        self, hidden: Tensor, rotation: Rotation | None, attend: AttentionFn, weights: LayerWeights, is_whole: bool
+        self,
+        normed: Tensor,
+        rotation: Rotation | None,
+        attend: AttentionFn,
+        weights: LayerWeights,
+        attend_columns: Columns | None,
     ) -> Tensor:
         """Return `[s, 1, h d]`. A separate function, so that its intermediate tensors do not live through the MLP."""
-        mixed = functional.linear(self._input_norm(hidden), weights.qkv)
+        mixed = functional.linear(normed, weights.qkv)
         if weights.qkv_bias is not None:  # not in the product: Megatron's layers round before they add it
             mixed = mixed + weights.qkv_bias
-        if self._shares is not None and not is_whole:
+        if self._shares is not None and attend_columns is not None:
+            if self._q_norm is _same and self._k_norm is _same:
+                attended = attend_columns(mixed, rotation)
+                if attended is not None:
+                    return attended.flatten(2)
             mixed = self._shares.mixed(mixed)
         mixed = mixed.view(*mixed.shape[:2], self._groups, -1, self._head_dim)
         q, k, v = mixed.split_with_sizes((mixed.shape[3] - 2, 1, 1), 3)
@@ -181,16 +214,33 @@ class DirectLayer:
         gate, value = wide.view(*wide.shape[:-1], -1, self._up_rows).chunk(2, -1)
         return (self._activation(gate) * value).flatten(-2)  # type: ignore[no-any-return]
 
-    def _row_parallel(self, linear: RowParallelLinear, weight: Tensor, x: Tensor, is_whole: bool) -> Tensor:
-        """Apply a row-parallel layer: the product, its sum over the ranks with the same tokens, and the bias."""
-        out = functional.linear(x, weight)
+    def _add(
+        self,
+        linear: RowParallelLinear,
+        out: Tensor,
+        hidden: Tensor,
+        post_norm: Norm,
+        following: Norm | None,
+        is_whole: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum a row-parallel layer's products over the ranks with the same tokens, and add bias and residual."""
+        if self._shares is not None and following is not None and post_norm is _same and linear.bias is None:
+            normed = self._shares.add_and_norm(linear, out, hidden, following)
+            if normed is not None:
+                return hidden, normed
         out = _sum(linear, out) if self._shares is None else self._shares.sum(linear, out, is_whole)
-        return out if linear.bias is None else out + linear.bias
+        if linear.bias is not None:
+            out = out + linear.bias
+        return post_norm(out).add_(hidden), None
 
 
-def _norm(norm: torch.nn.Module | None) -> Callable[[Tensor], Tensor]:
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _norm(norm: torch.nn.Module | None) -> Norm:
     """Return a norm, or instead of an absent one a function that is cheaper to call than a module."""
-    return (lambda x: x) if norm is None or isinstance(norm, IdentityOp) else norm
+    return _same if norm is None or isinstance(norm, IdentityOp) else norm
 
 
 def _sum(linear: RowParallelLinear, out: Tensor) -> Tensor:
