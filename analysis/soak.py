@@ -91,6 +91,7 @@ def serve(rank: int, config: Config, requests: int) -> list[tuple[int, float, fl
     assert ended.total() == requests, ended
     assert all(ended[reason] for reason in ("length", "cancelled", "error")), ended
     assert engine.cache_manager.used_pages() == 0 and not engine.cache_manager.sessions and not host._claims
+    assert not scheduler._overtaken_by
     answered = [(request, answer) for request, answer in compared.values() if answer]
     for request, answer in answered:
         assert engine.generate([request.prompt], request.sampling)[0][: len(answer)] == answer, request

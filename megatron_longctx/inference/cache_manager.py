@@ -91,9 +91,8 @@ class CacheManager:
 
     The pages that new tokens begin are cut into one part per rank (`split_pages`). The larger parts go to the ranks
     that hold fewest pages of the session, so ranks differ by at most one page. Among ranks with equally many pages the
-    order is round robin, starting from the rank of the session's first page, or from rank `session mod n` without any.
-    Places thus depend only on the history of the tokens. A prefix that ends inside a chunk may be more uneven; later
-    chunks never add to that.
+    order is round robin, starting from rank `session mod n`. A prefix that ends inside a chunk may be more uneven;
+    later chunks never add to that.
 
     The index is of one model's keys and values. What else they depend on belongs into `salt`.
 
@@ -101,16 +100,25 @@ class CacheManager:
         n: ranks of the context-parallel group.
         pages_per_rank, page_tokens: the size of each rank's cache.
         max_contiguous: new tokens per rank up to which the parts are contiguous.
+        repeatable: the order starts from the rank of the session's first page if it has any. Relative to that rank,
+            places then depend only on the history of the tokens, but sessions with a common prefix go on on one rank.
     """
 
-    def __init__(self, n: int, pages_per_rank: int, page_tokens: int, max_contiguous: int = MAX_CONTIGUOUS) -> None:
+    def __init__(
+        self,
+        n: int,
+        pages_per_rank: int,
+        page_tokens: int,
+        max_contiguous: int = MAX_CONTIGUOUS,
+        repeatable: bool = False,
+    ) -> None:
         for name, value in (("n", n), ("pages_per_rank", pages_per_rank), ("page_tokens", page_tokens)):
             if value < 1:
                 raise refuse(name, value, "1 or more", f"Raise {name}.")
         self.n = n
         self.page_tokens = page_tokens
         self.pages_per_rank = pages_per_rank
-        self._max_contiguous = max_contiguous
+        self._max_contiguous, self._repeatable = max_contiguous, repeatable
         self._index: dict[Key, Place] = {}
         self._pools = [PagePool(pages_per_rank, self._index, rank) for rank in range(n)]
         self._sessions: dict[int, Held] = {}
@@ -359,7 +367,7 @@ class CacheManager:
             parts[held.pages[-1][0]].append(range(head))
         homes = [0] * self._pages(count - head)
         pieces = split_pages(self.n, len(homes), count <= self._max_contiguous * self.n)
-        first = held.pages[0][0] if held.pages else held.opened % self.n
+        first = held.pages[0][0] if held.pages and self._repeatable else held.opened % self.n
         ranks = sorted(range(self.n), key=lambda r: (len(held.shards[r].pages), (r - first) % self.n))
         for rank, spans in zip(ranks, sorted(pieces, key=lambda spans: -sum(map(len, spans))), strict=True):
             for span in filter(None, spans):

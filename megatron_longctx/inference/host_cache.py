@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
 import torch
@@ -55,7 +55,7 @@ class HostCache:
             raise refuse(key, gib, f"memory that a rank's host has ({error})", "Lower it.") from error
         self._in_block = in_block
         self._free = [list(range(pages)) for _ in range(manager.n)]
-        self._copies: dict[Key, Copy] = {}  # the least recently used first
+        self._copies: OrderedDict[Key, Copy] = OrderedDict()  # the least recently used first
         self._claims: Counter[Key] = Counter()
         self._stored, self._fetched = (max(1, most // page_bytes) for most in (_STORED_BYTES, _FETCHED_BYTES))
         self._rested: list[deque[int]] = [deque() for _ in range(manager.n)]
@@ -99,7 +99,7 @@ class HostCache:
         found = self._manager.copies_of(session.number, tokens)
         del found[len(found) // multiple * multiple :]
         for copy in reversed(found):  # the last go first
-            self._copies[copy.key] = self._copies.pop(copy.key)
+            self._copies.move_to_end(copy.key)
             self._claims[copy.key] += 1
         return found
 

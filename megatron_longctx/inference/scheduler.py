@@ -240,6 +240,7 @@ class Scheduler:
                 events.append(Event(number, finish_reason="cancelled"))
             elif any(request.number == number for request in self._waiting):
                 self._waiting = [request for request in self._waiting if request.number != number]
+                del self._overtaken_by[number]  # of a counter, which may lack it
                 events.append(Event(number, finish_reason="cancelled"))
         self._stuck = self._stuck and not events
         self._cancelled = []

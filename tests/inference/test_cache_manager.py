@@ -244,14 +244,22 @@ def test_pages_that_are_written_again_are_not_found() -> None:
 
 
 def test_a_found_prefix_continues_as_the_session_that_computed_it() -> None:
-    """The same history leads to the same places, whatever the session's number."""
-    manager = CacheManager(3, 200, 4)
+    """The same history leads to the same places, whatever the session's number, if the manager is repeatable."""
+    manager = CacheManager(3, 200, 4, repeatable=True)
     first = placed(manager, TEXT, 24)
     manager.open()
     other = manager.open(TEXT[:24])
     for count in (1, 5, 7, 1, 30):
         one, two = manager.append({first: count, other: count})
         assert one.new_spans == two.new_spans and one.cached_positions == two.cached_positions
+
+
+def test_sessions_with_a_common_prefix_go_on_on_different_ranks() -> None:
+    manager = CacheManager(2, 20, 4)
+    placed(manager, TEXT, 16)
+    sessions = [manager.open(TEXT[:16]) for _ in range(8)]
+    manager.append(dict.fromkeys(sessions, 1))
+    assert [manager.held_pages(sessions, rank) for rank in range(2)] == [2 + 4, 2 + 4]
 
 
 def test_decoded_pages_go_round_robin_from_the_sessions_number_on() -> None:
