@@ -7,7 +7,6 @@ ranks itself: as many as `parallelism.context_parallel_size`, by default 2, on a
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import statistics
 import time
@@ -258,7 +257,6 @@ class _Benchmark:
                 self._results.weights[way] = sum(counted.values())
                 _say(f"{way}: {self._results.weights[way] / GIB:.2f} GiB of weights on each rank")
             del engine
-            gc.collect()
         first = found[WAYS[0]]
         precision, others = config.train.precision, WAYS[1:]
         for way in others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Protocol
 
 import torch
@@ -26,8 +26,9 @@ from ..core.comm import (
     gather_objects,
 )
 from ..core.errors import refuse
-from ..core.kernels import KernelRequest, choose_kernel
+from ..core.kernels import KernelRequest, Partial, choose_kernel, merge_partials
 from ..core.plans import Kind, Recorder, Target, Workload
+from ..core.plans.sums import MAX_PARTIALS
 from .batch import Batch
 from .cache_manager import ScheduledChunk
 from .paged import (
@@ -37,7 +38,6 @@ from .paged import (
     attend_pages,
     attend_splits,
     compile_decode,
-    compile_merges,
     has_fused_kernels,
     merge_ranks,
 )
@@ -266,29 +266,16 @@ class CachedAttention:
             else:
                 layer.normal_()
 
-    def new_rows(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return a layer's memory `[slots, 2, 1, g, d]` and the slots `[B]` of replicated tokens, for a caller that
-        stores keys and values itself; None if they have another format or the tokens are not replicated."""
-        if self._pages is None or not isinstance(self.shape.kv, StackedKV) or not isinstance(self._new_slots, Tensor):
-            return None
-        return self._storage[layer], self._new_slots
-
     @torch.inference_mode()
     def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        scale: float | None = None,
-        sink: Tensor | None = None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sink: Tensor | None = None
     ) -> Tensor:
         """Store this rank's new keys and values, and attend to all keys that its queries see in this layer.
 
         Args:
             layer: counted from 0.
             q: this rank's new tokens, `[s, 1, h, d]`, in the order of the plan's rows.
-            k, v: `[s, 1, g, d]`; None if they are in `new_rows`.
+            k, v: `[s, 1, g, d]`.
             scale: the factor of the scores; default `d ** -0.5`.
             sink: `[h]`, a logit per head that takes part in every softmax and has no value; None for none.
 
@@ -302,13 +289,12 @@ class CachedAttention:
         self.on_layer()
         rows, shape = self._num_new, self.shape
         for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
-            if x is not None and x.shape != (rows, 1, heads, shape.head_dim):
+            if x.shape != (rows, 1, heads, shape.head_dim):
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: expected [{rows}, 1, {heads}, {shape.head_dim}], the new "
                     f"tokens of rank {self.rank} in the plan or rows that were begun."
                 )
-        if k is not None and v is not None:
-            self._store(layer, k, v)
+        self._store(layer, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._pages is not None:
             return self._attend_replicated(layer, self._pages[shape.window(layer)], q, scale, sink)
@@ -390,3 +376,18 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
     total = torch.logaddexp(lse, sink.to(lse.dtype))
     out.mul_(torch.exp(lse - total).unsqueeze(-1))
     lse.copy_(total)
+
+
+def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the merges of prompts: every number of partial outputs, in every combination of precisions.
+
+    Partials are kernels' results in `dtype`; the first may be an earlier merge, in fp32. The result is in `dtype`, or
+    in fp32 if it will be merged again. The number of partials depends on how a prompt's tokens are distributed over the
+    ranks. Without this, the first prompts of some lengths would each wait for Triton to compile another variant.
+    """
+    precisions = dict.fromkeys((dtype, torch.float32))
+    for into, first, count in product(precisions, precisions, range(1, MAX_PARTIALS + 1)):
+        values = [torch.zeros(2, 1, num_heads, head_dim, dtype=each, device=device) for each in (first, dtype, into)]
+        lse = torch.zeros(2, 1, num_heads, dtype=torch.float32, device=device)
+        parts = [Partial(0, 0, values[min(i, 1)], lse) for i in range(count)]
+        merge_partials(parts, values[2], torch.empty_like(lse))

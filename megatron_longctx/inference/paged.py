@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..core.kernels import Partial, merge_partials
 from ..core.kernels.fused import load_fused
 from ..core.kernels.interface import sum_dtype
 from ..core.kernels.no_grad import no_grad
-from ..core.plans.sums import MAX_PARTIALS
 from .quantize_kv import SCALE_BYTES, unpack_kv
 
 _fused = partial(load_fused, __name__, "decoding")
@@ -217,21 +215,6 @@ def compile_decode(q: Tensor, cache: Tensor, page_tokens: int, windows: Collecti
             pages = Pages(table, counts, page_tokens, in_tile, counts if window else None)
             flat = attend_pages(queries, cache, pages, 1.0).flat
         merge_ranks(PackedPartials(torch.stack((flat, flat)), *queries.shape), torch.empty_like(queries))
-
-
-def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile the merges of prompts: every number of partial outputs, in every combination of precisions.
-
-    Partials are kernels' results in `dtype`; the first may be an earlier merge, in fp32. The result is in `dtype`, or
-    in fp32 if it will be merged again. The number of partials depends on how a prompt's tokens are distributed over the
-    ranks. Without this, the first prompts of some lengths would each wait for Triton to compile another variant.
-    """
-    precisions = dict.fromkeys((dtype, torch.float32))
-    for into, first, count in product(precisions, precisions, range(1, MAX_PARTIALS + 1)):
-        values = [torch.zeros(2, 1, num_heads, head_dim, dtype=each, device=device) for each in (first, dtype, into)]
-        lse = torch.zeros(2, 1, num_heads, dtype=torch.float32, device=device)
-        parts = [Partial(0, 0, values[min(i, 1)], lse) for i in range(count)]
-        merge_partials(parts, values[2], torch.empty_like(lse))
 
 
 def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:

@@ -32,8 +32,6 @@ HALF_BYTES = 64 * 2**20
 _REMEDY = "Choose reduction.transport=collective, which needs none."
 _EXTRA_ONE_STEP_BYTES = 2**20
 """The bytes that one step may send more than two steps do: about what links carry in the time of a second wait."""
-_MAX_WIDTH = 16_384
-"""The widest rows that a block norms without running out of registers."""
 
 _SET_UP: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, tuple[PeerReduction | None, str | None]]] = (
     WeakKeyDictionary()
@@ -48,9 +46,9 @@ class PeerReduction:
     """
 
     def __init__(self, memory: PeerMemory) -> None:
-        from . import peer_kernels, peer_norm  # import triton
+        from . import peer_kernels  # imports triton
 
-        self._memory, self._kernels, self._norm = memory, peer_kernels, peer_norm
+        self._memory, self._kernels = memory, peer_kernels
         self._stream: Any = None
 
     def all_reduce(self, x: Tensor, out: Tensor, forms: Forms) -> None:
@@ -82,32 +80,6 @@ class PeerReduction:
         out = x.new_empty(*x.shape[:-1], n * x.shape[-1])
         with torch.no_grad():
             self._kernels.one_step(self._memory, x, out, form, width=x.shape[-1])
-        return out
-
-    def memory_of(self, message_bytes: int, blocks: int, device: torch.device) -> PeerMemory | None:
-        """Return the memory for a call of one more kernel, which is in order with others; None if it has no room."""
-        memory = self._memory
-        if not 0 < blocks <= memory.blocks or memory.world * message_bytes > memory.half_bytes:
-            return None
-        self._in_order(device)
-        return memory
-
-    def add_and_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centered: bool) -> Tensor | None:
-        """Add the sum of all ranks' contiguous x `[..., w]` to the contiguous `residual`, and return its RMS norm.
-
-        Args:
-            weight: `[w]`, of x's dtype; `centered`: stored minus 1.
-
-        Returns:
-            None, and nothing is done, for more rows than blocks or more bytes than the memory has.
-        """
-        width = x.shape[-1]
-        memory = self.memory_of(self._norm.message_bytes(x), x.numel() // width, x.device)
-        if memory is None or width > _MAX_WIDTH:
-            return None
-        out = torch.empty_like(x)
-        with torch.no_grad():
-            self._norm.add_and_norm(memory, x, residual, weight, out, eps, centered)
         return out
 
     def reduce_scatter(self, x: Tensor, out: Tensor, forms: Forms) -> None:

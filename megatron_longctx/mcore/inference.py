@@ -38,7 +38,7 @@ from .fp8_weights import check_fp8, quantize_layers
 from .groups import share_weights
 from .inference_memory import cache_shape, free_pages, pages_per_rank, with_shared_weights
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
-from .rope import Rotation, Rotations
+from .rope import Rotations
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import ShardedSequence, build_sequence
 from .shared_weights import SharedWeights
@@ -116,8 +116,6 @@ class CachedGPT:
         gpt.post_process = False  # return hidden states: the logits of all tokens of a long prompt would not fit
         gpt.eval()
         self._layers = self._direct_layers(gpt)
-        # Of each layer, the norm after it.
-        self._norms = [*(layer.input_layernorm for layer in gpt.decoder.layers[1:]), gpt.decoder.final_layernorm]
 
     def _direct_layers(self, gpt: GPTModel) -> list[tuple[DirectLayer, Window, AttentionFn]] | None:
         """Return each layer with its window and attention; None to run Megatron's own layers."""
@@ -169,8 +167,6 @@ class CachedGPT:
             for start, logits in self._heads(hidden, scorer.rows):
                 scorer.add(start, logits)
         wanted = [logits for _, logits in self._heads(hidden, rows)]
-        if len(wanted) == 1:
-            return wanted[0]
         return torch.cat(wanted) if wanted else torch.empty(0, self.vocab_size, device=tokens.device)
 
     def _heads(self, hidden: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -215,25 +211,10 @@ class CachedGPT:
         if not len(hidden):
             self._attend_without_tokens()
             return hidden
-        shares, normed, following = self._shares if self._shares_prompts else None, None, None
         for number, (layer, window, attend) in enumerate(self._layers):
-            weights = None if shares is None else shares.layer(number)
-            if self._shares is not None and shares is None:
-                following = self._norms[number]
-            rotation = None if rotations is None else rotations.of(window)
-            columns = partial(self._attend_columns, self._cores[number])
-            hidden, normed = layer(hidden, rotation, attend, weights, normed, following, columns)
-        return gpt.decoder.final_layernorm(hidden) if normed is None else normed
-
-    def _attend_columns(self, core: CachedCoreAttention, columns: Tensor, rotation: Rotation | None) -> Tensor | None:
-        """See `direct.Columns`."""
-        rows = self.attention.new_rows(core.layer)
-        if self._shares is None or rows is None or rotation is None:
-            return None
-        q = self._shares.rotate_and_store(columns, rotation, *rows)
-        if q is None:
-            return None
-        return self.attention(core.layer, q, None, None, core.softmax_scale, core.softmax_offset)
+            weights = self._shares.layer(number) if self._shares is not None and self._shares_prompts else None
+            hidden = layer(hidden, None if rotations is None else rotations.of(window), attend, weights)
+        return gpt.decoder.final_layernorm(hidden)  # type: ignore[no-any-return]
 
     def _attend_without_tokens(self) -> None:
         """Take part in the other ranks' attention, without launching other kernels on empty tensors."""

@@ -33,8 +33,8 @@ class _MegatronNorm(torch.nn.Module):
         on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         super().__init__(hidden_size, eps, device=device, dtype=config.params_dtype)
-        self.is_zero_centered = config.layernorm_zero_centered_gamma
-        if self.is_zero_centered:
+        self._zero_centered = config.layernorm_zero_centered_gamma
+        if self._zero_centered:
             torch.nn.init.zeros_(self.weight)
         for parameter in self.parameters():  # read by Megatron's distributed/finalize_model_grads.py
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -42,11 +42,11 @@ class _MegatronNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x` of shape [..., hidden_size], with statistics in fp32, to the same shape and dtype."""
         bias: Tensor | None = getattr(self, "bias", None)
-        if x.dtype == self.weight.dtype and not self.is_zero_centered:
+        if x.dtype == self.weight.dtype and not self._zero_centered:
             return self._normalize(x, self.weight, bias)
         # Mixed dtypes have no fused kernel, and 1 + weight must not be rounded: compute in fp32 and round once.
         wide = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight.to(wide) + (1 if self.is_zero_centered else 0)
+        weight = self.weight.to(wide) + (1 if self._zero_centered else 0)
         return self._normalize(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)
 
     def _normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,8 +5,8 @@ attention, and parts of the matrices elsewhere. A layer has four exchanges: quer
 attention's partial results are exchanged by heads, and the two row-parallel products are summed.
 
 For prompts, of which every rank has its own tokens, a layer's weights are gathered while the layer before computes.
-Plans of attention stay as they are. Gathering the tokens instead would move 4 h values for each of them: fewer bytes
-than a layer's weights only for passes of fewer tokens than 13,000 over all ranks, with the shape of Llama 3 8B.
+Plans of attention stay as they are. Gathering the tokens instead would move 4 h values for each of them: fewer bytes than
+a layer's weights only for passes of fewer tokens than 13,000 over all ranks, with the shape of Llama 3 8B.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from ..core.comm import all_gather_rows
 from ..core.comm.collectives import all_gather_single
 from ..lowbit.peer_reduce import peer_reduction
 from ..lowbit.quantized import all_reduce
-from .direct import LayerWeights, Norm
+from .direct import LayerWeights
 from .groups import WeightGroups
-from .norms import RMSNorm
-from .rope import Rotation
 from .row_parallel import ReducedRowParallelLinear
 
 _PEERS = {"auto": "auto", "peer": "peer", "p2p": "collective"}
@@ -76,29 +74,6 @@ class SharedWeights:
             mixed = gathered.movedim(0, 2).flatten(2)
         return mixed if self._of_slice is None else self._of_slice(mixed, 2)
 
-    def rotate_and_store(self, own: Tensor, rotation: Rotation, storage: Tensor, slots: Tensor) -> Tensor | None:
-        """Gather queries, keys and values, rotate them, store keys and values, and return queries `[s, 1, h, d]`.
-
-        Args:
-            own: this rank's columns, contiguous `[s, 1, w]`, of at most as many tokens as a kernel has blocks.
-            storage, slots: see `CachedAttention.new_rows`.
-
-        Returns:
-            None, and nothing is done, if that is not one kernel.
-        """
-        if self._mixed_peers is None or self._of_slice is not None or own.dtype != storage.dtype:
-            return None
-        from . import rotate_peers  # imports triton
-
-        message_bytes = rotate_peers.step_of(own) * own.dtype.itemsize
-        memory = self._mixed_peers.memory_of(message_bytes, own.shape[0], own.device)
-        if memory is None:
-            return None
-        head_dim, columns = storage.shape[-1], self._parts * own.shape[-1]
-        q = own.new_empty(own.shape[0], 1, columns // head_dim - 2 * self.kv_heads, head_dim)
-        rotate_peers.rotate_and_store(memory, own, q, storage, slots, rotation)
-        return q
-
     def sum(self, linear: RowParallelLinear, out: Tensor, gathered: bool) -> Tensor:
         """See `direct.Shares`. Policies may quantize sums; exact ones of few tokens travel over peer memory, if any."""
         group = self._groups.slices if gathered else self._groups.megatron.tp
@@ -111,15 +86,6 @@ class SharedWeights:
         if group.size() > 1:
             dist.all_reduce(out, group=group)
         return out
-
-    def add_and_norm(self, linear: RowParallelLinear, out: Tensor, hidden: Tensor, norm: Norm) -> Tensor | None:
-        """See `direct.Shares`: over peer memory, with an RMS norm, if no policy quantizes the sum."""
-        if self.peers is None or not isinstance(norm, RMSNorm) or norm.eps is None or norm.weight.dtype != out.dtype:
-            return None
-        group = self._groups.megatron.tp
-        if isinstance(linear, ReducedRowParallelLinear) and linear.reducer_over(group).bits("all_reduce", out):
-            return None
-        return self.peers.add_and_norm(out, hidden, norm.weight, norm.eps, norm.is_zero_centered)
 
     def layer(self, number: int) -> LayerWeights:
         """Return a layer's weights of all ranks of the cache, and begin to gather those of the layer after it.

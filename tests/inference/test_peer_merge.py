@@ -17,7 +17,7 @@ from megatron_longctx.inference.paged import PackedPartials, merge_ranks, merge_
 from megatron_longctx.inference.peer_merge import PeerMerge
 from megatron_longctx.lowbit.peer_memory import PeerMemory
 from megatron_longctx.testing.distributed import run_distributed
-from tests.core.kernels.interpreter import hopper_code, run_forked, run_interpreted
+from tests.core.kernels.interpreter import run_forked, run_interpreted
 
 SHAPES = ((1, 8, 16), (3, 4, 20), (9, 3, 8))
 """Queries, heads, head_dim."""
@@ -117,26 +117,6 @@ def compare_between_processes() -> None:
 @pytest.mark.parametrize("what", ["compare_step_by_step", "compare_between_processes"])
 def test_kernels_in_the_interpreter(what: str) -> None:
     run_interpreted("-m", "tests.inference.test_peer_merge", what)
-
-
-@pytest.mark.parametrize("divided", [False, True])
-def test_the_kernel_compiles_for_hopper(divided: bool) -> None:
-    pytest.importorskip("triton")
-    from megatron_longctx.inference.peer_merge_triton import _merge_over_peers_kernel
-
-    constants = {
-        "COLS": 128,
-        "PARTS": 8,
-        "ITEMS": 2,
-        "DIVIDED": divided,
-        "WORLD": 2,
-        "LANES": 2,
-        "MAX": 128,
-        "PHASES": 3,
-    }
-    pointers = {"partials": "*fp32", "lse": "*fp32", "out": "*bf16", "data": "*i64", "flags": "*i64", "state": "*i64"}
-    code = hopper_code(_merge_over_peers_kernel, constants, pointers)
-    assert code.count("atom.global.sys.release.exch.b64") == code.count("atom.global.sys.acquire.add.u64") == 1
 
 
 def test_what_fits() -> None:

@@ -21,8 +21,8 @@ from megatron_longctx.core.plans.sums import MAX_PARTIALS
 from megatron_longctx.inference import paged
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
-from megatron_longctx.inference.paged import PackedPartials, Pages, compile_decode, compile_merges
+from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape, compile_merges
+from megatron_longctx.inference.paged import PackedPartials, Pages, compile_decode
 from tests.core.kernels.test_variants import Launches, needs_compiler
 from tests.shared.threads import ThreadedRanks
 

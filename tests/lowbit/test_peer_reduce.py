@@ -104,31 +104,6 @@ def compare_step_by_step() -> int:
     return compared
 
 
-def compare_added_and_normed() -> None:
-    """Compare with a sum, an addition and an RMS norm in separate operations."""
-    from megatron_longctx.lowbit.peer_norm import PUSH, SUM, add_and_norm
-    from tests.core.comm.simulated_peers import one_process
-
-    cases = [(2, 1, 64, torch.float32, False), (3, 5, 100, torch.float32, True), (4, 3, 300, torch.float16, False)]
-    for number, (n, rows, width, dtype, centered) in enumerate(cases):
-        memories, gen = one_process(n, 2**16), torch.Generator().manual_seed(number)
-        weight = torch.rand(width, generator=gen).to(dtype)
-        for call in range(3):
-            xs = tensors(n, rows * width, dtype, 3 * number + call)
-            start = tensors(1, rows * width, dtype, 100 + call)[0].view(rows, 1, width)
-            residuals, outs = [start.clone() for _ in xs], [torch.empty_like(start) for _ in xs]
-            for phase, rank in itertools.product((PUSH, SUM), range(n)):
-                x = xs[rank].view(rows, 1, width)
-                add_and_norm(memories[rank], x, residuals[rank], weight, outs[rank], 1e-5, centered, phase)
-            added = start + in_rank_order(xs).view_as(start)
-            wide, factor = added.float(), weight.float() + centered
-            normed = torch.nn.functional.rms_norm(wide, (width,), factor, 1e-5).to(dtype)
-            for residual, out in zip(residuals, outs, strict=True):
-                assert torch.equal(residual, added)
-                torch.testing.assert_close(out, normed, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-6)
-        assert [memory.state.tolist() for memory in memories] == [[3, 0]] * n
-
-
 def _calls_in_any_order(rank: int, folder: Path, world: int) -> list[str]:
     """Make many calls of all kinds, which ranks enter at different times, and compare them with collectives."""
     from tests.core.comm.simulated_peers import mapped
@@ -183,18 +158,12 @@ def test_kernels_in_the_interpreter(what):
 def test_kernels_compile_for_hopper(bits, short, scatter):
     """Triton's interpreter accepts more than its compiler, and the code must contain what orders memory."""
     pytest.importorskip("triton")
-    from megatron_longctx.lowbit import peer_kernels, peer_norm
+    from megatron_longctx.lowbit import peer_kernels
 
     constants = {"BITS": bits, "TO_BITS": bits, "SYMMETRIC": False, "SHORT": short, "HALF": 64, "ROWS": 32}
     constants |= {"SUM_ROWS": 4, "WORLD": 3, "LANES": 4, "MAX": 128, "SCATTER": scatter, "PHASES": 7}
-    constants |= {"GATHER": bits == 0, "CENTERED": scatter, "COLS": 4096}
     pointers = {"x": "*bf16", "out": "*bf16", "data": "*i64", "flags": "*i64", "state": "*i64"}
-    pointers |= {"residual": "*bf16", "weight": "*bf16", "eps": "fp32"}
-    for kernel, waits in (
-        (peer_kernels._two_step_kernel, 1 if scatter else 2),
-        (peer_kernels._one_step_kernel, 1),
-        (peer_norm._add_and_norm_kernel, 1),
-    ):
+    for kernel, waits in ((peer_kernels._two_step_kernel, 1 if scatter else 2), (peer_kernels._one_step_kernel, 1)):
         code = hopper_code(kernel, constants, pointers)
         assert code.count("atom.global.sys.release.exch.b64") == waits
         assert code.count("atom.global.sys.acquire.add.u64") == waits
@@ -357,6 +326,5 @@ if __name__ == "__main__":
     logging.basicConfig()
     if sys.argv[1] == "compare_step_by_step":
         assert compare_step_by_step() == len(FORMS) == 24
-        compare_added_and_normed()
     else:
         compare_between_processes()
