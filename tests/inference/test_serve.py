@@ -236,6 +236,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_a_signal_ends_the_round_of_ranks_that_torchrun_started(trained: Config, tmp_path: Path) -> None:
     (tmp_path / "stopped.py").write_text(STOPPED_IN_A_LAYER)
     words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "serve.port=0", "parallelism=cp2"]
+    words += ["inference.page_tokens=1"]  # both ranks have tokens, and wait for each other
     command = [*TORCHRUN, "--nproc-per-node", "2", str(tmp_path / "stopped.py"), "serve", *words]
     environment = clean_environment(CUDA_VISIBLE_DEVICES="", MEGATRON_LONGCTX_API_KEY=KEY)
     with started(tmp_path, command, environment, quick=True) as job:
