@@ -56,8 +56,11 @@ def test_only_the_text_is_on_standard_output_and_the_same_at_any_sizes(trained: 
     assert "13 new and 0 cached tokens of 1 sequences on 2 ranks: pass_q by inference.mode=pass_q" in stderr
 
 
+SHORT = ("inference.max_new_tokens=3", "inference.page_tokens=1")  # pages that short turns fill
+
+
 def test_a_chat_computes_only_what_is_new(trained: Config, tmp_path: Path) -> None:
-    words = [run_of(trained), "parallelism=cp2", "inference.max_new_tokens=3", "inference.temperature=0.5", "--chat"]
+    words = [run_of(trained), "parallelism=cp2", *SHORT, "inference.temperature=0.5", "--chat"]
     out, stderr = generate(tmp_path, words, "abc\nde\n")
     # Three tokens per answer: the last is computed with the next turn, and with the end of its line.
     assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, stderr)] == [(7, 0), (14, 6)]
@@ -66,7 +69,7 @@ def test_a_chat_computes_only_what_is_new(trained: Config, tmp_path: Path) -> No
 
 def test_a_chat_with_a_template_computes_only_what_is_not_cached(trained: Config, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
-    words = [run_of(trained), "inference.max_new_tokens=3", f"inference.chat_template={template}", "--chat"]
+    words = [run_of(trained), *SHORT, f"inference.chat_template={template}", "--chat"]
     template.write_text("{% for m in messages %}{{ m.content }}.{% endfor %}")
     _, stderr = generate(tmp_path, ["parallelism=cp2", *words], "abcdefgh\nabc\n")
     assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, stderr)] == [(9 + 3, 0), (9 + 3 + 1 + 4 + 3, 9 + 2)]
@@ -76,7 +79,7 @@ def test_a_chat_with_a_template_computes_only_what_is_not_cached(trained: Config
     assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, stderr)] == [(10 + 3, 0), (10 + 5 + 5 + 3, 10)]
     first, second = out.splitlines()
     prompt = f"prompt=[abcdefgh][{first}][abc]"
-    again, _ = generate(tmp_path, [run_of(trained), "parallelism=single", prompt, *words[1:2]])
+    again, _ = generate(tmp_path, [run_of(trained), "parallelism=single", prompt, *SHORT])
     assert again == second + "\n"
 
 

@@ -122,12 +122,12 @@ def test_a_chat_reuses_its_cache(client: Client) -> None:
     assert first["object"] == "chat.completion" and first["choices"][0]["message"]["role"] == "assistant"
     longer = client.ask("/v1/chat/completions", {**body, "messages": [*messages, {"role": "user", "content": "and?"}]})
     shared = len(messages[0]["content"] + "\n")  # the answer is not in this prompt
-    assert longer[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == shared
+    assert longer[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == shared // 8 * 8  # whole pages
     text = first["choices"][0]["message"]["content"]
     prompt = messages[0]["content"] + "\n" + text + "and?"
     status, again = client.ask("/v1/completions", {"prompt": prompt, "max_tokens": 2, "temperature": 0})
     assert status == 200
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["total_tokens"] - 1
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == (first["usage"]["total_tokens"] - 1) // 8 * 8
     chunks = client.stream(
         "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}
     )
@@ -237,6 +237,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_a_signal_ends_the_round_of_ranks_that_torchrun_started(trained: Config, tmp_path: Path) -> None:
     (tmp_path / "stopped.py").write_text(STOPPED_IN_A_LAYER)
     words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "serve.port=0", "parallelism=cp2"]
+    words += ["inference.page_tokens=1"]  # both ranks have tokens, and wait for each other
     command = [*TORCHRUN, "--nproc-per-node", "2", str(tmp_path / "stopped.py"), "serve", *words]
     environment = clean_environment(CUDA_VISIBLE_DEVICES="", MEGATRON_LONGCTX_API_KEY=KEY)
     with started(tmp_path, command, environment, quick=True) as job:
