@@ -5,8 +5,8 @@ attention, and parts of the matrices elsewhere. A layer has four exchanges: quer
 attention's partial results are exchanged by heads, and the two row-parallel products are summed.
 
 For prompts, of which every rank has its own tokens, a layer's weights are gathered while the layer before computes.
-Plans of attention stay as they are. Gathering the tokens instead would move 4 h values for each of them: fewer bytes than
-a layer's weights only for passes of fewer tokens than 13,000 over all ranks, with the shape of Llama 3 8B.
+Plans of attention stay as they are. Gathering the tokens instead would move 4 h values for each of them: fewer bytes
+than a layer's weights only for passes of fewer tokens than 13,000 over all ranks, with the shape of Llama 3 8B.
 """
 
 from __future__ import annotations
