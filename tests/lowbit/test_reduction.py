@@ -35,6 +35,10 @@ def _policies(rank: int) -> list[str]:
             total, part = reducer.all_reduce(x), reducer.reduce_scatter(x)
             wanted = all_reduce(x, group, bits=bits, group_size=32) if quantized else exact
             wanted_part = reduce_scatter(x, group, bits=bits, group_size=32) if quantized else shard
+            mine = x.clone()
+            in_place = reducer.all_reduce(mine, overwrite=True)
+            if not (torch.equal(in_place, wanted) and in_place.data_ptr() == mine.data_ptr()):
+                wrong.append(f"{mode} from {min_kib} KiB, in place")
             if not (torch.equal(total, wanted) and torch.equal(part, wanted_part) and torch.equal(x, before)):
                 wrong.append(f"{mode} from {min_kib} KiB")
             if quantized and torch.equal(total, exact):
