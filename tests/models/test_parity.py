@@ -111,8 +111,12 @@ def run_all(rank: int, runs: dict[str, tuple[str, Tensor]], world: int) -> dict[
     for family, (run, tokens) in runs.items():
         cases = [sizes_of(family, sizes) for sizes in CASES[world]]
         results[family] = [whole_logits(run, sizes, tokens) for sizes in cases]
-        if family not in FORWARD_ONLY:
-            results[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1])
+        if family in FORWARD_ONLY:
+            continue
+        results[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1])
+        if world == 4 and "num_local_experts" not in MODELS[family]:
+            shared = {"inference.shard_weights": True}
+            results[f"{family} shares"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1], shared)
     return results
 
 
@@ -154,3 +158,4 @@ def test_logits_and_tokens_are_those_of_transformers(world: int, published: dict
         tokens = likeliest(model, vocabulary)[: GENERATED[world]]
         for rank in ranks:
             assert rank[f"{family} generates"][1] == tokens and len(set(tokens)) > 5, family
+            assert rank.get(f"{family} shares", (None, tokens))[1] == tokens, family
