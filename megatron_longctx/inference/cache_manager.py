@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 from array import array
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -122,8 +121,12 @@ class CacheManager:
         self._index: dict[Key, Place] = {}
         self._pools = [PagePool(pages_per_rank, self._index, rank) for rank in range(n)]
         self._sessions: dict[int, Held] = {}
-        self._copies: Mapping[Key, Copy] = {}
+        self.copies: Mapping[Key, Copy] = {}  # of pages, elsewhere
         self._opened = self._named = 0
+
+    @property
+    def pools(self) -> Sequence[PagePool]:
+        return self._pools
 
     @property
     def sessions(self) -> tuple[int, ...]:
@@ -191,31 +194,17 @@ class CacheManager:
         del found[len(found) // unit * unit :]
         return self._open(salt, [place[:2] for place in found], [place.number for place in found])
 
-    def keep_copies(self, rested: Sequence[deque[int]], copies: Mapping[Key, Copy]) -> None:
-        """Let pages have copies elsewhere: append to `rested`, per rank, the pages that nobody holds any more."""
-        self._copies = copies
-        for pool, pages in zip(self._pools, rested, strict=True):
-            pool.rested = pages
-
-    def cached_page(self, rank: int, page: int) -> tuple[Key, int] | None:
-        """Return the key and the number of a page that nobody holds and sessions may find; None for other pages."""
-        return self._pools[rank].cached(page)
-
     def copies_of(self, session: int, tokens: Sequence[int]) -> list[Copy]:
         """Return the copies of the pages that follow those of a session, which has only complete ones, in its text."""
         held, found = self._held(session), list[Copy]()
         before = held.numbers[-1] if held.numbers else 0
-        while copy := self._copies.get(self._key(held.salt, before, tokens, len(held.pages) + len(found))):
+        while copy := self.copies.get(self._key(held.salt, before, tokens, len(held.pages) + len(found))):
             found.append(copy)
             before = copy.number
         return found
 
     def add_page(self, session: int, copy: Copy) -> tuple[int, bool]:
-        """Add the page of a copy to a session, which has only complete ones.
-
-        Returns:
-            the page, and whether it has its contents already.
-        """
+        """Add a copy's page to a session, which has only complete ones; return it, and whether it has its contents."""
         held, pool, start = self._held(session), self._pools[copy.rank], self.length(session)
         shard, place = held.shards[copy.rank], self._index.get(copy.key)
         found = place is not None and place.rank == copy.rank and not held.twice
@@ -267,7 +256,7 @@ class CacheManager:
             if not held.twice:
                 self._named += 1
                 # A page that has a copy keeps its number, so that those that follow it are found.
-                number = self._copies[key].number if key in self._copies else self._named
+                number = self.copies[key].number if key in self.copies else self._named
                 rank, page = held.pages[count]
                 self._pools[rank].name(page, key, number)
                 held.numbers.append(number)

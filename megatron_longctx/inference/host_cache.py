@@ -59,7 +59,9 @@ class HostCache:
         self._claims: Counter[Key] = Counter()
         self._stored, self._fetched = (max(1, most // page_bytes) for most in (_STORED_BYTES, _FETCHED_BYTES))
         self._rested: list[deque[int]] = [deque() for _ in range(manager.n)]
-        manager.keep_copies(self._rested, self._copies)
+        manager.copies = self._copies
+        for pool, rested in zip(manager.pools, self._rested, strict=True):
+            pool.rested = rested
 
     @property
     def num_pages(self) -> int:
@@ -77,7 +79,7 @@ class HostCache:
             left = self._stored
             while rested and left:
                 page = rested.popleft()
-                place = self._manager.cached_page(rank, page)
+                place = self._manager.pools[rank].cached(page)
                 if place is None or place[0] in self._copies:  # held again, gone, or known
                     continue
                 to = self._take(rank)
