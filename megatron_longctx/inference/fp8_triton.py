@@ -13,7 +13,7 @@ from .fp8 import SMALLEST
 
 _TILE = 4096
 """The columns that a program quantizes at once."""
-VECTOR_TILE = (16, 1024, 8)
+VECTOR_TILE = (16, 512, 4)
 """The outputs and inputs that a program of a single row's product handles at once, and its warps."""
 _SMALLEST: tl.constexpr = tl.constexpr(SMALLEST)
 _LARGEST: tl.constexpr = tl.constexpr(448.0)
