@@ -71,3 +71,9 @@ def _apply(input: Tensor, weight: Fp8Weight, bias: Tensor | None, **_: Any) -> T
     """Do what Megatron's functions of linear layers do, which are called with these names."""
     out = weight(input)
     return out if bias is None else out + bias
+
+
+def stored_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of a model's weights, quantized or not."""
+    quantized = [each.weight for each in model.modules() if isinstance(getattr(each, "weight", None), Fp8Weight)]
+    return sum(x.nbytes for x in (*model.parameters(), *(y for each in quantized for y in (each.values, each.scales))))

@@ -34,7 +34,7 @@ from ..lowbit.reduction import ReductionPolicy
 from . import checkpoint
 from .core_attention import layer_window
 from .direct import AttentionFn, DirectLayer, why_not_direct
-from .fp8_weights import check_fp8, quantize_layers
+from .fp8_weights import check_fp8, quantize_layers, stored_bytes
 from .groups import share_weights
 from .inference_memory import cache_shape, free_pages, pages_per_rank, with_shared_weights
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
@@ -345,8 +345,8 @@ def build_engine(
     elif most is None and checkpoints is not None:
         most = trained_length(config)
     if dist.get_rank() == 0:
-        gib = sum(x.numel() * x.element_size() for x in gpt.parameters()) / GIB
-        logger.info("weights: %.2f GiB on each rank%s", gib, "" if shared is None else f", shared by {n}")
+        by = "" if shared is None else f", shared by {n}"
+        logger.info("weights: %.2f GiB on each rank%s", stored_bytes(gpt) / GIB, by)
     shares = None if shared is None else SharedWeights(gpt, shared, inference.transport)
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, most, shares)
     chooser = Chooser(facts_of_rank_0(config, device), inference.mode)

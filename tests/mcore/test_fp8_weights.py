@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.config import Config
-from megatron_longctx.inference.fp8 import Fp8Weight
 from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.fp8_weights import stored_bytes
 from megatron_longctx.mcore.inference import CachedGPT, build_engine, inference_config
 from megatron_longctx.mcore.losses import losses_config
 from megatron_longctx.testing.distributed import run_distributed
@@ -37,14 +37,12 @@ def logits_of(rank: int, configs: list[Config]) -> list[tuple[Tensor, int, bool]
         model = engine.model
         assert isinstance(model, CachedGPT)
         layers = model._gpt.decoder.layers
-        weights = [m.weight for m in layers.modules() if isinstance(getattr(m, "weight", None), Fp8Weight)]
-        tensors = [t for w in weights for t in (w.values, w.scales)] or [p for p in layers.parameters() if p.ndim > 1]
         session = engine.open()
         logits = []
         for tokens in (range(40, 69), range(5, 6), range(90, 92)):
             session.append(list(tokens))
             logits.append(engine.next_logits([session]))
-        found.append((torch.cat(logits), sum(t.nbytes for t in tensors), model._layers is not None))
+        found.append((torch.cat(logits), stored_bytes(layers), model._layers is not None))
         engine.release()
         groups.destroy()
     return found
