@@ -96,6 +96,8 @@ pictures: setup ## Draw the pictures of README and docs again, with today's code
 	cp runs/demo.png docs/images/demo.png
 	for each in $(PICTURES); do $(BIN)/python -m analysis.pictures $$each || exit; done
 	for each in $(RESULTS); do $(BIN)/python -m analysis.pictures attention analysis/results/$$each.json || exit; done
+	$(BIN)/python -m analysis.pictures trees analysis/results/trees_h200_x2.json
+	$(BIN)/python -m analysis.pictures hybrid analysis/results/hybrid_h200_x2.json
 
 docs: setup ## Build the site of all pages into build/site (Sphinx, from the extra `docs`)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'

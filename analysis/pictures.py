@@ -1,6 +1,7 @@
 """Draw pictures of the docs: `python -m analysis.pictures PICTURE [--out PATH]`; `make pictures` draws all of them.
 
 - `attention RESULT.json`: results of `analysis.benchmarks attention`, as percent of one device at equal FLOPs.
+- `trees RESULT.json`: results of `analysis.benchmarks trees`, beside separate documents.
 - `hybrid RESULT.json`: results of `analysis.benchmarks hybrid`, as percent of one GPU at equal work.
 - `emulated`, `extend`: the pictures of `analysis.network` and `analysis.evaluations`, from their recorded results.
 - `inference`: which rank holds which tokens of a conversation, and what ranks do in its last turn. Plans are simulated
@@ -135,13 +136,15 @@ def trees(result: Path, out: Path | None) -> None:
                 continue
             best = max(of_tree, key=lambda each: each["faster"])
             x, label = i + 0.4 * at, {"steps": "whole steps", "attention": "attention alone"}[part] if i == 0 else None
-            right.bar_label(right.bar(x, best["faster"], 0.38, color=OURS[2 * at], label=label), fmt="%.1f")
+            bar = right.bar(x, best["faster"], 0.38, color=OURS[2 * at], label=label)
+            right.bar_label(bar, fmt="%.1f", label_type="center", color=("white", "black")[at])
             ideal = "ideal" if i == at == 0 else None
             right.hlines(best["ideal"], x - 0.19, x + 0.19, color="black", label=ideal)
     for panel, label in ((left, "responses per second"), (right, "times as fast as separate documents")):
         panel.set_xticks([i + 0.2 for i in range(len(names))], names)
         panel.set_ylabel(label)
-        panel.legend(frameon=False, loc="upper left")
+        panel.set_ylim(top=1.2 * panel.get_ylim()[1])
+        panel.legend(frameon=False, loc="upper left", ncols=3)
         panel.spines[["top", "right"]].set_visible(False)
     facts = data["environment"]
     figure.suptitle(f"forward and backward, {data['ranks']} x {facts['device']}, {facts['date'][:10]}")
@@ -326,6 +329,7 @@ def hybrid(result: Path, out: Path | None) -> None:
     what = [f"{sum(pack) // 1024}K, {len(pack)} document{'s' * (len(pack) > 1)}" for pack in packs]
     axes.set_xticks([i + 0.19 for i in range(len(packs))], what, fontsize=8.5)
     axes.axhline(100, color="0.6", linewidth=0.8)
+    axes.set_ylim(top=125)
     axes.set_ylabel("% of one GPU at equal work", fontsize=9)
     axes.set_title(
         f"8 layers of Qwen3-Next, 3 of 4 recurrent, {data['ranks']} {data['environment']['device']}", fontsize=9.5

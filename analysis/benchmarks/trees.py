@@ -200,6 +200,7 @@ def record(report: Report, ranks: int, options: Options, cells: Sequence[dict[st
             ),
         ]
         for cell in cells
+        if cell["part"] != "plan"
     ]
     settings = asdict(options) | {"began": None}
     return report.write({"ranks": ranks, "settings": settings, "cells": list(cells)}, table(head, rows))

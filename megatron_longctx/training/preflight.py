@@ -10,9 +10,11 @@ import logging
 import math
 import os
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 
 from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, trained_length, workload_of
 from ..config.cluster import GIB, load_cluster
@@ -88,11 +90,8 @@ def check(config: Config, world_size: int) -> tuple[int | None, Identity]:
     if config.model.builder == "hybrid":
         require_hybrid_model()
     fast = device == "cuda" and config.train.precision == "bf16" and not config.attention.deterministic
-    if config.model.recurrent and fast and importlib.util.find_spec("fla") is None:
-        expected = "null without the package fla-core, whose kernels compute layers G on GPUs"
-        raise refuse(
-            "model.pattern", config.model.pattern, expected, "Run pip install fla-core, which is part of the extra gpu."
-        )
+    if config.model.recurrent and fast:
+        _check_delta_kernels(config.model.pattern)
     check_mode(config, config.data.seq_length, "data.seq_length", needs_tokens=config.data.packing != "best_fit")
     check_corpus(config.data)
     if config.train.eval_interval is not None:
@@ -140,6 +139,21 @@ def _check_fp8(config: Config, device: str) -> None:
         remedy = f"{fp8} needs {least[0]}.{least[1]} ({name}) or later" + f", below {below[0]}.0" * (below[0] < 99)
         raise refuse("train.fp8", fp8, expected, f"{remedy}.")
     require_fp8(fp8)
+
+
+def _check_delta_kernels(pattern: str | None) -> None:
+    """Refuse layers G on GPUs without fla-core, or with a Triton with which its gradients are wrong there."""
+    if importlib.util.find_spec("fla") is None:
+        expected = "null without the package fla-core, whose kernels compute layers G on GPUs"
+        remedy = "Run pip install fla-core, which is part of the extra gpu."
+        raise refuse("model.pattern", pattern, expected, remedy)
+    if for_other_nodes() or importlib.util.find_spec("tilelang") or torch.cuda.get_device_capability()[0] != 9:
+        return
+    # fla-org/flash-linear-attention#640: fla-core itself refuses them, but only in the first backward pass.
+    if Version("3.4") <= Version(found := version("triton")) < Version("3.7.1"):
+        expected = f"null on Hopper with Triton {found}: with 3.4 to 3.7.0, gradients of fla-core's kernels are wrong"
+        remedy = "Run pip install 'triton>=3.7.1', or pip install tilelang, whose kernels fla-core then takes."
+        raise refuse("model.pattern", pattern, expected, remedy)
 
 
 @names_as_keys()

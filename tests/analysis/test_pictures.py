@@ -15,7 +15,15 @@ MOST_DIFFERENT = 2e-4  # of the pixels: versions of fonts differ less, and ten d
 
 @pytest.mark.parametrize(
     "words",
-    [["inference"], ["plan"], ["reductions"], ["rows"], ["attention", "attention_packed_h200_x2"]],
+    [
+        ["inference"],
+        ["plan"],
+        ["reductions"],
+        ["rows"],
+        ["attention", "attention_packed_h200_x2"],
+        ["trees", "trees_h200_x2"],
+        ["hybrid", "hybrid_h200_x2"],
+    ],
     ids=" ".join,
 )
 def test_pictures_of_the_docs_are_those_that_the_code_draws(

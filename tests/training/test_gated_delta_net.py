@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_longctx.config.gpus import other_nodes
 from megatron_longctx.mcore.inference import inference_config
 from megatron_longctx.mcore.version import RELEASE
 from megatron_longctx.planner.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training import recorded
+from megatron_longctx.training import preflight, recorded
 from tests.shared.training import LATENTS, record_all, tiny_config, tiny_corpus
 
 CP, TP, PP, EP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline", "expert_model"))
@@ -107,3 +109,30 @@ def test_flops_of_a_recurrent_layer_grow_with_tokens_alone(tmp_path: Path) -> No
     projections, rule, mlp = 32 * (2 * 2 * 8 + 3 * 24 + 2 * 4), 3 * 4 * 8 * 6, 3 * 32 * 64
     flops = training_flops(model, 128, Work(tokens=100, pairs=0, dense_pairs=10_000))
     assert flops.causal == flops.dense == 6 * 100 * (2 * (projections + rule + mlp) + 32 * 128)
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "packages", "refused"),
+    [
+        ("3.6.0", (9, 0), ("fla",), True),
+        ("3.7.0", (9, 0), ("fla",), True),
+        ("3.4.0", (9, 0), ("fla",), True),
+        ("3.3.1", (9, 0), ("fla",), False),
+        ("3.7.1", (9, 0), ("fla",), False),
+        ("3.6.0", (10, 0), ("fla",), False),
+        ("3.6.0", (9, 0), ("fla", "tilelang"), False),
+    ],
+)
+def test_wrong_gradients_of_kernels_are_refused(
+    monkeypatch: pytest.MonkeyPatch, triton: str, capability: tuple[int, int], packages: tuple[str, ...], refused: bool
+) -> None:
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name in packages or None)
+    monkeypatch.setattr(preflight, "version", lambda name: triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with other_nodes(8):
+        preflight._check_delta_kernels("G-*-")
+    if not refused:
+        preflight._check_delta_kernels("G-*-")
+        return
+    with pytest.raises(ValueError, match=f"model.pattern=G-.*null on Hopper with Triton {triton}.*triton>=3.7.1"):
+        preflight._check_delta_kernels("G-*-")
