@@ -173,12 +173,7 @@ class _Recorded(Decoder):
 
 
 def measure(
-    rank: int,
-    config: Config,
-    checkpoints: Path | None,
-    answers: Answers,
-    limits: Limits,
-    save: Any,
+    rank: int, config: Config, checkpoints: Path | None, answers: Answers, limits: Limits, save: Any
 ) -> list[Cell]:
     """Measure every task alone, and then all of them in one batch, on this rank; rank 0 calls `save`."""
     begin = time.perf_counter()
