@@ -79,7 +79,7 @@ class SharedWeights:
         group = self._groups.slices if gathered else self._groups.megatron.tp
         if isinstance(linear, ReducedRowParallelLinear):
             reducer = linear.reducer_over(group)
-            if reducer.bits("all_reduce", out) is not None:
+            if reducer.format("all_reduce", out) is not None:
                 return reducer.all_reduce(out)
         if self.peers is not None and not gathered:
             return all_reduce(out, group, bits=None, out=out, peers=self.peers)
