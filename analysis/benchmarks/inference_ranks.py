@@ -23,11 +23,11 @@ from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChunk
 from megatron_longctx.inference.choose_cache_mode import Chooser, Decision, facts_of_rank_0
 from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.inference.memory import pages_per_rank
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import NextToken, Session
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine
-from megatron_longctx.mcore.inference_memory import pages_per_rank
 from megatron_longctx.training.ranks import world_group
 
 REPLICATED = "replicated"

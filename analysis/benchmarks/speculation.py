@@ -26,10 +26,11 @@ from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChun
 from megatron_longctx.inference.choose_cache_mode import Chooser, facts_of_rank_0
 from megatron_longctx.inference.decode import Decoder
 from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.inference.memory import pages_per_rank
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import NextToken, Session
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import build_engine, inference_config, pages_per_rank
+from megatron_longctx.mcore.inference import build_engine, inference_config
 from megatron_longctx.models.chat import load_chat
 from megatron_longctx.serving.inference_job import build_job
 from megatron_longctx.training.compose import compose_config
@@ -173,12 +174,7 @@ class _Recorded(Decoder):
 
 
 def measure(
-    rank: int,
-    config: Config,
-    checkpoints: Path | None,
-    answers: Answers,
-    limits: Limits,
-    save: Any,
+    rank: int, config: Config, checkpoints: Path | None, answers: Answers, limits: Limits, save: Any
 ) -> list[Cell]:
     """Measure every task alone, and then all of them in one batch, on this rank; rank 0 calls `save`."""
     begin = time.perf_counter()

@@ -61,11 +61,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
     assert vocab is not None
     base = _base(model)
     precision = "bf16" if {each.dtype for each in published.tensors.values()} == {torch.bfloat16} else "fp32"
-    base = replace(
-        base,
-        data=replace(base.data, seq_length=seq_length),
-        train=replace(base.train, precision=precision),
-    )
+    base = replace(base, data=replace(base.data, seq_length=seq_length), train=replace(base.train, precision=precision))
     with new_folder(own.get("out")) as (folder, final):
         published.write_tokenizer(folder / _TOKENIZER)
         if (folder / _TOKENIZER).is_dir():

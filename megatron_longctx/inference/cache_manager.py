@@ -11,10 +11,10 @@ import itertools
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..core.errors import refuse
-from .pages import Copy, Key, PagePool, Place, Shard
+from .pages import Copy, Held, Key, PagePool, Place, Shard
 
 MAX_CONTIGUOUS = 512
 """The number of new tokens per rank up to which each rank gets one contiguous part.
@@ -28,27 +28,6 @@ rank need more kernel calls and merges for the same keys, and the host takes abo
 
 class CacheFull(ValueError):
     """Raised for tokens that do not fit into the cache; nothing has changed then."""
-
-
-@dataclass
-class Held:
-    """What a session holds.
-
-    Attributes:
-        opened: its number among all sessions.
-        salt: of its pages' keys.
-        shards: per rank.
-        pages: (rank, page) in the order of positions.
-        numbers: of its first pages, which are in the index.
-        twice: whether another session has computed the next page as well. Its own pages are then not found.
-    """
-
-    opened: int
-    salt: int
-    shards: list[Shard]
-    pages: list[tuple[int, int]] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    twice: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,18 +184,15 @@ class CacheManager:
 
     def add_page(self, session: int, copy: Copy) -> tuple[int, bool]:
         """Add a copy's page to a session, which has only complete ones; return it, and whether it has its contents."""
-        held, pool, start = self._held(session), self._pools[copy.rank], self.length(session)
-        shard, place = held.shards[copy.rank], self._index.get(copy.key)
+        held, pool, place = self._held(session), self._pools[copy.rank], self._index.get(copy.key)
         found = place is not None and place.rank == copy.rank and not held.twice
         if place is not None and found:
             page = place.page
             pool.hold([page])
         else:
-            (page,) = pool.allocate(1, shard.pages[-1] if shard.pages else -1)
+            (page,) = pool.allocate(1, held.shards[copy.rank].last_page)
             held.twice = held.twice or place is not None
-        shard.add_pages([page])
-        shard.extend([range(start, start + self.page_tokens)])
-        held.pages.append((copy.rank, page))
+        held.add_full(copy.rank, page)
         if not held.twice:
             held.numbers.append(copy.number)
             if not found:
@@ -234,11 +210,10 @@ class CacheManager:
         number = self._opened
         self._opened += 1
         held = self._sessions[number] = self._empty(number, salt)
-        for i, (rank, page) in enumerate(pages):
+        for rank, page in pages:
             self._pools[rank].hold([page])
-            held.shards[rank].add_pages([page])
-            held.shards[rank].extend([range(i * self.page_tokens, (i + 1) * self.page_tokens)])
-        held.pages, held.numbers = [*pages], [*numbers]
+            held.add_full(rank, page)
+        held.numbers += numbers
         return number
 
     def name_pages(self, session: int, tokens: Sequence[int], most: int | None = None) -> None:
@@ -372,7 +347,7 @@ class CacheManager:
         own = []
         for rank, (pool, shard, spans) in enumerate(zip(self._pools, held.shards, parts, strict=True)):
             shard.extend([range(span.start + cached, span.stop + cached) for span in spans])
-            own.append(pool.allocate(homes.count(rank), shard.pages[-1] if shard.pages else -1))
+            own.append(pool.allocate(homes.count(rank), shard.last_page))
             shard.add_pages(own[-1])
         pages = [iter(each) for each in own]
         held.pages += [(rank, next(pages[rank])) for rank in homes]

@@ -1,4 +1,4 @@
-"""Bookkeeping for the KV cache pages of one rank: a reference-counted pool, and one session's tokens on it."""
+"""Bookkeeping for the KV cache pages: the reference-counted pool of a rank, and what one session holds."""
 
 from __future__ import annotations
 
@@ -161,6 +161,11 @@ class Shard:
     positions: list[range] = field(default_factory=list)
     _slots: list[range] = field(default_factory=list)  # of all pages; neighbouring pages form one range
 
+    @property
+    def last_page(self) -> int:
+        """The last of `pages`; -1 for none."""
+        return self.pages[-1] if self.pages else -1
+
     def slots(self, start: int, stop: int) -> tuple[range, ...]:
         """Return the slots of local tokens `start..stop-1`, neighbouring ones as one range."""
         parts, at = [], 0
@@ -189,6 +194,34 @@ class Shard:
         unused, self.pages = self.pages[needed:], self.pages[:needed]
         _drop_last(self._slots, len(unused) * self.page_tokens)
         return unused
+
+
+@dataclass
+class Held:
+    """What a session holds.
+
+    Attributes:
+        opened: its number among all sessions.
+        salt: of its pages' keys.
+        shards: per rank.
+        pages: (rank, page) in the order of positions.
+        numbers: of its first pages, which are in the index.
+        twice: whether another session has computed the next page as well. Its own pages are then not found.
+    """
+
+    opened: int
+    salt: int
+    shards: list[Shard]
+    pages: list[tuple[int, int]] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    twice: bool = False
+
+    def add_full(self, rank: int, page: int) -> None:
+        """Add a page of a rank that holds all of its tokens; those before it are complete."""
+        shard, start = self.shards[rank], len(self.pages)
+        shard.add_pages([page])
+        shard.extend([range(start * shard.page_tokens, (start + 1) * shard.page_tokens)])
+        self.pages.append((rank, page))
 
 
 def _add(ranges: list[range], span: range) -> None:

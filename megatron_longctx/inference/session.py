@@ -18,7 +18,8 @@ from torch import Tensor
 from ..config import InferenceConfig
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
-from .cache_manager import CacheManager, Held
+from .cache_manager import CacheManager
+from .pages import Held
 from .sampling import Sampling, sample
 from .scores import PromptScores, Score, score_table
 

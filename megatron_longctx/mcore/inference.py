@@ -28,6 +28,7 @@ from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention
 from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
+from ..inference.memory import cache_shape, free_pages, pages_per_rank, with_shared_weights
 from ..inference.scores import PromptScorer
 from ..lowbit.crossover import Timings
 from ..lowbit.reduction import ReductionPolicy
@@ -36,7 +37,6 @@ from .core_attention import layer_window
 from .direct import AttentionFn, DirectLayer, why_not_direct
 from .fp8_weights import check_fp8, quantize_layers, stored_bytes
 from .groups import share_weights
-from .inference_memory import cache_shape, free_pages, pages_per_rank, with_shared_weights
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
 from .rope import Rotations
 from .row_parallel import ReducedRowParallelLinear
@@ -153,13 +153,13 @@ class CachedGPT:
         return found.to(torch.float32, copy=True)  # outlives the pass: a tensor like any other
 
     @property
-    def _shares_prompts(self) -> bool:
-        """Whether ranks that share the weights have different tokens in this pass."""
-        return self._shares is not None and not self.attention.is_replicated
+    def _gathers(self) -> SharedWeights | None:
+        """The shared weights if ranks have different tokens in this pass; None if each uses its own weights."""
+        return None if self.attention.is_replicated else self._shares
 
     @torch.inference_mode()
     def _logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, scorer: PromptScorer | None) -> Tensor:
-        if not tokens.numel() and not self._shares_prompts:
+        if not tokens.numel() and self._gathers is None:
             self._attend_without_tokens()
             return torch.empty(0, self.vocab_size, device=tokens.device)
         hidden = self._hidden(tokens, positions)
@@ -172,8 +172,8 @@ class CachedGPT:
     def _heads(self, hidden: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield the logits `[at most 512, vocab_size]` of some rows of hidden states `[s, 1, h]`, and where in `rows`
         they begin."""
-        if self._shares_prompts and self._shares is not None:
-            yield from self._shares.together(rows, _HEAD_ROWS, self._head, hidden.__getitem__)
+        if shares := self._gathers:
+            yield from shares.together(rows, _HEAD_ROWS, self._head, hidden.__getitem__)
         else:
             for start in range(0, len(rows), _HEAD_ROWS):
                 yield start, self._head(hidden[rows[start : start + _HEAD_ROWS]])
@@ -188,19 +188,18 @@ class CachedGPT:
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return `[s, 1, h]` of tokens and positions `[s]`."""
-        if self._shares is None or not self._shares_prompts:
-            return self._gpt.embedding(tokens[None], positions[None])  # type: ignore[no-any-return]
+        embedding = self._gpt.embedding
+        if (shares := self._gathers) is None:
+            return embedding(tokens[None], positions[None])  # type: ignore[no-any-return]
         both = torch.stack((tokens, positions), 1)
-        parts = self._shares.together(
-            both, _EMBEDDED_ROWS, lambda each: self._gpt.embedding(each[None, :, 0], each[None, :, 1])
-        )
+        parts = shares.together(both, _EMBEDDED_ROWS, lambda each: embedding(each[None, :, 0], each[None, :, 1]))
         found = [part for _, part in parts]
         dtype, width = self.attention.shape.dtype, self._gpt.config.hidden_size
         return torch.cat(found) if found else torch.empty(0, 1, width, dtype=dtype, device=tokens.device)
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the normalized hidden states `[s, 1, h]` of tokens and positions `[s]`."""
-        gpt, rotations = self._gpt, None
+        gpt, shares, rotations = self._gpt, self._gathers, None
         if gpt.position_embedding_type == "rope":
             rotations = gpt.rotary_pos_emb.rotations(positions.to(gpt.rotary_pos_emb.inv_freq.device))
         if self._layers is None:
@@ -212,7 +211,7 @@ class CachedGPT:
             self._attend_without_tokens()
             return hidden
         for number, (layer, window, attend) in enumerate(self._layers):
-            weights = self._shares.layer(number) if self._shares is not None and self._shares_prompts else None
+            weights = None if shares is None else shares.layer(number)
             hidden = layer(hidden, None if rotations is None else rotations.of(window), attend, weights)
         return gpt.decoder.final_layernorm(hidden)  # type: ignore[no-any-return]
 

@@ -26,10 +26,11 @@ from ..config.progress import Progress
 from ..core.errors import JobFailed, refuse
 from ..inference.choose_cache_mode import calibration_file
 from ..inference.engine import LongContextEngine
+from ..inference.memory import check_cache
 from ..mcore import checkpoint_folder, groups
 from ..mcore.inference import build_engine, inference_config, tensor_size_of_experts, with_length
-from ..mcore.inference_memory import check_cache
-from ..mcore.model import RETRAINABLE
+from ..mcore.model import RETRAINABLE, padded_vocab_size
+from ..mcore.tokenizer import build_tokenizer
 from ..training.compose import RESOLVED, check_names, load_config, override_config
 from ..training.local_ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
 from ..training.preflight import check_kernel, check_saved_weights, device_bytes, device_type, host_bytes
@@ -224,7 +225,8 @@ def check_memory(job: InferenceJob) -> None:
     on_gpus = device_type(job.config) == "cuda"
     capacity = device_bytes(job.config) if on_gpus else host_bytes(job.world_size)
     if capacity is not None:
-        check_cache(job.config, capacity)
+        tokenizer = build_tokenizer(job.config.data.tokenizer, job.config.data.tokenizer_path)
+        check_cache(job.config, padded_vocab_size(job.config.model, tokenizer.vocab_size), capacity)
 
 
 @contextmanager

@@ -105,20 +105,7 @@ def test_few_pages_are_contiguous_and_more_are_even_work() -> None:
     assert [len(chunk.new_spans[0]) for chunk in chunks] == [1, 2]
 
 
-OPERATIONS = (
-    "open",
-    "append",
-    "append",
-    "decode",
-    "decode",
-    "find",
-    "find",
-    "undo",
-    "truncate",
-    "evict",
-    "close",
-    "close",
-)
+OPERATIONS = ("open", "undo", "truncate", "evict", *2 * ("append", "decode", "find", "close"))
 
 
 @settings(max_examples=100, deadline=None)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_longctx.config import Config, ParallelismConfig
+from megatron_longctx.inference.memory import check_cache, weight_bytes
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import PromptScores
 from megatron_longctx.mcore import inference
 from megatron_longctx.mcore.inference import CachedGPT, inference_config
-from megatron_longctx.mcore.inference_memory import check_cache, weight_bytes
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.compose import override_config
 from tests.inference.conversations import Model, Truth, converse_in, engine_of, parallel, truths
@@ -24,6 +24,7 @@ from tests.shared.training import changed, tiny_config
 # 12 heads, which 2, 3, 4 and 6 ranks can share.
 WIDE = {"model.hidden_size": 48, "model.num_attention_heads": 12, "model.head_dim": 12, "model.ffn_hidden_size": 96}
 WIDE["model.vocab_multiple"] = 24
+ROWS = 528  # of the embedding, which has the 512 entries of the tokenizer
 SHAPES = (
     {"model.num_kv_heads": 12, "model.qkv_bias": True},
     {"model.num_kv_heads": 1, "model.tie_embeddings": True, "model.window": 5},
@@ -89,11 +90,14 @@ def answers(rank: int, configs: list[Config]) -> list[Answers]:
 @pytest.mark.usefixtures("on_cpu")
 def test_ranks_hold_a_part_of_the_weights_and_answer_alike(models: list[Config]) -> None:
     """Also prompts' scores, forks, and ranks that have no tokens of a prompt."""
-    config = changed(models[0], {"model.num_layers": 4})
+    exact = {"reduction.down_projection": "int8", "reduction.min_kib": 2**20}  # a policy whose sums are all exact
+    config = changed(models[0], {"model.num_layers": 4, **exact})
     whole, shared = parallel(config, 3), parallel(config, 3, shard_weights=True)
     for expected, found in run_distributed(answers, 3, [whole, shared]):
-        assert expected[0] == weight_bytes(whole)
-        assert found[0] < 0.35 * expected[0] and found[0] < weight_bytes(shared), "which counts gathered layers too"
+        assert expected[0] == weight_bytes(whole, ROWS)
+        assert found[0] < 0.35 * expected[0] and found[0] < weight_bytes(shared, ROWS), (
+            "which counts gathered layers too"
+        )
         assert len(found[1]) == 89 and found[1] == pytest.approx(expected[1], abs=1e-5)
         assert found[2] == expected[2]
         torch.testing.assert_close(found[3], expected[3], rtol=2e-5, atol=2e-5)
@@ -130,7 +134,7 @@ def test_a_cache_fits_beside_the_weights(models: list[Config]) -> None:
     """Shared weights leave room for a cache that would not fit otherwise."""
     config = changed(models[0], {"model.num_layers": 8})
     whole, shared = (parallel(config, 4, cache_tokens=200, shard_weights=shares) for shares in (False, True))
-    assert math.isclose(weight_bytes(shared) / weight_bytes(whole), 1 / 4 + 2 / 8, rel_tol=0.1)
-    check_cache(shared, weight_bytes(whole))
+    assert math.isclose(weight_bytes(shared, ROWS) / weight_bytes(whole, ROWS), 1 / 4 + 2 / 8, rel_tol=0.1)
+    check_cache(shared, ROWS, weight_bytes(whole, ROWS))
     with pytest.raises(ValueError, match=r"cache_tokens=200: expected at most 0 tokens, which fit beside .* can share"):
-        check_cache(whole, weight_bytes(whole))
+        check_cache(whole, ROWS, weight_bytes(whole, ROWS))

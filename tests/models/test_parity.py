@@ -82,8 +82,7 @@ def whole_logits(run: str, sizes: dict[str, int], tokens: Tensor) -> Tensor:
     experts = config.model.num_moe_experts is not None  # with tensor parallelism, they require sequence parallelism
     parallel = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
     config = changed(
-        config,
-        {**parallel, "data.seq_length": length, "parallelism.sequence_parallel": experts and "tensor" in sizes},
+        config, {**parallel, "data.seq_length": length, "parallelism.sequence_parallel": experts and "tensor" in sizes}
     )
     collection = groups.initialize(**{"expert" if axis == "expert_model" else axis: n for axis, n in sizes.items()})
     sequence = build_sequence(config, collection.cp)

@@ -223,7 +223,7 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
     """
     config, e, tokens = job.config, job.element_bytes, job.tokens
     model, tp, workload = config.model, config.parallelism.tensor_parallel_size, workload_of(config)
-    per_sequence = job.tokens // job.config.train.micro_batch_size
+    per_sequence = tokens // config.train.micro_batch_size
     hidden = e * job.hidden_tokens * model.hidden_size
     q, kv = (per_sequence * workload.elements(kind) * e for kind in (Kind.Q, Kind.KV))
     # Keys and values are views of the projection without RoPE. So are queries if each has its own key/value head.
@@ -239,13 +239,7 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
             saved = qkv = q
     fc1 = e * tokens * model.fc1_columns * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
-
-    def normed(size: int, rows: int) -> int:
-        """Return what a norm of `size` bytes keeps besides its input."""
-        rms = model.normalization == "rmsnorm"
-        return size + 4 * rows * (1 if rms else 2) + (0 if job.fused or not rms else size)
-
-    norm = normed(hidden, job.hidden_tokens)
+    norm = norm_bytes(job, hidden, job.hidden_tokens)
     normed_input = norm - hidden + hidden * job.product_bytes // e
     if config.train.fp8 == "delayed":  # the output projection keeps its input in FP8, beside attention's own output
         saved += per_sequence * workload.elements(Kind.OUT)
@@ -254,9 +248,9 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
         for rank, rows in ((model.kv_lora_rank, job.hidden_tokens), (model.q_lora_rank, tokens)):
             if rank is not None:  # Megatron keeps the query latents of all tensor-parallel ranks
                 saved += e * rows * rank
-                saved += normed(e * job.hidden_tokens * rank, job.hidden_tokens) if model.qk_norm else 0
+                saved += norm_bytes(job, e * job.hidden_tokens * rank, job.hidden_tokens) if model.qk_norm else 0
     elif model.qk_norm:
-        saved += sum(size + normed(size, size // (e * model.kv_channels)) for size in (q, kv // 2))
+        saved += sum(size + norm_bytes(job, size, size // (e * model.kv_channels)) for size in (q, kv // 2))
     result = per_sequence * workload.token_bytes(Kind.OUT)
     saved += (q + 4 * q // e) * model.attention_output_gate  # the gated output, and the sigmoid in fp32
     if recurrent:
@@ -277,6 +271,12 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
         tile=0 if tile_tokens is None else (inside + fc1) * min(tile_tokens, tokens) // max(1, tokens),
         rule=delta_rule_bytes(job) if recurrent else 0,
     )
+
+
+def norm_bytes(job: Job, size: int, rows: int) -> int:
+    """Return what a norm of `size` bytes keeps besides its input."""
+    rms = job.config.model.normalization == "rmsnorm"
+    return size + 4 * rows * (1 if rms else 2) + (0 if job.fused or not rms else size)
 
 
 def expert_bytes(job: Job) -> tuple[int, int]:

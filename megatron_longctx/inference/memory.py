@@ -13,11 +13,9 @@ from ..config import Config
 from ..config.cluster import GIB
 from ..config.gpus import ranks_per_gpu
 from ..core.errors import refuse
-from ..inference.cached_attention import CacheShape
-from ..inference.engine import MAX_RANK_TOKENS
 from ..planner.memory import shapes
-from .model import padded_vocab_size
-from .tokenizer import build_tokenizer
+from .cached_attention import CacheShape
+from .engine import MAX_RANK_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +34,12 @@ def with_shared_weights(config: Config) -> Config:
     return replace(config, parallelism=replace(par, context_parallel_size=1, tensor_parallel_size=size))
 
 
-def weight_bytes(config: Config) -> int:
-    """Return the bytes of a rank's weights, with those of two whole layers if prompts gather them."""
-    tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
-    vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
+def weight_bytes(config: Config, vocab_size: int) -> int:
+    """Return the bytes of a rank's weights, with those of two whole layers if prompts gather them.
+
+    Args:
+        vocab_size: rows of the embedding.
+    """
     own, whole = (shapes.Job(each, vocab_size) for each in (with_shared_weights(config), config))
     count = shapes.stage_parameters(own, 0)
     if own.config is not config:
@@ -47,13 +47,13 @@ def weight_bytes(config: Config) -> int:
     return count * own.element_bytes
 
 
-def check_cache(config: Config, capacity: int) -> None:
+def check_cache(config: Config, vocab_size: int, capacity: int) -> None:
     """Refuse a cache whose part on a rank does not fit beside the weights into the rank's `capacity` bytes.
 
     Raises:
         ValueError: with the tokens of the cache and how many would fit.
     """
-    inference, token, weights = config.inference, cache_shape(config).token_bytes, weight_bytes(config)
+    inference, token, weights = config.inference, cache_shape(config).token_bytes, weight_bytes(config, vocab_size)
     pages = 1 if inference.cache_tokens is None else pages_per_rank(config)
     if weights + pages * inference.page_tokens * token > capacity:
         tokens = inference.cache_tokens
