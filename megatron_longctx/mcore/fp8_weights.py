@@ -75,5 +75,6 @@ def _apply(input: Tensor, weight: Fp8Weight, bias: Tensor | None, **_: Any) -> T
 
 def stored_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of a model's weights, quantized or not."""
-    quantized = [each.weight for each in model.modules() if isinstance(getattr(each, "weight", None), Fp8Weight)]
-    return sum(x.nbytes for x in (*model.parameters(), *(y for each in quantized for y in (each.values, each.scales))))
+    weights = [getattr(each, "weight", None) for each in model.modules()]
+    quantized = sum(each.values.nbytes + each.scales.nbytes for each in weights if isinstance(each, Fp8Weight))
+    return quantized + sum(each.nbytes for each in model.parameters())
