@@ -26,6 +26,7 @@ from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.memory import pages_per_rank
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import NextToken, Session
+from megatron_longctx.inference.warm_up import warm_up
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine
 from megatron_longctx.training.ranks import world_group
@@ -169,7 +170,7 @@ class Benchmark:
         self._random = random.Random(0)  # the same tokens on every rank
 
     def run(self, save: Save) -> tuple[list[FirstToken], list[Decoded]]:
-        self.engine.warm_up()  # like a server, but without shapes of chunks: prompts are not cut here
+        warm_up(self.engine)  # like a server, but without shapes of chunks: prompts are not cut here
         first: list[FirstToken] = []
         decoded: list[Decoded] = []
         for length in () if self._sweep.decode_only else self._sweep.lengths:

@@ -24,7 +24,6 @@ from .decode import Decoder
 from .sampling import Sampling, not_finite
 from .scores import PromptScorer, Score
 from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
-from .warm_up import warm_up
 
 MAX_RANK_TOKENS = 65536
 """The most new tokens that a rank computes in one pass, over all sequences, unless a chunk is larger. It bounds the
@@ -81,11 +80,6 @@ class LongContextEngine:
     def release(self) -> None:
         """Drop references to process groups, before these are destroyed. Sessions can still continue."""
         self._decoder.release()
-
-    def warm_up(self, sequences: int = 1) -> None:
-        """Compile kernels, capture graphs and connect ranks with a few tokens in every mode, which are dropped again.
-        sequences: the most that will be decoded together."""
-        warm_up(self, sequences)
 
     def open(self, tokens: Sequence[int] = (), salt: int = 0) -> Session:
         """Open a session with the longest prefix of `tokens` in the cache; its `tokens` are those that were found.

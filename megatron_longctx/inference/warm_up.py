@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+from .engine import LongContextEngine
 from .sampling import Sampling
-
-if TYPE_CHECKING:
-    from .engine import LongContextEngine
 
 _LENGTHS = (67, 130)
 """Two lengths, because code for any length is compiled at the second one that it sees."""
 
 
-def warm_up(engine: LongContextEngine, sequences: int) -> None:
-    """See `LongContextEngine.warm_up`."""
+def warm_up(engine: LongContextEngine, sequences: int = 1) -> None:
+    """Compile kernels, capture graphs and connect ranks with a few tokens in every mode, which are dropped again.
+    sequences: the most that will be decoded together."""
     manager, decoder, chooser = engine.cache_manager, engine._decoder, engine._chooser
     engine.model.attention.compile_kernels(manager.page_tokens)
     pages = min(map(manager.free_pages, range(manager.n)))

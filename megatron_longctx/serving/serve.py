@@ -25,6 +25,7 @@ from ..inference.host_cache import HostCache
 from ..inference.pace import Pace
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Request, Scheduler
+from ..inference.warm_up import warm_up
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize, max_token_chars
 from ..models.chat import load_chat
 from ..training.broadcast import broadcast_json
@@ -105,7 +106,7 @@ def _listen(settings: ServeConfig) -> socket.socket:
 def _serve(job: InferenceJob, groups: Any) -> None:
     settings = job.config.serve
     with open_engine(job, groups) as (engine, tokenizer):
-        engine.warm_up(settings.max_active)
+        warm_up(engine, settings.max_active)
         chunk = job.config.inference.prefill_chunk
         ranks = job.config.parallelism.context_parallel_size
         pace = Pace(chunk) if chunk else Pace.timed(job.config.model, ranks, settings.max_delay_s)

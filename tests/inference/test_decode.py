@@ -18,6 +18,7 @@ from megatron_longctx.inference.cached_attention import CachedAttention, CacheSh
 from megatron_longctx.inference.decode import Decoder
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.inference.warm_up import warm_up
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import converse, engine_of, parallel
 from tests.inference.histories import slots_of
@@ -122,7 +123,7 @@ def warm_up_runs_every_size(engine: LongContextEngine, learned: bool) -> None:
     for settings in (replace(own, exact_reuse=True, prefill_chunk=16), own):
         engine.settings = settings
         steps = recorded(engine, "replicated")
-        engine.warm_up()
+        warm_up(engine)
         sizes = {*range(16, 129, 16)} | (set() if learned else {160, 192, 224, 256, 320, 384, 448, 512})
         assert set(steps.prompt_steps) == (set() if settings.exact_reuse else sizes)  # learned: at most 128 tokens
         assert engine.cache_manager.used_pages() == 0
@@ -131,12 +132,12 @@ def warm_up_runs_every_size(engine: LongContextEngine, learned: bool) -> None:
     for graphs, sequences, expected in ((True, 12, {1, 2, 4, 8, 16}), (True, 1, {1}), (False, 12, {1})):
         steps = recorded(engine, "replicated")
         steps._graphs = graphs
-        engine.warm_up(sequences=sequences)
+        warm_up(engine, sequences)
         assert set(steps.sizes) == expected and engine.cache_manager.used_pages() == 0
     manager, steps = engine.cache_manager, recorded(engine, "replicated")
     steps._graphs, other = True, manager.open()
     manager.append({other: (min(map(manager.free_pages, range(manager.n))) - 3) * manager.n * manager.page_tokens})
-    engine.warm_up(sequences=12)
+    warm_up(engine, 12)
     assert max(steps.sizes) == 2, "3 pages are free on every rank"
     assert set(steps.prompt_steps.values()) == {1}, "no size twice, however many do not fit"
     manager.close(other)

@@ -21,6 +21,7 @@ from megatron_longctx.inference.cached_attention import CachedAttention, CacheSh
 from megatron_longctx.inference.choose_cache_mode import find_facts, kv_per_q
 from megatron_longctx.inference.paged import Pages
 from megatron_longctx.inference.quantize_kv import Int8KV, pack_kv, packed_shape, unpack_kv
+from megatron_longctx.inference.warm_up import warm_up
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error
@@ -109,7 +110,7 @@ def through_the_engine(rank: int, configs: list[Config]) -> list[torch.Tensor]:
                 session.append([token])
             found.append(engine.next_logits([session])[0])
             assert bool(sent) == (config.parallelism.context_parallel_size > 1)
-            engine.warm_up()
+            warm_up(engine)
             engine.model.attention.randomize()
             assert engine.next_logits([session]).isfinite().all()
     return found

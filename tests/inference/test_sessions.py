@@ -18,6 +18,7 @@ from megatron_longctx.inference.cache_manager import CacheFull, ScheduledChunk
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import Session
+from megatron_longctx.inference.warm_up import warm_up
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import engine_of, parallel
 from tests.shared.training import changed, tiny_config
@@ -197,7 +198,7 @@ def warm_up_computes_two_lengths_in_every_mode(engine: LongContextEngine) -> Non
     engine.model.logits = lambda tokens, *rest: computed.append(len(tokens)) or original(tokens, *rest)  # type: ignore
     engine.model.attention.begin = lambda batch, mode, **how: modes.add(mode) or begin(batch, mode, **how)  # type: ignore
     try:
-        engine.warm_up()
+        warm_up(engine)
     finally:
         del engine.model.logits
         del engine.model.attention.begin
@@ -216,7 +217,7 @@ def warm_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
             room = min(map(manager.free_pages, range(manager.n))) - pages
             session.append([97] * room * manager.n * manager.page_tokens)
             before = manager.used_pages()
-            engine.warm_up()
+            warm_up(engine)
             assert session.cached_tokens == len(session.tokens) > 0 and manager.used_pages() == before
             manager.evict(session.number)
             session.tokens.clear()
@@ -262,7 +263,7 @@ def passes(engine: LongContextEngine, texts: list[list[int]]) -> tuple[list[int]
 
 
 def learned_positions_end(engine: LongContextEngine) -> None:
-    engine.warm_up()  # within the positions
+    warm_up(engine)  # within the positions
     session = engine.open()
     refused(
         lambda: session.append([97] * 25),

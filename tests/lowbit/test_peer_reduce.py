@@ -161,7 +161,7 @@ def test_kernels_compile_for_hopper(bits, short, scatter):
     from megatron_longctx.lowbit import peer_kernels
 
     constants = {"BITS": bits, "TO_BITS": bits, "SYMMETRIC": False, "SHORT": short, "HALF": 64, "ROWS": 32}
-    constants |= {"SUM_ROWS": 4, "WORLD": 3, "LANES": 4, "MAX": 128, "SCATTER": scatter, "PHASES": 7}
+    constants |= {"SUM_ROWS": 4, "WORLD": 3, "LANES": 4, "MAX": 128, "SCATTER": scatter, "GATHER": False, "PHASES": 7}
     pointers = {"x": "*bf16", "out": "*bf16", "data": "*i64", "flags": "*i64", "state": "*i64"}
     for kernel, waits in ((peer_kernels._two_step_kernel, 1 if scatter else 2), (peer_kernels._one_step_kernel, 1)):
         code = hopper_code(kernel, constants, pointers)

@@ -78,7 +78,7 @@ HOPS = {
     "zigzag": lambda n: n * (n - 1),
     "usp": lambda n: n // 2 * (n // 2 - 1),  # between groups of two ranks with half the heads each
     "double_ring": {4: 8, 8: 26}.get,
-    "tasp": {4: 18, 8: 52}.get,  # upper bounds: the hops depend on which of the n - 1 rings a block takes
+    "tasp": {4: 18, 8: 59}.get,  # upper bounds: the hops depend on which of the n - 1 rings a block takes
 }
 
 

@@ -206,7 +206,7 @@ def test_missing_dataset(no_ranks: Callable[..., str]) -> None:
         (["data.seq_length=900000"], "data.seq_length=900000", "at most ", "Lower data.seq_length"),
         (["data.tokenizer=huggingface", "data.tokenizer_path=x"], "data.tokenizer=huggingface", "byte-level", "Write"),
         (["train.num_processes=3", "parallelism=cp2"], "world size=3", "a multiple of", "Start that many ranks"),
-        (["parallelism.data_parallel_size=2"], "train.global_batch_size=1", "1 x 2", "Nearest: 2 or 2"),
+        (["parallelism.data_parallel_size=2"], "train.global_batch_size=1", "1 x 2", "Nearest: 2."),
     ],
 )
 def test_settings_that_cannot_run_here(
