@@ -371,10 +371,11 @@ def test_bad_settings_are_refused_before_the_model_is_loaded(
 
 
 def test_it_warms_up_for_its_batches_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def warm_up(sequences: int) -> None:
-        raise RuntimeError(f"warming up for {sequences} sequences")
+    def warm_up(engine: str, sequences: int) -> None:
+        raise RuntimeError(f"warming up {engine} for {sequences} sequences")
 
     job = SimpleNamespace(config=changed(Config(), {"serve.max_active": 12}))
-    monkeypatch.setattr(serve, "open_engine", lambda *_: nullcontext((SimpleNamespace(warm_up=warm_up), None)))
-    with pytest.raises(RuntimeError, match="warming up for 12 sequences"):
+    monkeypatch.setattr(serve, "open_engine", lambda *_: nullcontext(("an engine", None)))
+    monkeypatch.setattr(serve, "warm_up", warm_up)
+    with pytest.raises(RuntimeError, match="warming up an engine for 12 sequences"):
         serve._serve(job, None)  # type: ignore[arg-type]
