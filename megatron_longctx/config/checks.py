@@ -8,7 +8,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from ..core.errors import refuse
+from ..core.errors import nearest, refuse
 from ..core.plans.mask import causal
 from .bounds import check, keys_of
 from .model import ModelConfig
@@ -99,8 +99,8 @@ def _check_divides(name: str, value: int, multiples: Mapping[str, int]) -> None:
         if multiple % value:
             small = [k for k in range(1, math.isqrt(multiple) + 1) if multiple % k == 0]
             divisors = sorted({*small, *(multiple // k for k in small)})
-            nearest = ", ".join(map(str, sorted(divisors, key=lambda k: abs(k - value))[:3]))
-            raise refuse(name, value, f"a divisor of {key}={multiple}", f"Nearest divisors: {nearest}.")
+            close = ", ".join(map(str, sorted(divisors, key=lambda k: abs(k - value))[:3]))
+            raise refuse(name, value, f"a divisor of {key}={multiple}", f"Nearest divisors: {close}.")
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -267,14 +267,15 @@ def _check_fp8(config: Config, training: bool) -> None:
         if width % block:
             raise refuse(name, width, f"a multiple of {block} {condition}", "Set train.fp8=none for this model.")
     unit = token_unit(config)
-    tokens = {"data.seq_length": config.data.seq_length}
+    sequences = {"data.seq_length": 1}
     if config.recompute.mlp_tile_tokens is not None:
-        tokens["recompute.mlp_tile_tokens"] = config.recompute.mlp_tile_tokens // train.micro_batch_size
-    for name, count in tokens.items():
-        if count % unit or not count:
+        sequences["recompute.mlp_tile_tokens"] = train.micro_batch_size
+    for name, count in sequences.items():
+        tokens = attrgetter(name)(config)
+        if tokens // count % unit or tokens < count:
             sizes = f"{block}" + f" x parallelism.tensor_parallel_size={tp}" * (unit > block)
-            remedy = f"Nearest: {max(unit, count // unit * unit)} or {(count // unit + 1) * unit}."
-            raise refuse(name, attrgetter(name)(config), f"a multiple of {sizes} for each sequence {condition}", remedy)
+            remedy = f"Nearest: {nearest(tokens, unit * count)}."
+            raise refuse(name, tokens, f"a multiple of {sizes} for each sequence {condition}", remedy)
     most = min(model.num_layers // par.pipeline_parallel_size, model.num_layers - 1)
     for name in ("train.bf16_layers_at_start", "train.bf16_layers_at_end"):
         if (layers := attrgetter(name)(config)) > most:
