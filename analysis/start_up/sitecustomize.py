@@ -1,12 +1,10 @@
 """Python imports this file by its name: it prints milestones of the launcher and of rank 0, in seconds since $T0.
 
-$HOW: `asked` asks for the GPUs in a fork, and has this process know their number without asking; `forced` forks ranks
-whatever is in the way; `spawn` starts them as new processes; anything else changes nothing.
+With $HOW=spawn, ranks start as new processes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -14,14 +12,13 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 T0, HOW = float(os.environ.get("T0", time.time())), os.environ.get("HOW", "")
 TIMED = {
     "megatron_longctx.training.launcher": ["composed", "_accept", "_run_ranks"],
-    "megatron_longctx.training.forks": ["in_fork", "_capability", "sees_gpu"],
+    "megatron_longctx.training.forks": ["in_fork"],
     "megatron_longctx.training.preflight": ["check", "check_kernel", "local_world_size", "device_type"],
     "megatron_longctx.training.worker": ["run_local", "run"],
     "megatron_longctx.training.rendezvous": ["join_group", "use_gpu"],
@@ -65,37 +62,16 @@ def _timed(module: ModuleType, path: str) -> None:
     setattr(owner, name, run)
 
 
-def ask() -> tuple[int, str]:
-    """Return the number of GPUs and the compute capability of the first, like 90."""
-    import torch
-
-    count = torch.cuda.device_count()
-    return count, "{}{}".format(*torch.cuda.get_device_capability()) if count else ""
-
-
-def _change(forks: Any) -> None:
-    """Change how the launcher asks for GPUs and starts ranks."""
-    obstacle, without_cuda = forks.obstacle, forks.without_cuda
+def _tell(forks: Any) -> None:
+    """Print why ranks cannot be forks."""
+    obstacle = forks.obstacle
 
     def told() -> str | None:
         found: str | None = obstacle()
         say(f"obstacle: {found}")
-        return "this is what is measured" if HOW == "spawn" else None if HOW == "forced" else found
+        return "this is what is measured" if HOW == "spawn" else found
 
-    @contextlib.contextmanager
-    def asked() -> Iterator[None]:
-        import torch
-
-        if HOW == "asked" and not obstacle():
-            begin = time.time()
-            count, capability = forks.in_fork(ask)
-            torch.cuda._cached_device_count = count
-            os.environ.setdefault("QUACK_ARCH", capability)
-            say(f"asked for {count} GPUs of capability {capability} in a fork, {time.time() - begin:.2f} s")
-        with without_cuda():
-            yield
-
-    forks.obstacle, forks.without_cuda = told, asked
+    forks.obstacle = told
 
 
 class _Loader(importlib.abc.Loader):
@@ -114,7 +90,7 @@ class _Loader(importlib.abc.Loader):
         for path in TIMED.get(self._name, ()):
             _timed(module, path)
         if self._name == "megatron_longctx.training.forks":
-            _change(module)
+            _tell(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -128,7 +104,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 if "HOW" in os.environ:
-    if HOW == "asked":  # OpenBLAS would start threads again after the first fork
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.meta_path.insert(0, _Finder())
     say("python starts")

@@ -189,7 +189,8 @@ class InferenceConfig:
     # How blocks travel between context-parallel ranks, as attention.transport.
     transport: str = choice("auto", TRANSPORTS)
     # What the weights of layers are: exact (as in the checkpoint, in train.precision) | fp8 (E4M3, with a scale for
-    # every output; products then quantize every token as well). fp8 takes half the memory of bf16 and is faster.
+    # every output; products then quantize every token as well). fp8 takes half the memory of bf16. It is faster for
+    # prompts and for one sequence, not for batches.
     weights: str = choice("exact", ("exact", "fp8"))
     page_tokens: int = number(64, 1, 2**20)  # tokens per page of the KV cache
     # Size of the cache of all context-parallel ranks together. null: `generate` and `eval` as their prompts need;
