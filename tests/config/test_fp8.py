@@ -55,7 +55,6 @@ def refusal(*words: str) -> str:
         ("recompute.mlp_tile_tokens=100", "recompute.mlp_tile_tokens=100: expected a multiple of 16 for each sequence"),
         ("recompute.mlp_tile_tokens=32 train.micro_batch_size=4 train.global_batch_size=4", "Nearest: 64."),
         ("recompute.mlp_tile_tokens=100 train.micro_batch_size=2 train.global_batch_size=2", "Nearest: 96 or 128."),
-        ("data.seq_length=8", "data.seq_length=8: expected a multiple of 16 for each sequence"),
         ("model.ffn_hidden_size=14344", "model.ffn_hidden_size / tensor_parallel_size=14344: expected a multiple"),
         ("model=gpt2 model.num_attention_heads=64 model.num_kv_heads=2", "queries, keys and values / tensor_parallel"),
         ("model=tiny_mla model.kv_lora_rank=72", "model.kv_lora_rank=72: expected a multiple of 16"),

@@ -111,9 +111,13 @@ def test_prompts_find_what_rests_on_the_host(tmp_path: Path, n: int) -> None:
     assert all(tokens == found[0] for tokens in found)
 
 
-def test_memory_that_holds_no_page_is_refused() -> None:
+def test_memory_that_holds_no_page_or_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, layers = CacheManager(1, 4, 2), [torch.zeros(8, 2, 16)]
     with pytest.raises(ValueError, match=r"serve.host_cache_gib=1e-09: expected 0, or room for a page of"):
-        HostCache(CacheManager(1, 4, 2), [torch.zeros(8, 2, 16)], 0, 1e-9)
+        HostCache(manager, layers, 0, 1e-9)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(2**60))
+    with pytest.raises(ValueError, match=r"serve.host_cache_gib=0.01: expected memory that a rank's host has \("):
+        HostCache(manager, layers, 0, 0.01)
 
 
 def keep_and_find(device: str) -> None:
