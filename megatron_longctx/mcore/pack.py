@@ -83,14 +83,10 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         if key not in self._masks:
             self._masks[key] = mask.documents(self.documents, causal=causal, window=window, parents=self.parents)
             if any(self._padding) and not causal:  # a causal mask hides what comes later
-                self._masks[key] = self._hide_padding(self._masks[key], window)
+                pairs = zip(self.documents, self._padding, strict=True)
+                parts = [part for length, padding in pairs for part in (length - padding, padding)]
+                self._masks[key] = divided(self._masks[key], parts, causal, window)
         return self._masks[key]
-
-    def _hide_padding(self, padded: Mask, window: Window) -> Mask:
-        """Return a full mask whose padding sees itself only. The layout still follows the padded documents."""
-        pairs = zip(self.documents, self._padding, strict=True)
-        parts = [part for length, padding in pairs for part in (length - padding, padding) if part]
-        return replace(padded, slices=mask.documents(parts, causal=False, window=window).slices)
 
     def tokens(self, device: torch.device) -> Tensor:
         """Return the global positions of this rank's tokens, int64 `[s]`, in slot order."""
@@ -144,6 +140,11 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
             with torch.inference_mode(False):
                 self._tail_rows[key] = _to_device(torch.tensor(self.place.tail_rows(size)), device)
         return self._tail_rows[key]
+
+
+def divided(whole: Mask, parts: Sequence[int], causal: bool, window: Window) -> Mask:
+    """Return the mask of tokens that see those of their own part alone. The layout is that of the whole."""
+    return replace(whole, slices=mask.documents([*filter(None, parts)], causal=causal, window=window).slices)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -246,10 +246,11 @@ class _ParsedParams(NamedTuple):
 def _versions(params: PackedSeqParams) -> list[tuple[Any, Any]]:
     """Return the parameters' tensors, each with the number of writes to it; parents in a list with a copy of it."""
     names = [f"cu_seqlens_{of}{suffix}" for of in ("q", "kv") for suffix in ("", "_padded")]
-    return [(x, _version(x)) for x in (getattr(params, name, None) for name in (*names, "parents"))]
+    return [(x, version_of(x)) for x in (getattr(params, name, None) for name in (*names, "parents"))]
 
 
-def _version(x: Any) -> Any:
+def version_of(x: Any) -> Any:
+    """Return the number of writes to a tensor, found without reading the device; a copy of a list."""
     if isinstance(x, Tensor):
         return 0 if x.is_inference() else x._version
     return None if x is None else tuple(x)
