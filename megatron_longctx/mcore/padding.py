@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -25,20 +26,16 @@ Span = tuple[int, int]
 def attend_rows(
     attend: Callable[[Tensor, Tensor, Tensor, Mask], Tensor], q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]
 ) -> Tensor:
-    """Return `attend` of a batch `[s, b, heads, d]`, in one call for all rows with the same mask.
+    """Return `attend` of a batch `[s, b, heads, d]`, in one call for neighbouring rows with the same mask.
 
     masks: one for each row, or one for all.
     """
-    different = [*dict.fromkeys(masks)]
+    different = [(mask, len([*rows])) for mask, rows in groupby(masks)]
     if len(different) == 1:
         return attend(q, k, v, masks[0])
-    of_row = torch.tensor([different.index(each) for each in masks])
-    rows = [(of_row == number).nonzero()[:, 0].to(q.device) for number in range(len(different))]
-    parts = [
-        attend(q.index_select(1, own), k.index_select(1, own), v.index_select(1, own), each)
-        for own, each in zip(rows, different, strict=True)
-    ]
-    return torch.cat(parts, 1).index_select(1, torch.cat(rows).argsort())
+    counts = [count for _, count in different]
+    rows = zip(different, *(torch.split(x, counts, 1) for x in (q, k, v)), strict=True)
+    return torch.cat([attend(some_q, some_k, some_v, mask) for (mask, _), some_q, some_k, some_v in rows], 1)
 
 
 @lru_cache(maxsize=256)
@@ -55,13 +52,12 @@ def read_spans(hidden: Tensor, pack: Pack, attention: ContextParallelAttention, 
     exchange what they saw.
 
     Args:
-        hidden: `[b, 1, 1, S]` or `[b, 1, S, S]`, bool, True where a query does not see a key. Or `[b, 1, s, S]`, with
-            this rank's queries, as Megatron slices it. In the latter forms, padding sees the same keys or none.
+        hidden: bool, True where a query does not see a key: `[b, 1, 1, S]`, `[b, 1, S, S]`, or `[b, 1, s, S]` with this
+            rank's queries, as Megatron slices it. In the latter two, padding sees the row's tokens or nothing.
         causal: whether tokens see no later ones, so that padding after them changes nothing.
 
     Raises:
-        ValueError: another shape or dtype, several documents, a row that is all padding, or anything else than
-            padding before and after each row's tokens.
+        ValueError: another form, several documents, a row of padding alone, or a mask that hides anything else.
     """
     key = pack, version_of(hidden), causal
     known: tuple[object, list[Span]] | None = getattr(hidden, "_longctx", None)
@@ -110,10 +106,8 @@ def _read(hidden: Tensor, pack: Pack, attention: ContextParallelAttention, batch
 def _other_rows(visible: Tensor, inside: Tensor, tokens: Tensor, causal: bool) -> Tensor:
     """Return for each row whether a query sees other keys than padding leaves it, int64 `[b]`.
 
-    Args:
-        visible: bool `[b, q, S]`; with q = 1, for all queries.
-        inside: bool `[b, S]`, whether a token is none of padding.
-        tokens: the numbers of the queries.
+    visible: bool `[b, q, S]`; with q = 1, for all queries. inside: bool `[b, S]`, the keys that are no padding.
+    tokens: the numbers of the queries.
     """
     expected = inside[:, None]
     if visible.shape[1] == 1:
