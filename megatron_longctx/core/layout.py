@@ -77,11 +77,7 @@ def zigzag(n: int, length: int, unit: int = 1) -> Layout:
 
 
 def striped(n: int, length: int, unit: int = 1) -> Layout:
-    """Give token t to rank t mod n (Striped Attention).
-
-    Raises:
-        ValueError: `unit` > 1 does not divide the number of tokens of every rank.
-    """
+    """Give token t to rank t mod n (Striped Attention); refuse a `unit` > 1 that does not divide every rank's tokens."""
     if unit > 1 and length % (n * unit):
         step = n * unit
         raise ValueError(
@@ -92,12 +88,10 @@ def striped(n: int, length: int, unit: int = 1) -> Layout:
 
 
 def per_document(n: int, length: int, unit: int = 1, documents: Iterable[tuple[int, int, int]] | None = None) -> Layout:
-    """Lay out every document in zigzag over all ranks, as TransformerEngine and Megatron-Core do with packs.
+    """Lay out every document (see `balanced`) in zigzag over all ranks, as TransformerEngine and Megatron-Core do with
+    packs.
 
     Every rank has work on every document, so all documents travel; `balanced` keeps short ones whole.
-
-    Args:
-        documents: see `balanced`.
 
     Raises:
         ValueError: a document's length is not a multiple of `unit` > 1.
@@ -131,9 +125,8 @@ def balanced(n: int, length: int, unit: int = 1, documents: Iterable[tuple[int, 
     rank finds such a window, too. The balance is exact for every pack and for every weighting of tokens against pairs:
     attention's time, a whole layer's time, memory. A single document becomes nested pairs of pieces, as in zigzag.
 
-    Args:
-        documents: (first token, token after the last, position of the first) of each; together they are the sequence.
-            None for one document of all tokens.
+    documents: (first token, token after the last, position of the first) of each; together they are the sequence.
+        None for one document of all tokens.
     """
     left = [_Piece(*each) for each in ([(0, length, 0)] if documents is None else documents)]
     tokens, work = length, sum(each.work for each in left)
@@ -260,10 +253,7 @@ LAYOUTS: dict[str, Callable[..., Layout]] = {
 def build_layout(
     name: str, n: int, length: int, unit: int = 1, documents: Iterable[tuple[int, int, int]] | None = None
 ) -> Layout:
-    """Return the layout `name` for `n` ranks and `length` tokens.
-
-    Args:
-        documents: see `balanced`; only it and `per_document` use them.
+    """Return the layout `name` for `n` ranks and `length` tokens. `documents` are those of `balanced`.
 
     Raises:
         ValueError: unknown name, `n` < 1, negative length, or a length that is not a multiple of `unit`.

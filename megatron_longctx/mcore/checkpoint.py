@@ -44,13 +44,10 @@ _logger = logging.getLogger(__name__)
 class TrainingState:
     """What a checkpoint is saved from and loaded into.
 
-    Attributes:
-        models: the model of this rank, wrapped in DDP or not, in a list, as Megatron passes it.
-        optimizer: None leaves the optimizer out. To train from weights alone, load with None and then call
-            ``optimizer.reload_model_params()``.
-        scheduler: None leaves the schedule out.
-        fingerprint: JSON-able facts that make two models incompatible if they differ (layers, sizes, vocabulary);
-            no parallel sizes.
+    models: this rank's model, wrapped in DDP or not, in a list, as Megatron passes it.
+    optimizer, scheduler: None leaves them out. To train from weights alone, load without an optimizer and then call
+        ``optimizer.reload_model_params()``.
+    fingerprint: JSON-able facts in which compatible models agree (layers, sizes, vocabulary); no parallel sizes.
     """
 
     models: Sequence[torch.nn.Module]
@@ -63,12 +60,9 @@ class TrainingState:
 class Saved:
     """What a checkpoint holds besides tensors.
 
-    Attributes:
-        iteration: the checkpoint's iteration.
-        extra: the dictionary that was given to ``begin``.
-        optimizer: the kind of the optimizer's state; None without an optimizer.
-        fingerprint: the fingerprint of its model.
-        rng_restored: whether `load` has restored the random states. It keeps the new ones if the parallel sizes differ.
+    extra: the dictionary that was given to ``begin``.
+    optimizer: the kind of the optimizer's state; None without an optimizer.
+    rng_restored: whether `load` has restored the random states, which needs the same parallel sizes.
     """
 
     iteration: int
@@ -93,9 +87,8 @@ def begin(
     Args:
         directory: the run's checkpoint directory, on storage that all ranks share.
         iteration: the number of optimizer steps done.
-        state: what to save. It may not change until ``wait_staged`` returns.
+        state: may not change until ``wait_staged`` returns.
         extra: JSON-able values, equal on every rank, such as the number of consumed samples.
-        retention: which checkpoints stay afterwards.
         copies: host memory that everything is copied to first, so that training can continue soon. With the distributed
             optimizer it has 12 bytes per parameter, and the weights, divided by the data- and context-parallel ranks.
             None: one tensor at a time is copied.
@@ -129,14 +122,12 @@ def begin(
 
 
 def load(directory: Path, state: TrainingState, *, iteration: int | None = None, ignore: tuple[str, ...] = ()) -> Saved:
-    """Load a checkpoint into ``state``. It may have been saved at any parallel sizes. Collective over the world.
+    """Load a checkpoint into ``state``, built like the saved one, at any parallel sizes. Collective over the world.
 
     Moments, steps and the schedule's position are loaded. The run's own learning rate, betas and schedule stay in
     force. Random states are restored only if the checkpoint has the same parallel sizes and device type.
 
     Args:
-        directory: the run's checkpoint directory.
-        state: what to load into, built like the saved one.
         iteration: which checkpoint; None for the latest.
         ignore: prefixes of the fingerprint's keys that may differ.
 
@@ -183,8 +174,7 @@ def check(
     """Check, in one process and without loading it, that a checkpoint is complete and of this model.
 
     Args:
-        iteration: which checkpoint; None for the latest.
-        ignore: prefixes of the fingerprint's keys that may differ.
+        iteration, ignore: as for `load`.
         tensor_files: also compare the digests of files with tensors, which are nearly all of the checkpoint's bytes.
             ``load`` does this with all ranks.
 

@@ -58,11 +58,8 @@ def iterations(directory: Path) -> list[int]:
 
 
 def latest(directory: Path) -> int | None:
-    """Return the iteration of the newest complete checkpoint, or None if there is none.
-
-    Raises:
-        ValueError: the tracker file does not hold a number.
-    """
+    """Return the iteration of the newest complete checkpoint, or None if there is none. Refuse a tracker file without a
+    number."""
     tracker = Path(directory) / TRACKER
     try:
         text = files.read_bytes(tracker, _MAX_TRACKER_BYTES).decode(errors="replace").strip()
@@ -80,11 +77,8 @@ def latest(directory: Path) -> int | None:
 
 
 def best(directory: Path) -> tuple[float, int] | None:
-    """Return the lowest validation loss among the checkpoints of a directory and its iteration, or None.
-
-    Raises:
-        ValueError: the file with both is damaged.
-    """
+    """Return the lowest validation loss among a directory's checkpoints and its iteration, or None. Refuse a damaged
+    file."""
     path = Path(directory) / BEST
     try:
         content = json.loads(files.read_bytes(path, _MAX_TRACKER_BYTES))
@@ -97,11 +91,7 @@ def best(directory: Path) -> tuple[float, int] | None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest `last` of them (None: all), every multiple of `every`, and those in `kept`.
-
-    Raises:
-        ValueError: a number is below 1.
-    """
+    """Which checkpoints stay: the newest `last` of them (None: all), every multiple of `every`, and those in `kept`."""
 
     last: int | None = None
     every: int | None = None
@@ -128,8 +118,7 @@ def start(partial: Path) -> None:
 def publish(partial: Path, final: Path, digests: Digests, retention: Retention) -> None:
     """Give a complete checkpoint its final name, make it the latest, and delete the expired ones.
 
-    Args:
-        digests: the digests that are already known; this function computes the digests of the other files.
+    digests: those already known; the others are computed here.
     """
     others = [path.name for path in partial.iterdir() if path.name not in digests]
     content = {"algorithm": _ALGORITHM, "files": digests | digests_of(partial, others)}
@@ -148,11 +137,7 @@ def publish(partial: Path, final: Path, digests: Digests, retention: Retention) 
 
 
 def digests_of(path: Path, names: Iterable[str]) -> Digests:
-    """Return sizes and digests of files in ``path``, which several threads read.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return sizes and digests of files in ``path``, which several threads read."""
 
     def digest(name: str) -> tuple[int, str]:
         with (path / name).open("rb") as stream:
@@ -167,16 +152,12 @@ def digests_of(path: Path, names: Iterable[str]) -> Digests:
 def examine(
     directory: Path, iteration: int, *, collective: bool, tensor_files: bool = True
 ) -> tuple[Path, dict[str, Any]]:
-    """Check that all files of a checkpoint are as they were saved, and read what it holds besides tensors.
+    """Check that all files of a checkpoint are as they were saved; return its folder and its content besides tensors.
 
     Args:
-        collective: whether all ranks of the world call this function. Each rank then reads a part of the files.
-            Otherwise this process alone calls it.
+        collective: whether all ranks of the world call this, and each reads a part of the files; or one process alone.
         tensor_files: also compare the digests of files with tensors, and warn of a checkpoint without digests. False:
             whoever reads the tensors does.
-
-    Returns:
-        The checkpoint's folder and its content besides tensors.
 
     Raises:
         DamagedCheckpoint: the message names the file, and the newest older checkpoint that is undamaged.

@@ -5,9 +5,9 @@ range of the parameter's values; in the parameter's shape it is a few boxes, and
 tensor. Megatron's own ``fully_reshardable`` form gathers whole parameters instead, 12 bytes per parameter in the host
 memory of every rank. The files are the same.
 
-torch's Adam, which is used without TransformerEngine and Apex. Megatron-Core (0.16 and 0.19) cannot describe it before
-its first step, does not expect ``step`` among the states of a parameter, and loads ONE ``step`` tensor for all
-parameters, which every parameter would then advance. Fused Adams count steps per group and need nothing here.
+torch's Adam, which is used without TransformerEngine and Apex. Megatron-Core cannot describe it before its first step,
+does not expect ``step`` among the states of a parameter, and loads ONE ``step`` tensor, which every parameter would
+then advance. Fused Adams count steps per group and need nothing here.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def kind(optimizer: MegatronOptimizer | None) -> str | None:
 def prepare(optimizer: MegatronOptimizer) -> None:
     """Prepare an optimizer for its ``sharded_state_dict``.
 
-    Distributed optimizers get `state_shards`. torch's Adam gets zero moments and step 0 for parameters that it has not
-    stepped yet.
+    Distributed optimizers get `state_shards`. torch's Adam gets zero moments and step 0 for parameters not stepped yet.
     """
     for part in parts_of(optimizer):
         if isinstance(part, DistributedOptimizer):
@@ -85,8 +84,7 @@ def state_shards(
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
     """Return views of the state itself, in place of ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
 
-    Args:
-        model_part: the model's sharded state dictionary.
+    model_part: the model's sharded state dictionary.
     """
     del is_loading, metadata
     sharded, _ = extract_sharded_tensors_and_factories(model_part)
@@ -156,8 +154,8 @@ def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
     """Load the result of ``dist_checkpointing.load``. The run's own settings of each parameter group stay.
 
     Args:
-        optimizer: the optimizer whose ``sharded_state_dict(is_loading=True)`` guided the load.
-        loaded: the loaded dictionary, keyed by index if several optimizers are chained.
+        optimizer: the one whose ``sharded_state_dict(is_loading=True)`` guided the load.
+        loaded: keyed by index if several optimizers are chained.
     """
     parts = parts_of(optimizer)
     own = [{key: group[key] for key in _HYPERPARAMETERS if key in group} for group in optimizer.param_groups]

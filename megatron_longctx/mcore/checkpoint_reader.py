@@ -137,10 +137,7 @@ def check_pickle(content: bytes) -> None:
 def check_archive(stream: Any) -> None:
     """Refuse archives that ``torch.save`` does not write: compressed ones, which may unpack to any size.
 
-    Pickles in them are checked by `check_pickle`.
-
-    Raises:
-        UnpicklingError, Exception: as `check_pickle`.
+    Pickles in them are checked by `check_pickle`. Raises like it.
     """
     with zipfile.ZipFile(stream) as archive:
         entries = archive.infolist()
@@ -165,8 +162,7 @@ def load(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
     """Call `dist_checkpointing.load` with safe readers. Collective over the world.
 
     Raises:
-        ValueError: the checkpoint is damaged, or holds objects that are not plain values. If it is raised on one rank,
-            it is on all: in 0.19 every rank reads alone.
+        ValueError: the checkpoint is damaged, or holds objects that are not plain values; raised on every rank.
     """
     loaded: dict[str, Any] = {}
     failure = None
@@ -179,6 +175,7 @@ def load(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
             loaded = dist_checkpointing.load(sharded, str(path), torch_dist.TorchDistLoadShardedStrategy())
         except (CheckpointingException, CheckpointException) as error:
             failure = first_line(error)
+    # In 0.19 every rank reads alone.
     if failures := [each for each in gather_objects(dist.group.WORLD, failure) if each is not None]:
         raise ValueError(f"{path} cannot be loaded ({failures[0]}), expected a complete checkpoint: {REMEDY}")
     return loaded

@@ -38,10 +38,9 @@ _MAX_FILE_BYTES = 4 * 2**30  # then the next file begins: ranks and threads shar
 class Parameter:
     """A parameter of the whole model, or, with `{layer}` in its name, of one layer.
 
-    Args:
-        layer: counted from 0; None for a parameter outside of layers.
-        shape: the shape over all tensor-parallel ranks.
-        value: returns the parameter, with this shape and the checkpoint's dtype.
+    layer: counted from 0; None for a parameter outside of layers.
+    shape: the shape over all tensor-parallel ranks.
+    value: returns the parameter, with this shape and the checkpoint's dtype.
     """
 
     name: str
@@ -119,10 +118,9 @@ def _append(path: Path, parameter: Parameter, dtype: torch.dtype) -> tuple[int, 
 
 
 class Reader:
-    """The weights of a checkpoint that has been examined.
+    """The weights in the folder of an iteration that has been examined.
 
-    Args:
-        path: the folder of the iteration.
+    Its methods raise ValueError for a parameter that is missing or has another shape.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,27 +128,15 @@ class Reader:
         self._metadata = checkpoint_reader.read_metadata(path)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a parameter, or of all layers' parameters with this name.
-
-        Raises:
-            ValueError: there is no such parameter.
-        """
+        """Return the dtype of a parameter, or of all layers' parameters with this name."""
         return self._entry(name).properties.dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole shape of a parameter, which for parameters of layers begins with their number.
-
-        Raises:
-            ValueError: there is no such parameter.
-        """
+        """Return the whole shape of a parameter, which for parameters of layers begins with their number."""
         return tuple(self._entry(name).size)
 
     def read(self, name: str, layer: int | None, shape: tuple[int, ...]) -> Tensor:
-        """Return a parameter.
-
-        Raises:
-            ValueError: the parameter is missing, or has another shape.
-        """
+        """Return a parameter."""
         entry, key, chunk = self._entry(name), _key(name), _chunk(layer, shape)
         found = tuple(entry.size[0 if layer is None else 1 :])
         if found != shape:

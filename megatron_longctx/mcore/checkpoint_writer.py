@@ -83,9 +83,7 @@ class PendingSave:
 
     Args:
         request: Megatron's request, made by `SaveStrategy`.
-        partial: the folder that the files are written to.
-        final: the folder's name when the checkpoint is complete.
-        retention: which checkpoints stay afterwards.
+        partial, final: the folder that the files are written to, and its name when the checkpoint is complete.
         copies: where tensors are copied first, so that they may change while the copies are written. None: they are
             not copied.
     """
@@ -114,10 +112,8 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def finish(self) -> Path:
-        """Wait for the files, make the checkpoint the latest, and delete expired ones. Collective over the world.
-
-        Returns:
-            The checkpoint's folder.
+        """Wait for the files, make the checkpoint the latest, and delete expired ones; return its folder. Collective
+        over the world.
 
         Raises:
             OSError: a rank cannot write; what all ranks have written is deleted.

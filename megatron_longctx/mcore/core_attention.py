@@ -25,16 +25,16 @@ from torch import Tensor
 
 from ..core.errors import refuse
 from ..core.kernels.no_grad import first_order
-from ..core.plans.mask import Window
+from ..core.plans.mask import Mask, Window
 from .pack import Pack
+from .padding import attend_rows, padded_mask, read_spans
 from .sequence import ShardedSequence
 from .stores import AttentionTape
 
 logger = logging.getLogger(__name__)
 
-_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
-# TransformerEngine's names for the same masks over packed documents.
-_CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.padding: False}
+_PADDED = {AttnMaskType.padding_causal: True, AttnMaskType.padding: False}
+_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False} | _PADDED
 
 _NO_MAXIMA = "Unset it; no kernel here returns the maxima of logits."
 _ZIGZAG = "Megatron's own zigzag layout; a ShardedSequence without a length, where Megatron slices, accepts it"
@@ -92,12 +92,9 @@ def _check_experts(config: TransformerConfig) -> None:
 
 
 def layer_window(config: TransformerConfig, layer_number: int) -> Window:
-    """Return how many tokens before and after itself a token sees in a layer; None means all.
+    """Return how many tokens before and after itself a token sees in a layer, by Megatron's own rule; None means all.
 
-    Megatron's own rule for `window_size` and `window_attn_skip_freq` decides.
-
-    Args:
-        layer_number: counts from 1 over all pipeline stages.
+    layer_number: counts from 1 over all pipeline stages.
 
     Raises:
         ValueError: a negative size: TransformerEngine sees all tokens with it, Megatron's own attention other tokens.
@@ -119,6 +116,24 @@ def _check_window(window: Window, causal: bool) -> None:
         raise refuse("window_size", window, expected, "Set the second number to 0, or attn_mask_type to no_mask.")
 
 
+def _padding_tensor(
+    attention_mask: Tensor | None, mask_type: AttnMaskType, params: PackedSeqParams | None
+) -> Tensor | None:
+    """Return the mask tensor if it says which tokens are padding, or None if the layer needs none."""
+    if attention_mask is None:
+        if mask_type in _PADDED and params is None:
+            remedy = "Pass the mask, or set attn_mask_type to causal or no_mask."
+            raise refuse("attention_mask", None, f"a mask tensor or packed documents with {mask_type.name}", remedy)
+        return None
+    if mask_type in _PADDED and (params is None or isinstance(params, Pack)):
+        return attention_mask
+    if not _CAUSAL[mask_type]:
+        remedy = "Leave it out, or set attn_mask_type=AttnMaskType.padding for padding of a plain sequence."
+        raise refuse("attention_mask", "given", f"None with {mask_type.name} of these tokens", remedy)
+    _say_that_masks_are_ignored()
+    return None
+
+
 @cache
 def _say_that_masks_are_ignored() -> None:
     """Say once that a causal model needs no mask, which takes memory that is quadratic in the length."""
@@ -129,10 +144,8 @@ def _say_that_masks_are_ignored() -> None:
 
 
 class _SinksInFp32(torch.autograd.Function):
-    """Learnable sinks of 16 bits, in fp32. Their gradient is added to DDP's fp32 sum without being rounded first.
-
-    Otherwise the part of every rank and micro-batch would be rounded to 16 bits.
-    """
+    """Learnable sinks of 16 bits, in fp32. Their gradient is added to DDP's fp32 sum: otherwise the part of every rank
+    and micro-batch would be rounded to 16 bits."""
 
     @staticmethod
     def forward(ctx: Any, sinks: torch.nn.Parameter) -> Tensor:
@@ -159,11 +172,11 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         The others are Megatron's own.
 
     Attributes:
-        window: how many tokens before and after itself a token sees (`layer_window`).
+        window: see `layer_window`.
         rotates: whether this layer applies RoPE (`no_rope_freq`).
         softmax_offset: the sinks `[h/tp]` that `softmax_type` requires, or None. With `learnable` it is a parameter
             with Megatron's name and sharding. Every context-parallel rank holds the gradient of its own queries, as
-            for any other weight; in DDP it is summed in fp32 over micro-batches and ranks.
+            for any other weight.
 
     Raises:
         ValueError: a setting of the model whose results would depend on how ranks divide a sequence, or heads that the
@@ -202,7 +215,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         sequence.attention.check_heads(heads // tensor_parallel, max(1, groups // tensor_parallel))
         self.layer_number = layer_number
         self.window = layer_window(config, layer_number)
-        _check_window(self.window, _CAUSAL_PACKED.get(attn_mask_type, False))
+        _check_window(self.window, _CAUSAL.get(attn_mask_type, False))
         sequence.windows.add(self.window)
         self._tp = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group(False)
         self._make_sinks(config)
@@ -269,7 +282,8 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         Args:
             query: `[s, b, h/tp, d]`, or `[s, h/tp, d]` from Megatron's layers for packed (thd) documents.
             key, value: `[s, b, g/tp, d]` and `[s, b, g/tp, e]`, or without b.
-            attention_mask: ignored in causal layers, as by TransformerEngine, otherwise None: masks need no tensor.
+            attention_mask: with the mask types padding and padding_causal of a plain sequence, which keys are padding
+                (see `padding.read_spans`). It is ignored in causal layers, as by TransformerEngine, otherwise None.
             packed_seq_params: a `ShardedSequence.pack`; or Megatron's own, with `cu_seqlens_q` of the whole sequence
                 and not of one rank; or None for a plain sequence. Padding between documents attends to itself only,
                 and no other token attends to it.
@@ -278,22 +292,18 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             `[s, b, h/tp * e]`; b is 1 for packed documents.
 
         Raises:
-            ValueError: tokens that are not this rank's, a mask tensor, a bias, unsupported packed documents, a mask
-                type other than causal and no_mask (with Megatron's packed documents also padding_causal and padding),
-                or a causal one for a layer whose window includes later tokens.
+            ValueError: tokens that are not this rank's, a mask tensor that is no padding, a bias, unsupported packed
+                documents, the mask type arbitrary, a padded one with neither a mask tensor nor packed documents, or a
+                causal one for a layer whose window includes later tokens.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        causal = _CAUSAL if packed_seq_params is None else _CAUSAL_PACKED
-        if mask_type not in causal:
-            raise refuse("attn_mask_type", mask_type, "causal or no_mask", "Pass sequences without padding.")
-        if attention_mask is not None and causal[mask_type]:
-            _say_that_masks_are_ignored()
-            attention_mask = None
-        for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
-            if given is not None:
-                remedy = "Documents, windows and causal or full attention need no tensor."
-                raise refuse(name, type(given).__name__, "None", remedy)
-        _check_window(self.window, causal[mask_type])
+        if mask_type not in _CAUSAL:
+            expected = ", ".join(each.name for each in _CAUSAL)
+            raise refuse("attn_mask_type", mask_type, f"one of {expected}", "Pass documents, windows or padding.")
+        if attention_bias is not None:
+            raise refuse("attention_bias", "given", "None", "Plans have no biases; leave it out.")
+        causal, hidden = _CAUSAL[mask_type], _padding_tensor(attention_mask, mask_type, packed_seq_params)
+        _check_window(self.window, causal)
         sequence = self.sequence
         pack = sequence.pack_of(packed_seq_params, query.shape[0])
         sequence.check_slices(pack, packed_seq_params)
@@ -303,15 +313,20 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         rotation = sequence.rotation(pack, self.window)
         if rotation is not None and self.rotates:
             query, key = rotation(query), rotation(key)
-        attention, mask = sequence.attention, pack.mask(causal[mask_type], self.window)
-        scale, sink = self.softmax_scale, self.softmax_offset
+        mask = pack.mask(causal, self.window)
+        if hidden is None:
+            return self._attend(query, key, value, mask).flatten(2)
+        spans = read_spans(hidden, pack, sequence.attention, query.shape[1], causal)
+        masks = [padded_mask(mask, span, causal, self.window) for span in spans]
+        return attend_rows(self._attend, query, key, value, masks).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        attention, scale, sink = self.sequence.attention, self.softmax_scale, self.softmax_offset
         if sink is not None and sink.requires_grad and sink.dtype.itemsize < 4:
             sink = _SinksInFp32.apply(sink)  # type: ignore[no-untyped-call]
         if self._tape is not None:
-            out = self._tape.attend(attention, (query, key, value), mask=mask, scale=scale, sink=sink)
-        else:
-            out = attention(query, key, value, mask=mask, scale=scale, sink=sink, inference=not self.training)
-        return out.flatten(2)
+            return self._tape.attend(attention, (query, key, value), mask=mask, scale=scale, sink=sink)
+        return attention(query, key, value, mask=mask, scale=scale, sink=sink, inference=not self.training)
 
     def _check_tokens(self, query: Tensor, pack: Pack) -> None:
         attention = self.sequence.attention

@@ -65,7 +65,7 @@ def write_corpus(documents: Iterable[Iterable[str]], prefix: Path, tokenizer: Me
         documents: the texts, such as files, of every document. They are one sequence of tokens, in which the
             end-of-document token follows each text.
         prefix: a path without suffix; `.bin`, `.idx` and `.json` are written.
-        tokenizer: from `build_tokenizer`; recorded for the check at load time.
+        tokenizer: recorded for the check at load time.
 
     Raises:
         ValueError: no document has a token.
@@ -78,9 +78,8 @@ def write_corpus(documents: Iterable[Iterable[str]], prefix: Path, tokenizer: Me
 def write_shard(documents: Iterable[Document], shard: Path, tokenizer: MegatronTokenizerText, masked: bool) -> Counts:
     """Write the files of a part of the documents, for `join_shards`.
 
-    Args:
-        masked: whether documents say which tokens are learned. Then `.mask.*` is written too: an indexed dataset of the
-            same lengths, with one byte per token.
+    masked: whether documents say which tokens are learned. Then `.mask.*` is written too: an indexed dataset of the
+        same lengths, with one byte per token.
     """
     sides = ((ids, {"mask": mask}) for ids, mask in documents)
     return _write_files(sides, str(shard), _dtypes(tokenizer, _mask_side(masked)))
@@ -116,9 +115,8 @@ def write_trees(
 ) -> Corpus:
     """Write trees of tokens like `write_corpus`, one document each.
 
-    Args:
-        trees: each with the line of `source` that it is from.
-        columns: the names of the trees' values (`SIDES`).
+    trees: each with the line of `source` that it is from.
+    columns: the names of the trees' values (`SIDES`).
     """
     sides = {"mask": numpy.float32, "tree": numpy.int32} | dict.fromkeys(columns, numpy.float32)
     documents = (
@@ -200,11 +198,7 @@ def side_prefix(prefix: str, side: str) -> str | None:
 
 
 def check_values(config: Config) -> None:
-    """Refuse datasets of rollouts without what the objective needs for every token.
-
-    Raises:
-        ValueError: the message names the dataset and what its lines lack.
-    """
+    """Refuse datasets of rollouts without what the objective needs for every token."""
     needed = {"advantages": ("train.objective", "`advantage` or `reward`", config.train.objective == "policy_gradient"),
               "ref_logprobs": ("train.kl_coeff", "`ref_logprobs`", config.train.kl_coeff > 0)}  # fmt: skip
     for _, prefix in config.data.datasets:
@@ -228,25 +222,24 @@ def tree_of(dataset: IndexedDataset, document: int) -> tuple[int, list[int], lis
 
 
 def split_part(data: DataConfig, part: int, count: int) -> slice:
-    """Return which of `count` documents belong to a part of `data.split`: 0 for training, 1 for validation.
-
-    Like Megatron, it splits between documents.
-    """
+    """Return which of `count` documents belong to a part of `data.split`: 0 for training, 1 for validation. As in
+    Megatron, parts have whole documents."""
     weights = [*map(float, data.split.split(",")), 0.0]
     bounds = [round(sum(weights[:parts]) / sum(weights) * count) for parts in (part, part + 1)]
     return slice(*bounds)
 
 
 def check_corpus(data: DataConfig) -> int:
-    """Refuse missing, empty, corrupt or mismatched datasets before any rank starts.
-
-    Returns:
-        The number of their tokens.
+    """Refuse missing, empty, corrupt or mismatched datasets before any rank starts; return the number of their tokens.
 
     Raises:
         ValueError: the message names what is wrong with `data.prefix` and what to do.
     """
     return sum(_check_dataset(data, prefix) for _, prefix in data.datasets)
+
+
+def _wrong(data: DataConfig, expected: str) -> ValueError:
+    return refuse("data.prefix", data.prefix, expected, _REMEDY)
 
 
 def _check_dataset(data: DataConfig, prefix: str) -> int:
@@ -260,13 +253,12 @@ def _check_dataset(data: DataConfig, prefix: str) -> int:
         part = f"a training part of at least {least} tokens; it has {trained} of {tokens}"
         raise refuse("data.split", data.split, part, "Give the first part of data.split more weight.")
     if data.packing != "none" and not lengths.all():
-        expected = f"documents that are not empty with data.packing={data.packing}; number {lengths.argmin()} of "
-        raise refuse("data.prefix", data.prefix, f"{expected}{prefix}.idx is", _REMEDY)
+        which = f"number {lengths.argmin()} of {prefix}.idx is"
+        raise _wrong(data, f"documents that are not empty with data.packing={data.packing}; {which}")
     check_labels(data, prefix, lengths, 0)
     note = _note(data, prefix)
     if note.get("learned") == 0:
-        expected = f"a token that counts in the loss; the mask of {prefix} leaves all {tokens} out"
-        raise refuse("data.prefix", data.prefix, expected, _REMEDY)
+        raise _wrong(data, f"a token that counts in the loss; the mask of {prefix} leaves all {tokens} out")
     if note and note["tokenizer"] != data.tokenizer:
         wanted = f"{note['tokenizer']}, which {prefix} was written with"
         raise refuse("data.tokenizer", data.tokenizer, wanted, _REMEDY)
@@ -274,8 +266,7 @@ def _check_dataset(data: DataConfig, prefix: str) -> int:
         if side == "tree" or not (beside := side_prefix(prefix, side)):
             continue
         if not numpy.array_equal(_lengths(data, beside, are_ids=False), lengths):
-            expected = f"in {prefix}.{side}.idx the lengths of {prefix}.idx: a number for every token"
-            raise refuse("data.prefix", data.prefix, expected, _REMEDY)
+            raise _wrong(data, f"in {prefix}.{side}.idx the lengths of {prefix}.idx: a number for every token")
     if (tree := side_prefix(prefix, "tree")) and data.format != "rollouts":
         expected = f"rollouts: {prefix} has trees ({tree}.idx)"
         raise refuse("data.format", data.format, expected, "Set data.format=rollouts and data.packing=best_fit.")
@@ -291,20 +282,19 @@ def _lengths(data: DataConfig, prefix: str, are_ids: bool = True) -> numpy.ndarr
     for suffix in (".idx", ".bin"):
         path = Path(prefix + suffix)
         if not path.is_file():
-            raise refuse("data.prefix", data.prefix, f"the files {prefix}.idx and .bin; {path} is missing", _REMEDY)
+            raise _wrong(data, f"the files {prefix}.idx and .bin; {path} is missing")
         sizes.append(path.stat().st_size)
     if not all(sizes):
-        raise refuse("data.prefix", data.prefix, "files that are not empty", _REMEDY)
+        raise _wrong(data, "files that are not empty")
     try:
         dataset = TokenDataset(prefix)
         lengths = numpy.asarray(dataset.sequence_lengths, dtype=numpy.int64)
         item = numpy.dtype(dataset.index.dtype).itemsize
     except Exception as error:  # a corrupt index fails in many ways: assertions, struct and numpy errors
-        expected = f"a Megatron index file ({error or type(error).__name__})"
-        raise refuse("data.prefix", data.prefix, expected, _REMEDY) from error
+        raise _wrong(data, f"a Megatron index file ({error or type(error).__name__})") from error
     if are_ids and not numpy.issubdtype(dataset.index.dtype, numpy.integer):
-        expected = f"token ids that are whole numbers; {prefix}.idx says {numpy.dtype(dataset.index.dtype)}"
-        raise refuse("data.prefix", data.prefix, expected, _REMEDY)
+        found = numpy.dtype(dataset.index.dtype)
+        raise _wrong(data, f"token ids that are whole numbers; {prefix}.idx says {found}")
     tokens = int(lengths.sum())
     if tokens * item != sizes[1]:
         wanted = f"{tokens * item} bytes in {prefix}.bin, as its index says; it has {sizes[1]}"
@@ -315,8 +305,7 @@ def _lengths(data: DataConfig, prefix: str, are_ids: bool = True) -> numpy.ndarr
 def check_labels(data: DataConfig, prefix: str, lengths: numpy.ndarray, part: int) -> None:
     """Refuse a part of `data.split` without a label: packed documents learn their second token and those after it.
 
-    Args:
-        lengths: of all documents of the dataset.
+    lengths: of all documents of the dataset.
     """
     documents = lengths[split_part(data, part, len(lengths))]
     if data.packing != "none" and documents.max(initial=0) == 1:
@@ -326,11 +315,7 @@ def check_labels(data: DataConfig, prefix: str, lengths: numpy.ndarray, part: in
 
 
 def check_tokenizer(data: DataConfig, tokenizer: MegatronTokenizerText) -> None:
-    """Refuse a tokenizer whose content differs from that of the one the datasets were written with.
-
-    Raises:
-        ValueError: the message names both.
-    """
+    """Refuse a tokenizer whose content differs from that of the one the datasets were written with."""
     now = (tokenizer.vocab_size, tokenizer_digest(tokenizer))
     for _, prefix in data.datasets:
         if not (note := _note(data, prefix)):
@@ -355,5 +340,5 @@ def _note(data: DataConfig, prefix: str) -> dict[str, Any]:
         note: dict[str, Any] = json.loads(path.read_text())
         note["tokenizer"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise refuse("data.prefix", data.prefix, f"a JSON object with `tokenizer` in {path}", _REMEDY) from error
+        raise _wrong(data, f"a JSON object with `tokenizer` in {path}") from error
     return note

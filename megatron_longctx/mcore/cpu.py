@@ -29,11 +29,7 @@ from . import version
 
 _CPU = torch.device("cpu")
 
-# Factories that Megatron calls with device="cuda", with torch.cuda.current_device(), or with pin_memory=True:
-# pipeline_parallel/schedules.py (total_num_tokens), optimizer/optimizer.py (scale and overflow buffers),
-# optimizer/clip_grads.py, optimizer/grad_scaler.py, transformer/utils.py (masks),
-# models/common/embeddings/rope_utils.py (pin_memory), rerun_state_machine.py,
-# dist_checkpointing/strategies/state_dict_saver.py.
+# Factories that Megatron calls with device="cuda", with torch.cuda.current_device(), or with pin_memory=True.
 _FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "eye", "arange", "linspace"),
     *("rand", "randn", "randint", "empty_like", "zeros_like", "ones_like", "full_like"),
@@ -57,18 +53,10 @@ def _adjust() -> None:
     stream = _StreamOrEvent()
     _replace(
         torch.cuda,
-        # models/common/embeddings/rotary_pos_embedding.py, transformer/attention.py, utils.py (GlobalMemoryBuffer),
-        # tensor_parallel/layers.py and mappings.py, distributed/param_and_grad_buffer.py,
-        # pipeline_parallel/p2p_communication.py, optimizer/distrib_optimizer.py,
-        # dist_checkpointing/strategies/state_dict_saver.py: device=torch.cuda.current_device().
         current_device=lambda: _CPU,
-        # pipeline_parallel/p2p_communication.py (after each batch of sends), dist_checkpointing/strategies/
-        # filesystem_async.py (after staging), transformer/cuda_graphs.py.
         synchronize=lambda device=None: None,
-        # inference/engines/static_engine.py passes the device of the main thread to a worker thread.
         set_device=lambda device: None,
-        # transformer/moe/token_dispatcher.py (all-to-all dispatcher) copies sizes on a side stream;
-        # inference/text_generation_controllers/text_generation_controller.py times with events.
+        # The dispatcher of experts copies sizes on a side stream, and Megatron's inference times with events.
         Stream=_StreamOrEvent,
         Event=_StreamOrEvent,
         current_stream=lambda device=None: stream,
@@ -77,17 +65,10 @@ def _adjust() -> None:
     _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     _replace(
         torch.Tensor,
-        # models/common/embeddings/rope_utils.py, optimizer/distrib_optimizer.py (gather of the optimizer's state),
-        # models/common/language_module/language_module.py, optimizer/grad_scaler.py.
         cuda=lambda self, *args, **kwargs: self,
-        # distributed/param_and_grad_buffer.py (offloading buffers).
         pin_memory=lambda self, *args, **kwargs: self,
-        # optimizer/cpu_offloading/hybrid_optimizer.py, transformer/transformer_layer.py.
         to=_on_cpu(torch.Tensor.to),
-        # optimizer/optimizer.py, optimizer/distrib_optimizer.py and optimizer/clip_grads.py sort parameters and check
-        # gradients by the string of their type.
-        type=_cuda_type_names(torch.Tensor.type),
-        # transformer/moe/moe_utils.py (maybe_move_tensor_to_cpu) keeps memory alive for the side stream.
+        type=_cuda_type_names(torch.Tensor.type),  # optimizers sort parameters and check gradients by its string
         record_stream=lambda self, stream: None,
     )
     _adjust_rng()

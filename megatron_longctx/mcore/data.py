@@ -67,7 +67,7 @@ class TrainingData(Dataset[TrainingBatch]):
 
     Args:
         config: `data`, `train.seed` and what the number of a sequence's tokens must be a multiple of are read.
-        tokenizer: the tokenizer that the data was written with.
+        tokenizer: the one that the data was written with.
         vocab_size: the rows of the model's embedding.
         part: the part of `data.split`: 0 for training, 1 for validation.
     """
@@ -83,8 +83,7 @@ class TrainingData(Dataset[TrainingBatch]):
     def __getitem__(self, samples: Sequence[int]) -> TrainingBatch:
         """Return the samples with these numbers in the order of the whole run. A packed batch is one sample.
 
-        Raises:
-            ValueError: the model has no embedding for a token.
+        Refuse a token for which the model has no embedding.
         """
         rows = [self._row(sample) for sample in samples]
         stacked = {name: torch.from_numpy(numpy.stack([arrays[name] for arrays, *_ in rows])) for name in rows[0][0]}
@@ -232,11 +231,7 @@ def _lengths(data: DataConfig, prefix: str, part: int) -> numpy.ndarray:
 def check_samples(config: Config, part: int, count: int, key: str) -> None:
     """Refuse a part of `data.split` whose first `count` samples are not all different, or have no label.
 
-    Args:
-        key: the configuration key that asks for the samples.
-
-    Raises:
-        ValueError: the message names the dataset and how many samples it has.
+    key: the configuration key that asks for the samples.
     """
     weights, prefixes = zip(*config.data.datasets, strict=True)
     blend = Blend(weights)
@@ -253,11 +248,8 @@ def check_samples(config: Config, part: int, count: int, key: str) -> None:
 
 
 def first_pack(config: Config) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return the lengths and parents of the documents in the first micro-batch of the first data-parallel rank.
-
-    Raises:
-        ValueError: datasets are missing, or do not fit the configuration.
-    """
+    """Return the lengths and parents of the documents in the first micro-batch of the first data-parallel rank, whose
+    datasets are checked first."""
     check_corpus(config.data)
     weights, prefixes = zip(*config.data.datasets, strict=True)
     dataset, sample = Blend(weights).locate(0)
@@ -278,11 +270,7 @@ def _padded(lengths: Sequence[int], unit: int) -> tuple[int, ...]:
 
 
 def check_packs(config: Config) -> None:
-    """Refuse datasets with a pack that leaves a context-parallel rank without tokens, which Megatron's layers require.
-
-    Raises:
-        ValueError: the message names the dataset, the pack's tokens and how many are enough.
-    """
+    """Refuse a pack that leaves a context-parallel rank without tokens, which Megatron's layers require."""
     par, data = config.parallelism, config.data
     n, unit = par.context_parallel_size, token_unit(config)
     parts = (0,) if config.train.eval_interval is None else (0, 1)  # for training, and for validation
@@ -313,10 +301,8 @@ def read_tokens(dataset: IndexedDataset, spans: Spans) -> numpy.ndarray:
 def deal_rule(config: Config, vocab_size: int, earlier: Mapping[str, Any] | None = None) -> DealRule | None:
     """Return how packs are dealt out to replicas; None: in random order.
 
-    Args:
-        vocab_size: the rows of the LM head.
-        earlier: the `extra` of the checkpoint that the run resumes from; None for a new run. A run goes on as it began,
-            even if an earlier version predicted other work, or moved no packs.
+    earlier: the `extra` of the checkpoint that the run resumes from; None for a new run. A run goes on as it began,
+        even if an earlier version predicted other work, or moved no packs.
     """
     steps, known = config.data.max_wait_steps, {"order": None} if earlier is None else earlier
     several = config.data.packing == "best_fit" and config.train.global_batch_size > 1

@@ -32,9 +32,8 @@ class Dealer:
     """Deals the packs of every step out to data-parallel replicas. Steps do not depend on the number of replicas.
     A pass over a single dataset ends before the next begins. In a blend, packs of two passes may be exchanged.
 
-    Args:
-        orders: the packs of every dataset in `blend`, weighed.
-        batch: packs per step.
+    orders: the packs of every dataset in `blend`, weighed.
+    batch: packs per step.
     """
 
     def __init__(self, orders: Sequence[Packs], blend: Blend, batch: int, seed: int, max_wait_steps: int) -> None:
@@ -71,9 +70,7 @@ class Dealer:
 def arrange(work: numpy.ndarray, first: int, batch: int, seed: int) -> numpy.ndarray:
     """Return an order of consecutive samples, as indices into `work`, in which those of a step have similar work.
 
-    Args:
-        work: of each sample.
-        first: the number of the first sample. Steps begin at multiples of `batch`, and parts of a step get least work.
+    first: the number of the first sample. Steps begin at multiples of `batch`, and parts of a step get least work.
     """
     ascending = numpy.argsort(work, kind="stable")
     head = min(-first % batch, len(work))
@@ -84,11 +81,11 @@ def arrange(work: numpy.ndarray, first: int, batch: int, seed: int) -> numpy.nda
 
 
 def deal(work: numpy.ndarray, replicas: int) -> list[list[int]]:
-    """Deal packs out: the one with most work first, to the replica with least work that has room.
+    """Deal packs out, equally many to each replica: the one with most work first, to the replica with least work that
+    has room. Return the indices into `work` of each replica.
 
-    Returns:
-        For each replica equally many indices into `work`. The packs with least work are the first and the last, because
-        pipeline stages wait while these pass. Packs at the same place of different replicas have similar work.
+    The packs with least work are the first and the last, because pipeline stages wait while these pass. Packs at the
+    same place of different replicas have similar work.
     """
     each, shares = len(work) // replicas, [list[int]() for _ in range(replicas)]
     least = [(0.0, replica) for replica in range(replicas)]

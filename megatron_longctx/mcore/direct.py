@@ -78,8 +78,7 @@ class Shares(Protocol):
 def why_not_direct(gpt: GPTModel, shared: bool = False) -> str | None:
     """Return None if `DirectLayer` supports every layer, else the reason in a few words.
 
-    Args:
-        shared: whether the ranks that share a cache also share the weights.
+    shared: whether the ranks that share a cache also share the weights.
     """
     config = gpt.config
     for key, plain in _PLAIN_SETTINGS.items():
@@ -116,8 +115,7 @@ class DirectLayer:
 
     Every call reads the parameters from `layer`, so they may change between calls.
 
-    Args:
-        shares: of ranks that share the weights; None for tensor parallelism alone.
+    shares: of ranks that share the weights; None for tensor parallelism alone.
     """
 
     def __init__(self, layer: TransformerLayer, shares: Shares | None = None) -> None:
@@ -138,10 +136,8 @@ class DirectLayer:
     ) -> Tensor:
         """Run the layer on `[s, 1, h]`, and return the same shape.
 
-        Args:
-            attend: called with rotated queries and keys.
-            gathered: the weights of all ranks that share them, for tokens that only this rank has; None for this rank's
-                own weights.
+        attend: called with rotated queries and keys.
+        gathered: the weights of all ranks that share them, for tokens that only this rank has; None for its own.
         """
         attention_norm, mlp_norm = self._post_norms
         weights = LayerWeights.of(self._layer) if gathered is None else gathered

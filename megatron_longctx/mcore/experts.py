@@ -96,12 +96,10 @@ class SummedLossRouter(TopKRouter):  # type: ignore[misc]
         return self._add_balance_loss(probs, scores, routing, "seq_aux_loss")
 
     def _add_balance_loss(self, probs: Tensor, scores: Tensor, routing: Tensor, kind: str) -> Tensor:
-        """Add the Switch Transformer's loss (equation 4) times its coefficient and its number of tokens.
+        """Add the Switch Transformer's loss (equation 4), E * the sum of f_i * P_i over the E experts, times its
+        coefficient and its number of tokens.
 
-        The loss is E * the sum of f_i * P_i over the E experts.
-
-        Args:
-            scores, routing: `[tokens, sequences * E]` of this rank.
+        scores, routing: `[tokens, sequences * E]` of this rank.
         """
         if not (coefficient := self.get_aux_loss_coeff(kind)):
             return probs
@@ -166,8 +164,7 @@ def _init_shard(weight: Tensor, name: str, config: Any, group: Any) -> None:
 def expert_name(name: str, first: int) -> str:
     """Return a parameter's name; an expert's becomes `…experts.NUMBER.…` with its number in the whole layer.
 
-    Args:
-        first: the number of this rank's first expert.
+    first: the number of this rank's first expert.
     """
     match = _EXPERT.search(name)
     if match is None:

@@ -47,8 +47,7 @@ class Rerun:
     are dropped, because the first run has recorded them (`transformer_engine.pytorch.distributed.checkpoint`). Unlike
     there, its end updates no scales, and only products of the layer that forward began with update backward's scales.
 
-    Args:
-        enabled: whether the model has FP8; without it nothing is done.
+    enabled: whether the model has FP8; without it nothing is done.
     """
 
     def __init__(self, enabled: Any) -> None:

@@ -40,15 +40,10 @@ def initialize(
     ends the job if a rank hangs. On a machine without CUDA, this calls `mcore.cpu.apply` first.
 
     Args:
-        tensor: tensor-parallel size.
-        context: context-parallel size.
-        pipeline: pipeline-parallel size.
+        tensor, context, pipeline: parallel sizes.
         expert: expert-parallel size, over neighbors of context and data parallelism.
         expert_tensor: tensor-parallel size of experts; None for that of the other layers.
-        seed: seed of parameters and dropout, at least 1.
-
-    Returns:
-        The groups (`.tp`, `.cp`, `.pp`, `.dp`, `.dp_cp` and the rest).
+        seed: of parameters and dropout, at least 1.
 
     Raises:
         ValueError: a size or the seed is not positive, the sizes do not divide the world, or groups exist already.
@@ -92,11 +87,10 @@ def from_config(par: ParallelismConfig, seed: int = 1234) -> ProcessGroupCollect
 class WeightGroups:
     """The groups of ranks that share weights: rank `slice * context + part` is in tensor-parallel group order.
 
-    Attributes:
-        megatron: Megatron's groups, in which all ranks are tensor-parallel.
-        cache: neighbouring ranks, which hold the parts of the cache of the same heads.
-        gather: the same ranks, for messages beside those of `cache`.
-        slices: the ranks that hold the same part of the cache, of all heads together.
+    megatron: Megatron's groups, in which all ranks are tensor-parallel.
+    cache: neighbouring ranks, which hold the parts of the cache of the same heads.
+    gather: the same ranks, for messages beside those of `cache`.
+    slices: the ranks that hold the same part of the cache, of all heads together.
     """
 
     megatron: ProcessGroupCollection

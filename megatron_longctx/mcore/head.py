@@ -38,18 +38,15 @@ class Head:
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
-    """Return the cross-entropy of every token, with softmax and sums in fp32.
+    """Return the cross-entropy of every token, `[s, b]` in fp32 and the same on all tensor-parallel ranks.
 
-    A chunk's logits and the gradients that enter matrix products are rounded to the dtype of `hidden`, as in Megatron's
-    linear layer. The weight's gradient is summed over chunks in fp32.
+    Softmax and sums are in fp32. A chunk's logits and the gradients that enter matrix products are rounded to the dtype
+    of `hidden`, as in Megatron's linear layer. The weight's gradient is summed over chunks in fp32.
 
     Args:
         hidden: `[s, b, h]`, or with sequence parallelism this rank's `[s / tp, b, h]`.
         weight: this rank's rows of the head, `[vocabulary / tp, h]`.
         labels: `[s, b]`, the same on all tensor-parallel ranks.
-
-    Returns:
-        `[s, b]` in fp32, the same on all tensor-parallel ranks.
     """
     losses: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, head)  # type: ignore[no-untyped-call]
     return losses
@@ -83,11 +80,7 @@ def with_chunked_head(model: type) -> type:
 
 
 class ChunkedHead(LanguageModule):  # type: ignore[misc]
-    """A language model with the loss of `chunked_cross_entropy`. Without labels it returns logits as usual.
-
-    Args:
-        chunk_tokens: see `Head`. The others are Megatron's own.
-    """
+    """A language model with the loss of `chunked_cross_entropy`. Without labels it returns logits as usual."""
 
     def __init__(self, *args: Any, chunk_tokens: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

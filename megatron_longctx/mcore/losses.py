@@ -32,10 +32,7 @@ _HEAD_CHUNK_TOKENS = 4096
 
 def losses_config(config: Config) -> Config:
     """Return a run's configuration for its losses: with its context-parallel mode, and nothing kept for backward.
-
-    Raises:
-        ValueError: it has parallel sizes that only training supports.
-    """
+    Refuse parallel sizes that only training supports."""
     par, recompute = config.parallelism, config.recompute
     refuse_training_sizes(par)
     check_fp8(config)
@@ -68,8 +65,8 @@ def label_logprobs(model: Any, sequence: ShardedSequence, batch: TrainingBatch, 
     Args:
         model: a Megatron GPT with context-parallel attention, and with all of its layers.
         batch: packs may be trees, which compute shared prefixes once.
-        entropy: compute also the entropy of each prediction, in nats, which takes the head's product once more. Its
-            chunks have `head_chunk_tokens`, or 4,096 tokens of a model without them.
+        entropy: also compute the entropy of each prediction, in nats, which takes the head's product once more, in
+            chunks of `head_chunk_tokens`, or of 4,096 tokens in a model without them.
 
     Returns:
         fp32 `[b, S]`, of the whole sequence on every rank; with `entropy` `[2, b, S]`, log-probabilities and entropies.
@@ -108,9 +105,8 @@ def with_seq_length(config: Config, length: int) -> Config:
 class LossesByPosition:
     """A run's model, which computes losses. Construction and every call are collective.
 
-    Args:
-        config: the result of `losses_config`.
-        part: the part of `data.split`: 0 for training, 1 for validation.
+    config: the result of `losses_config`.
+    part: the part of `data.split`: 0 for training, 1 for validation.
     """
 
     def __init__(

@@ -90,18 +90,17 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 def _layer_settings(model: ModelConfig) -> dict[str, Any]:
     """Return Megatron's settings of the architecture."""
+    same_names = (
+        *("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size"),
+        *("attention_output_gate", *(RECURRENT_KEYS if model.recurrent else ())),
+    )
     return dict(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
+        **{name: getattr(model, name) for name in same_names},
         num_query_groups=model.num_kv_heads,
-        kv_channels=model.kv_channels,
-        ffn_hidden_size=model.ffn_hidden_size,
         normalization={"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[model.normalization],
         layernorm_epsilon=model.norm_epsilon,
         layernorm_zero_centered_gamma=model.zero_centered_norms,
         qk_layernorm=model.qk_norm,
-        attention_output_gate=model.attention_output_gate,
         softmax_scale=model.attention_scale,
         gated_linear_unit=model.fc1_columns == 2,
         activation_func=_ACTIVATIONS[model.activation],
@@ -112,7 +111,6 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
         window_attn_skip_freq=model.window_pattern,
         softmax_type=_SOFTMAX[model.sinks],
         linear_attention_freq=list(map(int, model.recurrent_layers)) if model.recurrent else None,
-        **{key: getattr(model, key) for key in RECURRENT_KEYS if model.recurrent},
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **(_OAI if model.activation == "swiglu_oai" else {}),
@@ -131,8 +129,7 @@ def _run_settings(config: Config) -> dict[str, Any]:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return dict(
         bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        **dict.fromkeys(("params_dtype", "pipeline_dtype"), torch.bfloat16 if bf16 else torch.float32),
         tensor_model_parallel_size=par.tensor_parallel_size,
         pipeline_model_parallel_size=par.pipeline_parallel_size,
         context_parallel_size=par.context_parallel_size,
@@ -183,8 +180,7 @@ def build_model(
 ) -> LanguageModule:
     """Build this pipeline stage's part of the GPT, with context-parallel attention, and RoPE for its layout.
 
-    Args:
-        megatron: the result of `transformer_config`.
+    megatron: the result of `transformer_config`.
     """
     model = config.model
     use_te = uses_transformer_engine(model)
@@ -260,16 +256,13 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     if model.rope_scaling.kind != "none":
         special["rope_scaling"] = asdict(model.rope_scaling)
     if model.num_moe_experts is not None:
-        special |= {
-            "num_moe_experts": model.num_moe_experts,
-            "moe_ffn_hidden_size": model.expert_width,
-            "moe_layers": "".join(str(int(experts)) for experts in model.expert_layers),
-            "moe_router_topk": model.moe_router_topk,
-            "moe_router_pre_softmax": model.moe_router_pre_softmax,
-            "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
-            "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
-            "moe_shared_expert_gate": model.moe_shared_expert_gate,
-        }
+        of_experts = (
+            *("num_moe_experts", "moe_router_topk", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+            *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+        )
+        special |= {key: getattr(model, key) for key in of_experts}
+        special["moe_ffn_hidden_size"] = model.expert_width
+        special["moe_layers"] = "".join(str(int(experts)) for experts in model.expert_layers)
     keys = (
         *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),
         *("vocab_size", "normalization", "activation", "position_embedding", "rope_base", "bias", "tie_embeddings"),

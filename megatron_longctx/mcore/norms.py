@@ -19,12 +19,10 @@ from .version import copy_spec
 
 
 class _MegatronNorm(torch.nn.Module):
-    """A norm over the last dimension, of `hidden_size`.
+    """A norm over the last dimension, of `hidden_size`; `eps` is added to the mean square, or to the variance.
 
-    Args:
-        config: the model's configuration. The norm reads `params_dtype`, `sequence_parallel` and
-            `layernorm_zero_centered_gamma` (`weight` is stored minus 1).
-        eps: added to the mean square, or to the variance.
+    config: `params_dtype`, `sequence_parallel` and `layernorm_zero_centered_gamma` (`weight` is stored minus 1) are
+    read.
     """
 
     weight: torch.nn.Parameter
@@ -72,12 +70,9 @@ NORMS: dict[str, type[torch.nn.Module]] = {"RMSNorm": RMSNorm, "LayerNorm": Laye
 
 
 class PostNormAdd(MegatronModule):  # type: ignore[misc]
-    """A norm of a layer part's output before the residual is added, with the interface of bias-dropout-add.
+    """A norm of a layer part's output `[s, b, h]` before the residual is added, with the interface of bias-dropout-add.
 
     It has no dropout.
-
-    Args:
-        norm: the class of the norm over `[s, b, h]`.
     """
 
     def __init__(self, config: TransformerConfig, norm: Any) -> None:

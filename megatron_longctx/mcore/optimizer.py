@@ -90,10 +90,7 @@ def build_scheduler(
     The rate rises linearly from 0 to ``lr`` over ``warmup_steps`` and falls to ``min_lr`` at ``decay_steps``, which
     include the warm-up, in the form of ``decay_style``. After a load, only the position comes from the checkpoint.
 
-    Args:
-        optim: the schedule, in optimizer steps.
-        steps: the run's steps, the default of ``optim.decay_steps``.
-        global_batch_size: samples per optimizer step, over all ranks.
+    steps: the run's steps, the default of ``optim.decay_steps``.
     """
     decay_samples = (optim.decay_steps or steps) * global_batch_size
     return OptimizerParamScheduler(
@@ -155,8 +152,7 @@ def whole_gradients(
 ) -> dict[str, Tensor]:
     """Return copies of the reduced gradients (`main_grad`) of this rank's parameters. Collective over the world.
 
-    Args:
-        distributed: whether the optimizer is distributed: each rank has then reduced only its piece of every bucket.
+    distributed: whether the optimizer is distributed: each rank has then reduced only its piece of every bucket.
     """
     if distributed:
         for model in models:

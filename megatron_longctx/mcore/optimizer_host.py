@@ -24,11 +24,8 @@ _ALIGNMENT = 512
 
 
 def keep_on_host(optimizer: MegatronOptimizer) -> None:
-    """Keep an optimizer's states on the host except during its steps. Call this before any step or load.
-
-    Args:
-        optimizer: a distributed optimizer, or a chain of them.
-    """
+    """Keep the states of distributed optimizers on the host except during their steps. Call this before any step or
+    load."""
     for part in parts_of(optimizer):
         assert isinstance(part, DistributedOptimizer), part
         if not part.is_stub_optimizer:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -19,6 +19,7 @@ from ..core.plans import Mask, mask
 from ..core.plans.mask import Window
 from .delta_rule import Place
 
+T = TypeVar("T")
 UNBOUNDED: Window = (None, None)
 
 
@@ -55,10 +56,7 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         super().__init__(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest)
         self.rotations: PackRotations | None = None  # see `ShardedSequence.rotation`
         self._attention = attention
-        self._tokens: dict[torch.device, Tensor] = {}
-        self._positions: dict[torch.device, Tensor] = {}
-        self._stops: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-        self._tail_rows: dict[tuple[int, torch.device], Tensor] = {}
+        self._made: dict[tuple[Any, ...], Any] = {}
 
     __eq__ = object.__eq__  # identity: Megatron's class compares fields
     __hash__ = object.__hash__
@@ -83,43 +81,32 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         if key not in self._masks:
             self._masks[key] = mask.documents(self.documents, causal=causal, window=window, parents=self.parents)
             if any(self._padding) and not causal:  # a causal mask hides what comes later
-                self._masks[key] = self._hide_padding(self._masks[key], window)
+                pairs = zip(self.documents, self._padding, strict=True)
+                parts = [part for length, padding in pairs for part in (length - padding, padding)]
+                self._masks[key] = divided(self._masks[key], parts, causal, window)
         return self._masks[key]
-
-    def _hide_padding(self, padded: Mask, window: Window) -> Mask:
-        """Return a full mask whose padding sees itself only. The layout still follows the padded documents."""
-        pairs = zip(self.documents, self._padding, strict=True)
-        parts = [part for length, padding in pairs for part in (length - padding, padding) if part]
-        return replace(padded, slices=mask.documents(parts, causal=False, window=window).slices)
 
     def tokens(self, device: torch.device) -> Tensor:
         """Return the global positions of this rank's tokens, int64 `[s]`, in slot order."""
-        if device not in self._tokens:
-            spans = self.layout.spans[self._attention.rank]
-            ranges = [torch.arange(span.start, span.stop, span.step) for span in spans if len(span)]
-            self._tokens[device] = _to_device(torch.cat(ranges or [torch.empty(0, dtype=torch.int64)]), device)
-        return self._tokens[device]
+        return self._once(lambda: _to_device(self._attention.tokens(self.mask()), device), "tokens", device)
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens, int64 `[s]`, in slot order.
 
         They count from the beginning of a document, or go on after its parent's last token.
         """
-        if device not in self._positions:
+
+        def positions() -> Tensor:
             tokens = self.tokens(torch.device("cpu"))
             starts, stops, first = torch.tensor(self.mask().documents, dtype=torch.int64).view(-1, 3).T.contiguous()
-            with torch.inference_mode(False):  # a pack may be used for evaluation first and for training later
-                positions = tokens + (first - starts)[torch.bucketize(tokens, stops, right=True)]
-                self._positions[device] = _to_device(positions, device)
-        return self._positions[device]
+            return _to_device(tokens + (first - starts)[torch.bucketize(tokens, stops, right=True)], device)
+
+        return self._once(positions, "positions", device)
 
     @cached_property
     def place(self) -> Place:
-        """Where this rank's tokens lie, for recurrent layers.
-
-        Raises:
-            ValueError: ranks do not hold the sequence in order, or documents share prefixes.
-        """
+        """Where this rank's tokens lie, for recurrent layers: refused unless ranks hold the sequence in order and no
+        prefix is shared."""
         layout, remedy = self.layout, "Recurrent layers read a document's tokens one after another."
         if layout.n > 1 and layout.name != "contiguous":
             raise refuse("layout", layout.name, "contiguous with recurrent layers", remedy)
@@ -130,20 +117,28 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
 
     def stops(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the sums of `batch` times `place.lengths`, from 0 on, int64: on a device and on the host."""
-        key = batch, device
-        if key not in self._stops:
-            with torch.inference_mode(False):
-                host = torch.tensor([0, *accumulate([*self.place.lengths] * batch)])
-                self._stops[key] = _to_device(host, device), host
-        return self._stops[key]
+
+        def stops() -> tuple[Tensor, Tensor]:
+            host = torch.tensor([0, *accumulate([*self.place.lengths] * batch)])
+            return _to_device(host, device), host
+
+        return self._once(stops, "stops", batch, device)
 
     def tail_rows(self, size: int, device: torch.device) -> Tensor:
         """Return `Place.tail_rows` on a device, int64 `[size]`."""
-        key = size, device
-        if key not in self._tail_rows:
+        return self._once(lambda: _to_device(torch.tensor(self.place.tail_rows(size)), device), "tail", size, device)
+
+    def _once(self, make: Callable[[], T], *key: Any) -> T:
+        """Return what `make` returned for this key first. A pack may serve inference first and training later."""
+        if key not in self._made:
             with torch.inference_mode(False):
-                self._tail_rows[key] = _to_device(torch.tensor(self.place.tail_rows(size)), device)
-        return self._tail_rows[key]
+                self._made[key] = make()
+        return self._made[key]  # type: ignore[no-any-return]
+
+
+def divided(whole: Mask, parts: Sequence[int], causal: bool, window: Window) -> Mask:
+    """Return the mask of tokens that see those of their own part alone. The layout is that of the whole."""
+    return replace(whole, slices=mask.documents([*filter(None, parts)], causal=causal, window=window).slices)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:

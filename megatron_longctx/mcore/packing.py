@@ -77,8 +77,7 @@ class Stream(SampleOrder):
 
     Its indices are kept in memory and not in files, so that no rank waits for another when a pass begins.
 
-    Args:
-        lengths: the tokens of every document, int32.
+    lengths: the tokens of every document, int32.
     """
 
     def __init__(self, lengths: numpy.ndarray, seq_length: int, seed: int) -> None:
@@ -108,8 +107,7 @@ class Packs(SampleOrder):
 
     The lengths in a pack are the same in every pass. The documents with these lengths, and the order of packs, change.
 
-    Args:
-        lengths: the tokens of every document, int32.
+    lengths: the tokens of every document, int32.
     """
 
     def __init__(self, lengths: numpy.ndarray, seq_length: int, seed: int) -> None:
@@ -191,8 +189,7 @@ class BranchTooLong(ValueError):
 class TreePacks(Packs):
     """Whole trees packed by `best_fit`. A larger tree is cut between branches, and its parts repeat what they share.
 
-    Args:
-        trees: the lengths and parents of the nodes of every document.
+    trees: the lengths and parents of the nodes of every document.
 
     Raises:
         ValueError: a branch that is longer than a sequence; the error's `document` is its number.
@@ -239,15 +236,11 @@ def visible_pairs(lengths: Sequence[int], parents: Sequence[int] | None, windows
 
 
 def best_fit(lengths: numpy.ndarray, capacity: int) -> numpy.ndarray:
-    """Return the pack of every document: the one that it fills best, or a new one if it fits into none.
+    """Return the pack of every document, int64: the one that it fills best, or a new one if it fits into none.
 
     Packs with equal room are filled together by documents of equal length: ten million documents take seconds.
 
-    Args:
-        lengths: in descending order, each from 1 to `capacity`.
-
-    Returns:
-        The packs' numbers from 0 on, int64 of the same shape.
+    lengths: in descending order, each from 1 to `capacity`.
     """
     packs, num_packs = numpy.empty(len(lengths), dtype=numpy.int64), 0
     rooms: list[int] = []  # in ascending order

@@ -76,9 +76,8 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
             return run(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         tape, quantized = AttentionTape(self._store), Rerun(self.config.fp8)
         core: ContextParallelCoreAttention | None = getattr(self.self_attention, "core_attention", None)
-        recording = (
-            nullcontext if core is None else lambda: core.taped(tape)
-        )  # none in MLPs of a stack and recurrent layers
+        # MLPs of a stack and recurrent layers have none.
+        recording = nullcontext if core is None else lambda: core.taped(tape)
 
         def taped(hidden: Tensor) -> Tensor:
             again, rest = tape.replaying, self._skip_unread_output() if tape.replaying else nullcontext()
@@ -103,14 +102,10 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
 
 
 def with_recompute(layer: ModuleSpec, store: Store) -> ModuleSpec:
-    """Return a copy of a transformer layer's spec whose layers recompute everything but attention.
+    """Return a copy of a TransformerLayer's spec whose layers recompute everything but attention.
 
-    Args:
-        layer: a spec made by `spec.with_context_parallel`.
-        store: holds layers' inputs and attention's results until backward; all layers of a model share it.
-
-    Raises:
-        ValueError: the spec is not of a TransformerLayer.
+    layer: a spec made by `spec.with_context_parallel`.
+    store: holds layers' inputs and attention's results until backward; all layers of a model share it.
     """
     if not (isinstance(layer.module, type) and issubclass(layer.module, TransformerLayer)):
         remedy = f"This one is of {layer.module}: use recompute=layer or none with it."
@@ -122,16 +117,14 @@ def with_recompute(layer: ModuleSpec, store: Store) -> ModuleSpec:
 
 
 class TiledMLP(MLP):  # type: ignore[misc]
-    """Megatron's MLP with the same parameters, run tile by tile.
-
-    `with_mlp_tiles` derives a class from this one and any kind of MLP.
+    """Megatron's MLP with the same parameters, run tile by tile. `with_mlp_tiles` derives a class from it and any MLP.
 
     Attributes:
         tile_tokens: the most tokens (times sequences) in a tile, but at least one of every sequence and
             sequence-parallel rank. It belongs to the class, because Megatron builds an MLP with its own arguments only.
 
     Raises:
-        ValueError: the linear layers accumulate gradients themselves.
+        ValueError: the linear layers accumulate gradients themselves, or FP8 scales are of whole tensors.
     """
 
     tile_tokens: int
@@ -179,11 +172,7 @@ class TiledMLP(MLP):  # type: ignore[misc]
 
 
 def with_mlp_tiles(layer: ModuleSpec, tile_tokens: int) -> ModuleSpec:
-    """Return a copy of a transformer layer's spec whose MLP runs in tiles.
-
-    Raises:
-        ValueError: a layer without Megatron's dense MLP.
-    """
+    """Return a copy of a transformer layer's spec whose MLP, which must be Megatron's dense one, runs in tiles."""
     mlp = mlp_spec(layer)
     if not (isinstance(mlp, ModuleSpec) and isinstance(mlp.module, type) and issubclass(mlp.module, MLP)):
         expected = "null for layers without Megatron's dense MLP"
@@ -249,9 +238,8 @@ def _tiles(hidden: Tensor, rows: int) -> Iterator[slice]:
 def unread_output(linear: Any) -> Iterator[None]:
     """Make `linear` return zeros, with correct gradients and messages, while its layer runs again for gradients.
 
-    The last product of the MLP, a quarter of the layer's matrix work, would only compute what is already known to be
-    the next layer's input. Layers other than Megatron's own row-parallel layer, with gradients that autograd
-    accumulates, run unchanged.
+    The last product of the MLP, a quarter of the layer's matrix work, would only compute the next layer's input again.
+    Layers other than Megatron's own row-parallel layer, with gradients that autograd accumulates, run unchanged.
     """
     plain = (
         isinstance(linear, RowParallelLinear)

@@ -73,8 +73,7 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
 
     Args:
         original: the embedding that it replaces.
-        sequence: the model's sequence.
-        full: frequencies of layers with full attention; None for the frequencies of `original`.
+        full: frequencies of layers with full attention; None for those of `original`.
         windowed: frequencies of layers with a window; None for the same as other layers.
 
     Raises:
@@ -191,7 +190,6 @@ class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
     """Megatron's MLA over sharded sequences; `spec.with_context_parallel` puts it into a spec.
 
     Args:
-        sequence: shared by all layers of the model.
         frequencies: RoPE frequencies; None for Megatron's embedding's.
         The others are Megatron's own.
 
@@ -216,18 +214,12 @@ class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
         sequence.set_rope(self.rotary_pos_emb)
         if self.tp_group.size() > 1:
             if not self.config.sequence_parallel:
-                remedy = (
-                    "Without it, Megatron sums gradients of norms and of the keys' rotated part incorrectly (0.16.1, "
-                    "0.19.2)."
-                )
+                remedy = "Without it, Megatron sums gradients of norms and of the keys' rotated part incorrectly."
                 raise refuse("sequence_parallel", False, "True with MLA and tensor parallelism", remedy)
             self.linear_kv_down_proj.register_forward_hook(self._gather_columns)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Any]:
-        """Run Megatron's layer.
-
-        Args:
-            packed_seq_params: see `ShardedSequence.pack_of`.
+        """Run Megatron's layer; `packed_seq_params` are those of `ShardedSequence.pack_of`.
 
         Raises:
             ValueError: a call of Megatron's inference.
@@ -247,8 +239,7 @@ class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
         """Return all columns of the latent and of the keys' rotated part, for this tensor-parallel rank's rows.
 
         From these, Megatron gathers the rows of the rotated part, and sums its gradient. Every rank has the part of
-        the gradient from its own heads. If Megatron gathers columns itself (local layers of
-        0.16.1 and 0.19.2), it sums nothing.
+        the gradient from its own heads. If Megatron gathers columns itself (local layers), it sums nothing.
         """
         columns, bias = output
         if columns.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
@@ -272,8 +263,7 @@ class _Angles:
 class _LatentRope:
     """RoPE of a model with MLA: its `ShardedSequence.rope`, and the `rotary_pos_emb` that Megatron's layers call.
 
-    Args:
-        returns_factor: whether Megatron expects angles and their attention factor.
+    returns_factor: whether Megatron expects angles and their attention factor.
     """
 
     needs_own_batches = False

@@ -31,8 +31,7 @@ def rotate(
         inverse: rotate by the negative angles, as gradients need it.
 
     Returns:
-        tensors of the same shapes and dtype, contiguous; computed in fp32 (or the tensors' precision, if higher) and
-        rounded once.
+        contiguous tensors like these, computed in fp32 (or the tensors' precision, if higher) and rounded once.
     """
     x = tensors[0]
     impl = _fused() if x.is_cuda and _fusable(tensors, cos, sin) else None

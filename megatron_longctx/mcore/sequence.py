@@ -25,8 +25,7 @@ MEGATRONS_LAYOUTS = ("zigzag", "per_document")
 class Rope(Protocol):
     """A model's RoPE, which rotates queries and keys by the positions of their tokens.
 
-    Attributes:
-        needs_own_batches: whether it can only be there if the caller knows this project's layouts.
+    needs_own_batches: whether it can only be there if the caller knows this project's layouts.
     """
 
     needs_own_batches: bool
@@ -71,11 +70,7 @@ class ShardedSequence:
         return self._length is None
 
     def set_rope(self, rope: Rope) -> None:
-        """Set the model's RoPE.
-
-        Raises:
-            ValueError: a model with other angles uses this sequence.
-        """
+        """Set the model's RoPE; refuse other angles than those of a model that uses this sequence already."""
         if self.rope is not None and not rope.equals(self.rope):
             remedy = "Build a ShardedSequence for each model; they may share their attention."
             raise refuse("sequence", "of a model with other RoPE angles", "one of this model only", remedy)
@@ -89,14 +84,10 @@ class ShardedSequence:
         return self._plain(self.length)
 
     def pack(self, documents: Sequence[int], parents: Sequence[int] | None = None) -> Pack:
-        """Return the sequence of documents of these lengths.
+        """Return the sequence of documents of these lengths: for `shard_batch`, and as the model's `packed_seq_params`.
 
-        Pass it to `shard_batch` and, as `packed_seq_params`, to the model.
-
-        Args:
-            parents: for each document, the number of an earlier one that it continues and sees, or -1: trees of shared
-                prefixes. A prefix is computed once. A token's position counts from the beginning of its tree, along
-                its own branch.
+        parents: for each document, the number of an earlier one that it continues and sees, or -1: trees of shared
+            prefixes. A prefix is computed once. Positions count from the tree's beginning along a branch.
 
         Raises:
             ValueError: a document without tokens, or a parent that is not an earlier document.
@@ -127,8 +118,7 @@ class ShardedSequence:
         Megatron's parameters are on the device. They are read once, when an object is new or its tensors have changed.
         They may have an attribute `parents`, as `pack` takes them.
 
-        Args:
-            num_local_tokens: this rank's tokens; they tell the length of a plain sequence if none was given.
+        num_local_tokens: this rank's tokens; they tell the length of a plain sequence if none was given.
 
         Raises:
             ValueError: unsupported parameters (see `pack.document_lengths`).
@@ -152,13 +142,8 @@ class ShardedSequence:
         return parsed.pack
 
     def check_slices(self, pack: Pack, params: PackedSeqParams | None) -> None:
-        """Refuse batches that Megatron slices while attention has another layout.
-
-        Only the number of tokens would tell, and it is mostly the same.
-
-        Raises:
-            ValueError: no `shard_batch`, pack or ShardedRotaryEmbedding shows that the caller knows this layout.
-        """
+        """Refuse batches that Megatron slices while attention has another layout: no `shard_batch`, pack or
+        ShardedRotaryEmbedding shows that the caller knows it, and the number of tokens is mostly the same."""
         known = self._has_sharded or isinstance(params, Pack) or (self.rope is not None and self.rope.needs_own_batches)
         if self.attention.world == 1 or known or pack.layout.name in MEGATRONS_LAYOUTS:
             return
@@ -170,12 +155,9 @@ class ShardedSequence:
         )
 
     def check_megatrons_rope(self, params: PackedSeqParams | None) -> None:
-        """Refuse Megatron's own RoPE for tokens that it does not rotate by their positions.
+        """Refuse Megatron's own RoPE in other layouts, or for a `pack` of several documents.
 
         It assumes zigzag, and that Megatron's own packs are in zigzag document by document.
-
-        Raises:
-            ValueError: another layout, or a `pack` of several documents.
         """
         pack = self.pack_of(params)
         several = len(pack.documents) > 1
@@ -188,10 +170,8 @@ class ShardedSequence:
             raise refuse("layout", pack.layout.name, expected, f"{remedy}, or choose the layout.")
 
     def rotation(self, pack: Pack, window: Window = UNBOUNDED) -> Callable[[Tensor], Tensor] | None:
-        """Return the function that rotates queries and keys in layers with this window; None without RoPE.
-
-        It is computed once for a pack.
-        """
+        """Return the function that rotates queries and keys in layers with this window, computed once for a pack; None
+        without RoPE."""
         if self.rope is not None and pack.rotations is None:
             with torch.inference_mode(False):  # a pack may be used for inference first and for training later
                 pack.rotations = self.rope.rotations_of(pack)
@@ -246,10 +226,11 @@ class _ParsedParams(NamedTuple):
 def _versions(params: PackedSeqParams) -> list[tuple[Any, Any]]:
     """Return the parameters' tensors, each with the number of writes to it; parents in a list with a copy of it."""
     names = [f"cu_seqlens_{of}{suffix}" for of in ("q", "kv") for suffix in ("", "_padded")]
-    return [(x, _version(x)) for x in (getattr(params, name, None) for name in (*names, "parents"))]
+    return [(x, version_of(x)) for x in (getattr(params, name, None) for name in (*names, "parents"))]
 
 
-def _version(x: Any) -> Any:
+def version_of(x: Any) -> Any:
+    """Return the number of writes to a tensor, found without reading the device; a copy of a list."""
     if isinstance(x, Tensor):
         return 0 if x.is_inference() else x._version
     return None if x is None else tuple(x)

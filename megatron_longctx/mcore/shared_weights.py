@@ -36,12 +36,9 @@ class SharedWeights:
 
     All ranks make the same calls in the same order.
 
-    Args:
-        transport: `inference.transport`, which also says how sums of few tokens travel.
-
-    Attributes:
-        kv_heads: of this rank's cache.
-        peers: sums over peer memory; None for collectives.
+    transport: `inference.transport`, which also says how sums of few tokens travel.
+    kv_heads: of this rank's cache.
+    peers: sums over peer memory; None for collectives.
     """
 
     def __init__(self, gpt: GPTModel, groups: WeightGroups, transport: str) -> None:
@@ -88,7 +85,7 @@ class SharedWeights:
         return out
 
     def layer(self, number: int) -> LayerWeights:
-        """Return a layer's weights of all ranks of the cache, and begin to gather those of the layer after it.
+        """Return a layer's weights of all ranks of the cache, and begin to gather those of the next layer.
 
         They are overwritten when the layer after the next begins.
         """
@@ -135,12 +132,10 @@ class SharedWeights:
     ) -> Iterator[tuple[int, Tensor]]:
         """Apply `work`, whose weights all ranks share, to rows `[m, ...]` of which every rank has its own, maybe none.
 
-        Args:
-            most: the rows of all ranks together in one call of `work`.
-            take: makes a call's own rows `[m, ...]` from those of `x`.
+        Yield the first row and the results of every call's own rows, in order; nothing for none.
 
-        Yields:
-            the first row and the results of every call's own rows, in order; nothing for none.
+        most: the rows of all ranks together in one call of `work`.
+        take: makes a call's own rows `[m, ...]` from those of `x`.
         """
         rank, size = self._groups.cache.rank(), max(1, most // self._parts)
         count = torch.tensor(len(x), device=x.device)
@@ -193,8 +188,7 @@ class _Prefetch:
 def _rows_of_slice(x: Tensor, dim: int, heads: tuple[int, int], own: int, slices: int) -> Tensor:
     """Return the rows of a slice of query heads, and of its one KV head, along `dim`.
 
-    Args:
-        heads: all KV heads, and the query heads of each.
+    heads: all KV heads, and the query heads of each.
     """
     groups, queries = heads
     sharing, count = slices // groups, queries * groups // slices

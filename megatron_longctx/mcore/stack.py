@@ -27,11 +27,8 @@ def is_stack(spec: ModuleSpec) -> bool:
 
 
 def with_layers(stack: ModuleSpec, attention: _LayerCopy, experts: _LayerCopy) -> ModuleSpec:
-    """Return a copy of a stack's spec with other layers of attention and of experts, and without unsupported layers.
-
-    Args:
-        attention, experts: return a changed copy of a layer's spec.
-    """
+    """Return a copy of a stack's spec without unsupported layers, and with what two functions return for layers of
+    attention and of experts."""
     stack = copy_spec(stack)
     changes = {
         "attention_layer": lambda layer: in_stack(attention(layer)),

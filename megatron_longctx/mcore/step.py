@@ -108,9 +108,8 @@ class TrainStep(_Step):
     def run(self, batches: Iterator[TrainingBatch]) -> LossSum:
         """Compute gradients, reduced over ranks and divided by the sum of the loss masks of the whole step.
 
-        Args:
-            batches: `num_micro_batches` whole micro-batches of any lengths; this rank computes its tokens of each. With
-                pipeline parallelism, all are read before the first is computed.
+        batches: `num_micro_batches` whole micro-batches of any lengths; this rank computes its tokens of each. With
+            pipeline parallelism, all are read before the first is computed.
         """
         forward = partial(_forward_step, sequence=self.sequence, windows=self._windows, objective=self.objective)
         results = self._run_schedule(forward, batches, self.num_micro_batches, forward_only=False)
@@ -142,7 +141,8 @@ class EvalStep(_Step):
     def run(
         self, read: Callable[[int], TrainingBatch], numbers: Sequence[int], total: int, edges: Sequence[int]
     ) -> Tensor:
-        """Return the sums of token losses and of their masks in each range of positions. Collective over the world.
+        """Return the sums of token losses and of their masks in each range of positions, fp64 `[total, ranges, 2]`, on
+        every rank. Collective over the world.
 
         A micro-batch's row is bit-identical for every number of data-parallel ranks and pipeline stages.
 
@@ -150,9 +150,6 @@ class EvalStep(_Step):
             read: returns a whole micro-batch by its number.
             numbers: this data-parallel rank's micro-batches, out of `total`.
             edges: the first position of every range, and the position after the last range.
-
-        Returns:
-            fp64 `[total, ranges, 2]`, on every rank.
         """
         table = torch.zeros(total, len(edges) - 1, 2, dtype=torch.float64, device=local_device())
         forward = partial(_forward_alone, sequence=self.sequence, edges=edges)

@@ -34,11 +34,7 @@ class StoredTensors:
         self._on_device: tuple[Tensor, ...] | None = tensors
 
     def take(self) -> tuple[Tensor, ...]:
-        """Return the tensors, ready for the current stream.
-
-        Raises:
-            RuntimeError: they were taken before.
-        """
+        """Return the tensors, ready for the current stream; a RuntimeError the second time."""
         tensors, self._on_device = self._on_device, None
         if tensors is None:
             raise RuntimeError(f"the stored state of a layer {_TAKEN_TWICE}")
@@ -48,8 +44,7 @@ class StoredTensors:
 class Store:
     """Leaves tensors on their device. All layers of a model share one store and use it in the order of forward.
 
-    Args:
-        kept_results: the share of attention's results that tapes put in it; see `recompute.kept_results`.
+    kept_results: the share of attention's results that tapes put in it; see `recompute.kept_results`.
     """
 
     def __init__(self, kept_results: float = 1.0) -> None:
@@ -67,10 +62,10 @@ class HostStore(Store):
     """Moves tensors to host memory, pinned if there is a GPU.
 
     Copies run on a separate stream, concurrently with computation. Two layer runs' worth stay on the device, for any
-    number of layers and of micro-batches in flight. In forward they are the current run and the run before it. While
-    backward works on one run, the run before it in forward is copied back. Backward of a micro-batch begins with the
-    two runs that are still on the device. If forward of another micro-batch came between
-    (pipelines), its last layer waits for its tensors instead.
+    number of layers and of micro-batches in flight: in forward the current run and the run before it. While backward
+    works on one run, the run before it in forward is copied back. Backward of a micro-batch begins with the two runs
+    that are still on the device. If forward of another micro-batch came between (pipelines), its last layer waits for
+    its tensors.
     """
 
     def __init__(self, kept_results: float = 1.0) -> None:
@@ -221,9 +216,6 @@ class AttentionTape:
     """Stores the input of one layer run, and records and replays its attention results.
 
     A tape belongs to one run of one layer with one micro-batch, so any number of micro-batches may be in flight.
-
-    Args:
-        store: holds the input and the results until the layer is recomputed.
     """
 
     def __init__(self, store: Store) -> None:

@@ -72,11 +72,7 @@ def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerT
 
 
 def _tiktoken_options(path: str) -> dict[str, int]:
-    """Return the options for a vocabulary below 2^17 tokens, the size that Megatron-Core's reader assumes.
-
-    Raises:
-        ValueError: the file is not a vocabulary in JSON.
-    """
+    """Return the options for a vocabulary below 2^17 tokens, the size that Megatron-Core's reader assumes."""
     try:
         count = len(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

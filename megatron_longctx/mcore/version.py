@@ -31,10 +31,8 @@ def require_hybrid_model() -> None:
 
 
 def common_state_loader() -> tuple[Any, str]:
-    """Return the object and the name of its function that reads `common.pt`; the folder is its last argument.
-
-    In 0.16 it is a strategy's method.
-    """
+    """Return the object (in 0.16 a strategy) and the name of its function that reads `common.pt`; the folder is its
+    last argument."""
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import common
 
@@ -42,10 +40,8 @@ def common_state_loader() -> tuple[Any, str]:
 
 
 def pop_common_state(sharded: dict[str, Any]) -> dict[str, Any] | None:
-    """Remove and return the state that 0.19 would write as a sharded object.
-
-    0.16 writes it into `common.pt`, which both releases read.
-    """
+    """Remove and return the state that 0.19 would write as a sharded object, and that 0.16 writes into `common.pt`,
+    which both read."""
     common = sharded.pop("common_state", None)
     return None if common is None else common.data
 
@@ -83,10 +79,8 @@ def norms_of_latents(config: Any, submodules: Any) -> dict[str, Any]:
 
 @contextmanager
 def match_groups_by_kind() -> Iterator[None]:
-    """Let optimizers match the parameter groups of a checkpoint by kind only.
-
-    0.19 also compares the learning rates, which a run may change.
-    """
+    """Let optimizers match a checkpoint's parameter groups by kind only: 0.19 also compares the rates, which a run may
+    change."""
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
     original = optimizer.param_group_identifier_keys

@@ -15,7 +15,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 pytestmark = pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
-# Layers without a causal mask, with a mask tensor.
+# Their mask tensors hide all tokens.
 REFUSED = {"test_gpu_forward", "test_checkpointed_gpu_forward"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn import functional
@@ -23,6 +25,7 @@ from megatron_longctx.mcore.optimizer import wrap_ddp
 from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, visible
+from tests.mcore.tiny_gpt import megatrons_share
 from tests.shared.sequences import sequence_of
 
 LENGTH, BATCH, HEADS, GROUPS, DIM = 13, 2, 4, 2, 8
@@ -91,13 +94,13 @@ def test_supported_settings() -> None:
     [
         (
             {"attention_mask": torch.ones(1, 1, 1, 1), "attn_mask_type": AttnMaskType.no_mask},
-            "attention_mask=Tensor: expected None",
+            "attention_mask=given: expected None with no_mask",
         ),
-        ({"attention_bias": torch.zeros(1, 1, LENGTH, LENGTH)}, "attention_bias=Tensor: expected None"),
+        ({"attention_bias": torch.zeros(1, 1, LENGTH, LENGTH)}, "attention_bias=given: expected None"),
         ({"packed_seq_params": PackedSeqParams()}, "packed_seq_params.qkv_format=None: expected thd"),
-        ({"attn_mask_type": AttnMaskType.padding}, "expected causal or no_mask"),
-        ({"attn_mask_type": AttnMaskType.arbitrary}, "expected causal or no_mask"),
-        ({"attn_mask_type": AttnMaskType.padding_causal}, "expected causal or no_mask"),
+        ({"attn_mask_type": AttnMaskType.padding}, "attention_mask=None: expected a mask tensor or packed documents"),
+        ({"attn_mask_type": AttnMaskType.padding_causal}, "attention_mask=None: expected a mask tensor or packed"),
+        ({"attn_mask_type": AttnMaskType.arbitrary}, "expected one of causal, no_mask, padding_causal, padding"),
     ],
 )
 def test_unsupported_calls_are_refused(arguments: dict[str, Any], words: str) -> None:
@@ -130,6 +133,102 @@ def test_a_mask_of_a_causal_layer_is_ignored_and_named_once(caplog: pytest.LogCa
     for _ in range(2):  # another mask than the causal one: TransformerEngine does not read it, either
         assert torch.equal(core(*_inputs(), torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)), expected)
     assert caplog.text.count("--no-create-attention-mask-in-dataloader") == 1
+
+
+SPANS = ((0, 9), (5, 12), (5, 12), (1, 7))
+LONG = 12  # Megatron slices it for two ranks
+
+
+def _hidden(spans: Any, causal: bool, form: str, length: int = LONG) -> torch.Tensor:
+    """Return a mask tensor: for keys alone, for all pairs, or for pairs of tokens that are both no padding."""
+    real = torch.zeros(len(spans), length, dtype=torch.bool)
+    for row, (start, stop) in enumerate(spans):
+        real[row, start:stop] = True
+    if form == "keys":
+        return ~real[:, None, None]
+    seen = real[:, None].expand(-1, length, -1) & (real[:, :, None] if form == "both" else True)
+    return ~(seen.tril() if causal else seen)[:, None]
+
+
+def _errors_with_padding(rank: int) -> dict[Any, float]:
+    """Return how far attention over padded rows is from Megatron's own, for this rank's share and on one rank."""
+    collection = groups.initialize(context=2, seed=1)
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS, num_query_groups=GROUPS)
+    config.attention_dropout, errors = 0.0, dict[Any, float]()
+    whole = tuple(torch.randn(LONG, len(SPANS), heads, DIM, dtype=torch.float64) for heads in (HEADS, GROUPS, GROUPS))
+    for x in whole:
+        dist.broadcast(x, 0)
+    sequences = {2: ShardedSequence(ContextParallelAttention(collection.cp)), 1: sequence_of(length=LONG)}
+    for causal, form in product((False, True), ("keys", "pairs", "both")):
+        kind = AttnMaskType.padding_causal if causal else AttnMaskType.padding
+        pairs = _hidden(SPANS, causal, "pairs" if form == "keys" else form)
+        padding = _hidden(SPANS, False, "keys")[:, 0, 0].T[..., None]
+        grad = torch.ones(LONG, len(SPANS), HEADS * DIM, dtype=torch.float64).cumsum(0).masked_fill(padding, 0)
+        leaves = [x.clone().requires_grad_() for x in whole]
+        out = DotProductAttention(config, 1, kind, "self", pg_collection=collection)(*leaves, pairs)
+        expected = [out.masked_fill(padding, 0), *torch.autograd.grad(out, leaves, grad)]
+        for world, sequence in sequences.items():
+            hidden = _hidden(SPANS, causal, form)
+            if world > 1 and form != "keys":
+                hidden = hidden[:, :, megatrons_share((LONG,), rank, world)]
+            own = sequence.pack_of(None, LONG // world).tokens(grad.device)
+            core = _core(sequence, {"context_parallel_size": world}, attn_mask_type=kind)
+            leaves = [x[own].requires_grad_() for x in whole]
+            out = core(*leaves, hidden)
+            found = [out.masked_fill(padding[own], 0), *torch.autograd.grad(out, leaves, grad[own])]
+            assert torch.isfinite(out).all()
+            errors[world, kind, form] = max(
+                float((x - y[own]).detach().abs().max()) for x, y in zip(found, expected, strict=True)
+            )
+    with pytest.raises(ValueError, match=r"attention_mask\[1\]=another mask"):  # on both ranks, by one rank's queries
+        hidden = _hidden(SPANS, False, "pairs")[:, :, 6 * rank :][:, :, :6].clone()
+        hidden[1, 0, 3, 4] = rank == 1
+        _core(sequences[2], {"context_parallel_size": 2}, attn_mask_type=AttnMaskType.padding)(
+            *(x[:6] for x in whole), hidden
+        )
+    groups.destroy()
+    return errors
+
+
+def test_padding_in_mask_tensors_is_megatrons() -> None:
+    """For outputs and gradients of all tokens but padding, on one rank, and on two with Megatron's slices."""
+    for errors in run_distributed(_errors_with_padding, 2):
+        assert len(errors) == 12 and not {case: each for case, each in errors.items() if not each < 1e-11}
+
+
+@pytest.mark.parametrize("mask", [AttnMaskType.padding, AttnMaskType.padding_causal])
+def test_padding_in_windows_and_for_all_rows(mask: AttnMaskType) -> None:
+    core, causal = _core(config={"window_size": (2, 0)}, attn_mask_type=mask), mask is AttnMaskType.padding_causal
+    hidden = _hidden([(3, 10)], causal, "keys", LENGTH)
+    seen = visible([3, 7, 3], causal=causal, window=(2, 0))
+    expected = dense_attention(*_inputs(), torch.zeros(LENGTH, BATCH, HEADS, DIM), seen=seen)["out"].flatten(2)
+    torch.testing.assert_close(core(*_inputs(), hidden)[3:10], expected[3:10], rtol=1e-12, atol=1e-12)
+    hidden[:] = _hidden([(0, LENGTH)], causal, "keys", LENGTH)  # a changed tensor is read again
+    assert torch.equal(core(*_inputs(), hidden), _core(core.sequence, {"window_size": (2, 0)})(*_inputs(), None))
+
+
+_GAP = torch.tensor([False] * 4 + [True] * 3 + [False] * 6)[None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "causal", "words"),
+    [
+        (_GAP, False, "attention_mask[0]=another mask: expected a padding mask: each token sees the keys 0 to 12, and"),
+        (_GAP, True, "sees the keys 0 to 12 up to itself, and padding sees these or none"),
+        (~_GAP[..., :6], False, f"attention_mask=torch.bool [1, 1, 1, 6]: expected torch.bool [2, 1, q, {LENGTH}]"),
+        (_GAP.float(), False, f"attention_mask=torch.float32 [1, 1, 1, {LENGTH}]: expected torch.bool"),
+        (torch.ones(2, 1, 1, LENGTH, dtype=torch.bool), False, "attention_mask[0]=True for all keys: expected False"),
+        (_hidden([(0, 9), (0, 13)], True, "pairs", LENGTH), False, "attention_mask[0]=another mask"),
+        (_hidden([(0, 9), (0, 13)], False, "pairs", LENGTH), True, "attention_mask[0]=another mask"),
+    ],
+)
+def test_masks_that_are_no_padding_are_refused(hidden: torch.Tensor, causal: bool, words: str) -> None:
+    core = _core(attn_mask_type=AttnMaskType.padding_causal if causal else AttnMaskType.padding)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        core(*_inputs(), hidden)
+    pack = core.sequence.pack([4, 9])
+    with pytest.raises(ValueError, match="attention_mask=given: expected None for packed documents"):
+        core(*_inputs(), hidden, packed_seq_params=pack)
 
 
 @pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.padding])

@@ -45,8 +45,7 @@ class Runtime:
 class Pass:
     """The forward or backward pass of one kind of call, ready to run. Exchanges nothing, and any thread may make it.
 
-    Args:
-        packed: whether this rank's own keys and values are given as one tensor in their format.
+    packed: whether this rank's own keys and values are given as one tensor in their format.
     """
 
     def __init__(self, recorder: Recorder, rank: int, shapes: Shapes, runtime: Runtime, packed: bool = False) -> None:
@@ -70,11 +69,9 @@ class Pass:
     def run(self, own: dict[Kind, Fields], scale: float, kept: Sequence[Fields] = ()) -> Replay:
         """Run the pass.
 
-        Args:
-            own: this rank's own tensors. Forward: Q `(q,)` and KV `(k, v)` or packed `(kv,)`. Backward: Q_GRAD `(q,
-                out, grad of out, lse)`, GRAD `(grad of out,)`, and KV. Tensors that the pass does not read need no
-                memory.
-            kept: the entries that the forward pass kept.
+        own: this rank's own tensors. Forward: Q `(q,)` and KV `(k, v)` or packed `(kv,)`. Backward: Q_GRAD `(q, out,
+            grad of out, lse)`, GRAD `(grad of out,)`, and KV. Tensors that the pass does not read need no memory.
+        kept: the entries that the forward pass kept.
 
         Raises:
             RuntimeError: an earlier pass failed, and not because all ranks ran out of memory in it.

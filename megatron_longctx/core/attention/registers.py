@@ -34,8 +34,7 @@ TEMPLATE, SCALE, EXCHANGE = range(3)
 class Registers:
     """The registers of a recording.
 
-    Args:
-        packed: whether this rank's own keys and values are given as one tensor in their format.
+    packed: see `execute.Pass`.
     """
 
     def __init__(

@@ -13,11 +13,7 @@ from ..layout import Layout
 
 
 def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Return the process group of a mesh of one dimension.
-
-    Raises:
-        ValueError: the mesh has several dimensions.
-    """
+    """Return the process group of a mesh, which must have one dimension."""
     if not isinstance(group, DeviceMesh):
         return group
     if group.ndim != 1:

@@ -96,9 +96,8 @@ def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], what: str, reme
 
     No rank is left waiting for one that failed.
 
-    Args:
-        what: describes `work` in the error: "... failed on rank 3: ...".
-        remedy: one sentence for the error.
+    what: describes `work` in the error: "... failed on rank 3: ...".
+    remedy: one sentence for the error.
 
     Raises:
         PeerMemoryError: `work` failed on some rank; all ranks raise the same message.

@@ -24,8 +24,7 @@ class BufferPool:
 
     A caller owns a name until the next `get` of it. Callers order their uses on the device themselves.
 
-    Attributes:
-        generation: incremented whenever a tensor is reallocated.
+    generation: incremented whenever a tensor is reallocated.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,8 +69,7 @@ class AttentionTimes(NamedTuple):
 class StreamClock:
     """Adds up the time of `with` blocks; on CUDA as the caller's stream runs, without making the host wait.
 
-    Attributes:
-        running: whether `timed` uses this clock. Whoever sets it has to call `take` from time to time.
+    running: whether `timed` uses this clock. Whoever sets it has to call `take` from time to time.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -60,30 +60,21 @@ class Channel(Protocol):
     def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]) -> Exchange:
         """Start the messages of a step.
 
-        Args:
-            passed: blocks of other ranks to send on. Like `receives`, they are contiguous tensors, field by field in
-                the order of the recording's messages.
-            after: events that the messages wait for.
+        passed: blocks of other ranks to send on. Like `receives`, they are contiguous tensors, field by field in the
+            order of the recording's messages.
+        after: events that the messages wait for.
         """
 
     def wait(self, exchange: Exchange) -> None:
         """Make the caller's stream wait until the messages have arrived."""
 
     def finish(self, sizes: Sizes) -> None:
-        """Exchange the rest of the messages of a pass that failed here, with NaN in place of their content.
-
-        Raises:
-            RuntimeError: the pass failed while it began or while messages started.
-        """
+        """Exchange the rest of the messages of a pass that failed here, with NaN in place of their content. A
+        RuntimeError if it failed while it began or while messages started."""
 
 
 class Transport:
-    """Carries the messages between the ranks of a process group, which construct it together.
-
-    Args:
-        group: the ranks that send to each other.
-        device: this rank's device, on which all tensors are.
-    """
+    """Carries the messages between the ranks of a process group, which construct it together, each on its device."""
 
     name: str
     over_peers: ClassVar[bool] = False
@@ -110,9 +101,8 @@ class Transport:
     def channel(self, recording: Recording, num_bytes: int, memory: Memory) -> Channel:
         """Return the channel of a recording.
 
-        Args:
-            num_bytes: the send memory of the rank that sends most.
-            memory: allocates send memory for point-to-point messages.
+        num_bytes: the send memory of the rank that sends most.
+        memory: allocates send memory for point-to-point messages.
         """
         raise NotImplementedError
 
@@ -186,9 +176,8 @@ class P2PTransport(Transport):
     ) -> Exchange:
         """Start a batch of messages. The peers' batches must contain the matching messages in the same order.
 
-        Args:
-            sends, receives: contiguous tensors on this transport's device.
-            after: events that the messages wait for: data is computed, buffers are free again.
+        sends, receives: contiguous tensors on this transport's device.
+        after: events that the messages wait for: data is computed, buffers are free again.
         """
         exchange = Exchange(tensors=tuple(tensor for tensor, _ in (*sends, *receives)))
         if not exchange.tensors:
@@ -207,11 +196,7 @@ class P2PTransport(Transport):
         return exchange
 
     def wait(self, exchange: Exchange) -> None:
-        """Make the caller's stream (on CPU: the caller) wait until the messages have been sent and received.
-
-        Raises:
-            RuntimeError: a peer failed.
-        """
+        """Make the caller's stream (on CPU: the caller) wait until the messages have been sent and received."""
         if exchange.arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(exchange.arrived)
         elif not self._cuda:
@@ -227,11 +212,8 @@ class P2PTransport(Transport):
 
 
 class DirectChannel:
-    """Point-to-point messages, sent from the send memory or from the buffers in which they were received.
-
-    Args:
-        memory: returns the send memory.
-    """
+    """Point-to-point messages, sent from the memory that `memory` returns or from the buffers in which they were
+    received."""
 
     generation = 0
 

@@ -97,8 +97,7 @@ class PeerTransport(Transport):
 
         The stream waits until the peers have read what the memory contains.
 
-        Args:
-            unread: per parity, the operation that waits until the peers have read this pass's messages.
+        unread: per parity, the operation that waits until the peers have read this pass's messages.
         """
         self._passes += 1
         self._parity = 1 - self._parity
@@ -165,8 +164,7 @@ class SymmetricExchange:
 
     Call `begin`, fill the send memory, then for each step call `start` and `wait`, or `acquire` and `release`.
 
-    Args:
-        num_bytes: the send memory of the rank that sends most.
+    num_bytes: the send memory of the rank that sends most.
     """
 
     def __init__(self, transport: PeerTransport, recording: Recording, num_bytes: int) -> None:
@@ -185,11 +183,7 @@ class SymmetricExchange:
         return self._transport.generation
 
     def begin(self) -> int:
-        """Start a pass on the caller's stream, and return its parity.
-
-        Raises:
-            RuntimeError: the pass is being captured into a CUDA graph, which could not be replayed.
-        """
+        """Start a pass on the caller's stream, and return its parity. Refuse a capture into a CUDA graph."""
         self._next = self._acquired = None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -240,9 +234,8 @@ class SymmetricExchange:
     def acquire(self, step: int, receives: Sequence[Tensor]) -> list[Tensor]:
         """Send and wait for the messages of a step on the caller's stream, if nothing is computed meanwhile.
 
-        Returns:
-            views of the senders' memory, with the shapes and dtypes of `receives`. They may be read on the caller's
-            stream until `release`.
+        Return views of the senders' memory, with the shapes and dtypes of `receives`. They may be read on the caller's
+        stream until `release`.
         """
         here, now = torch.cuda.current_stream(self._transport.device), self._steps[self._parity][step]
         if self._started:

@@ -151,11 +151,7 @@ class FlagOperations:
         return cls(waits + [(_WRITE_VALUE_32, address, 0) for address in addresses])
 
     def issue(self, stream: Any) -> None:
-        """Append the operations to a CUDA stream.
-
-        Raises:
-            RuntimeError: the driver returned an error.
-        """
+        """Append the operations to a CUDA stream."""
         for count, batch in self._batches:
             code = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), count, batch, _NO_FLAGS)
             if code:

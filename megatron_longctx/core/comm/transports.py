@@ -23,11 +23,10 @@ def choose_transport(
 ) -> Transport:
     """Return the transport of `group`, of the same kind on all ranks. Collective.
 
-    Args:
-        name: `peer` for peer memory, `p2p` for point-to-point messages, or `auto` for peer memory if all ranks can read
-            each other's memory and point-to-point messages otherwise, for which rank 0 logs the reason.
-        growth: of peer memory, see `PeerTransport`.
-        key: what `name` is called where it comes from, for messages.
+    name: `peer` for peer memory, `p2p` for point-to-point messages, or `auto` for peer memory if all ranks can read
+        each other's memory and point-to-point messages otherwise, for which rank 0 logs the reason.
+    growth: of peer memory, see `PeerTransport`.
+    key: what `name` is called where it comes from, for messages.
 
     Raises:
         ValueError: an unknown name, or `peer` where peer memory is not available.

@@ -48,12 +48,11 @@ def launch(
     Triton derives the compiled variant from each argument's type and divisibility by 16. With many arguments this takes
     as long as 20 of the launches themselves.
 
-    Args:
-        kernel: a `triton.jit` function whose constants come after its other arguments.
-        constants: in the order of the kernel's arguments.
-        specialization: a key that differs whenever Triton would compile another variant for these arguments; by default
-            `specialization_of` each of them.
-        options: compiler options, e.g. num_warps.
+    kernel: a `triton.jit` function whose constants come after its other arguments.
+    constants: in the order of the kernel's arguments.
+    specialization: a key that differs whenever Triton would compile another variant for these arguments; by default
+        `specialization_of` each of them.
+    options: compiler options, e.g. num_warps.
     """
     if specialization is None:
         specialization = tuple([specialization_of(x) for x in arguments])

@@ -29,10 +29,7 @@ class KernelRequest:
 
     v_head_dim: head dim of values and outputs; None for that of queries and keys. windows: whether some queries see
     only the nearest keys. packed: whether calls have several segments or shapes that do not recur (documents, prompts);
-    a kernel that does not take segments runs them one by one.
-
-    Raises:
-        ValueError: the sizes are not positive, or `num_kv_heads` does not divide `num_heads`.
+    a kernel that does not take segments runs them one by one. The numbers are those of checked tensors or settings.
     """
 
     device_type: str
@@ -48,16 +45,6 @@ class KernelRequest:
     @property
     def value_dim(self) -> int:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
-
-    def __post_init__(self) -> None:
-        for field in ("head_dim", "num_heads", "num_kv_heads", "value_dim"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} is not a positive number; give 1 or more.")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
-                "each KV head must serve the same number of query heads."
-            )
 
 
 class BlockInputs(NamedTuple):

@@ -26,13 +26,10 @@ def no_grad(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def first_order(backward: Callable[P, R]) -> Callable[P, R]:
-    """Refuse to differentiate this backward of an autograd function again.
+    """Refuse, with a RuntimeError, to differentiate this backward of an autograd function again.
 
     torch's `once_differentiable` raises only if the incoming gradient has a graph. The gradient of a plain sum has none
     and would count as a constant.
-
-    Raises:
-        RuntimeError: the gradients' own graph was requested.
     """
 
     @functools.wraps(backward)

@@ -48,10 +48,9 @@ class Partial(NamedTuple):
 def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> None:
     """Write the merge of up to `MAX_PARTIALS` partial outputs, and (0, -inf) where no partial has rows.
 
-    Args:
-        partials: outputs over disjoint sets of keys; 0 wherever their lse is -inf. fp32 or lower, or all fp64.
-        out: `[s, b, h, d]`, any strides and float dtype; may be the memory of a partial.
-        lse: `[s, b, h]` fp32 (fp64 for fp64 partials), any strides.
+    partials: outputs over disjoint sets of keys; 0 wherever their lse is -inf. fp32 or lower, or all fp64.
+    out: `[s, b, h, d]`, any strides and float dtype; may be the memory of a partial.
+    lse: `[s, b, h]` fp32 (fp64 for fp64 partials), any strides.
     """
     assert len(partials) <= MAX_PARTIALS
     if out.numel() == 0:
@@ -74,8 +73,7 @@ def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> Non
 def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
     """Write the sum of up to `MAX_PARTIALS` partials, added in fp32 (fp64 if out is), and 0 where none has rows.
 
-    Args:
-        out: `[s, b, h, d]`, any strides and float dtype; may be the memory of a partial.
+    out: as for `merge_partials`.
     """
     assert len(partials) <= MAX_PARTIALS
     if out.numel() == 0:

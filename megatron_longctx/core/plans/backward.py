@@ -64,9 +64,6 @@ def node_size_to_sum(setting: bool | None, cluster: Links | None, n: int) -> int
     Every byte that no longer crosses between nodes is sent within a node instead. So None sums if links within a node
     are faster than a rank's share of its node's NICs.
 
-    Args:
-        cluster: the cluster of `n` ranks; None if none is described.
-
     Raises:
         ValueError: True for several ranks without a cluster, which defines the nodes.
     """
@@ -180,8 +177,7 @@ def _ways_home(partials: Iterable[_Partial], node: int) -> Iterator[tuple[int, M
     They go directly home, except if several ranks of a node have gradients for the same rows of a rank in another node.
     Then the others send theirs to one of them, which sends the sum.
 
-    Args:
-        node: the ranks of a node; 0 if all go directly.
+    node: the ranks of a node; 0 if all go directly.
     """
     crossing: dict[tuple[int, Kind, int, Heads], list[_Partial]] = {}
     for each in partials:

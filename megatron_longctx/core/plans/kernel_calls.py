@@ -120,8 +120,7 @@ class KernelCall(NamedTuple):
 def kernel_calls(slices: Iterable[Slice], takes: KernelSupport) -> tuple[KernelCall, ...]:
     """Return the fewest calls that cover slices, which count rows of the query and key tensors.
 
-    Raises:
-        ValueError: a slice has a window, and the kernel supports none.
+    Refuse a window that the kernel does not support.
     """
     return _calls(tuple(slices), takes)
 

@@ -15,12 +15,10 @@ def assign_slots(
 ) -> tuple[dict[int, int], tuple[Slot, ...]]:
     """Give held memory slots, as its `number`. They are used again after the last operation on what they hold.
 
-    Args:
-        arriving, sent, passed: indexed by step, the memory that its messages fill and that they are sent from, and the
-            rows that they pass on.
+    Return for each step that sends the operation behind which its messages start (-1: the beginning), and the slots.
 
-    Returns:
-        For each step that sends, the operation behind which its messages start (-1: the beginning), and the slots.
+    arriving, sent, passed: indexed by step, the memory that its messages fill and that they are sent from, and the rows
+        that they pass on.
     """
     first: dict[Memory, int] = {}
     last: dict[Memory, int] = {}

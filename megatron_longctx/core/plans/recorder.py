@@ -319,8 +319,7 @@ class _OfRank:
     ) -> tuple[list[tuple[int, int]], list[Part]]:
         """Record the kernel calls of an `Attend` over contiguous rows of keys; return their queries and results.
 
-        Args:
-            keys: rows, each with the number of its first row among all keys.
+        keys: rows, each with the number of its first row among all keys.
         """
         spans: list[tuple[int, int]] = []
         results: list[Part] = []
@@ -378,8 +377,7 @@ class _OfRank:
     def _add_to_message(self, message: ResultMessage, parts: list[Part]) -> Pairs:
         """Add parts to a result for another rank, and merge it into send memory once it is complete.
 
-        Returns:
-            The copy into send memory that a result needs instead if a single part is all of it.
+        If a single part is all of it, return the copy into send memory that it needs instead.
         """
         whole, _ = message
         self.left[message] -= 1

@@ -99,9 +99,8 @@ class MessageBatch(NamedTuple):
 def place(batches: Sequence[MessageBatch]) -> tuple[list[int], int, dict[int, int]]:
     """Place each batch at the lowest offset that is free during its whole lifetime.
 
-    Returns:
-        The offset of each batch, the bytes of all, and, keyed by a step whose memory is reused, the step that awaits
-        its readers.
+    Return the offset of each batch, the bytes of all, and, keyed by a step whose memory is reused, the step that awaits
+    its readers.
     """
     order = sorted(range(len(batches)), key=lambda i: (batches[i].written, batches[i].step))
     offsets = [0] * len(batches)
@@ -242,8 +241,8 @@ def _pack_own_rows(
 ) -> tuple[list[list[Packed]], dict[tuple[Kind, Heads], list[Packed]]]:
     """Add a region for each kind and part of the heads of the own rows that a rank sends.
 
-    Returns:
-        The rows that are copied into them, indexed by the first step that sends from them, and keyed by kind and heads.
+    Return the rows that are copied into them, indexed by the first step that sends from them, and keyed by kind and
+    heads.
     """
     spans: dict[tuple[Kind, Heads], list[tuple[int, int]]] = {}
     first: dict[tuple[Kind, Heads], int] = {}

@@ -19,9 +19,8 @@ rows."""
 class Sum:
     """A result whose parts wait until several can be merged in one pass over memory.
 
-    Args:
-        into: where the result has to be in the end; None for anywhere.
-        ops: the list that copies and merges are appended to.
+    into: where the result has to be in the end; None for anywhere.
+    ops: the list that copies and merges are appended to.
     """
 
     def __init__(self, kind: Kind, tokens: int, heads: Heads, into: Rows | None, work: Workload, ops: list[Op]) -> None:

@@ -38,10 +38,8 @@ class Visibility:
     Most pairs of many ranks see the same slices of each other, so equal tuples of slices are one object, and results
     are cached by the identity of these objects.
 
+    queries, keys: their layouts; the same, except over a cache.
     all_keys: indexed by rank, one block of all its keys, or nothing for a rank without keys.
-
-    Args:
-        queries, keys: their layouts; the same, except over a cache.
     """
 
     def __init__(self, mask: Mask, queries: Layout, keys: Layout) -> None:
@@ -75,8 +73,7 @@ class Visibility:
     def attend(self, q_rank: int, keys: Iterable[Block]) -> tuple[Attend, ...]:
         """Return the one call of all queries of `q_rank` that see any of `keys`; an empty tuple if none does.
 
-        Args:
-            keys: blocks in the order in which they are stored. The call leaves out rows that none of the queries sees.
+        keys: blocks in the order in which they are stored. The call leaves out rows that none of the queries sees.
         """
         blocks = list(keys)
         between = [self.between(q_rank, key.home) for key in blocks]

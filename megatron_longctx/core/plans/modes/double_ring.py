@@ -21,11 +21,7 @@ class DoubleRing(NodeMode):
         return n * n * self.inner_size
 
     def plan(self, visible: Visibility) -> Plan:
-        """In step c of round a, rank (o, i) holds the block of rank (o-a, i-c).
-
-        Raises:
-            ValueError: `inner_size` does not divide the ranks.
-        """
+        """In step c of round a, rank (o, i) holds the block of rank (o-a, i-c)."""
         n, inner = visible.queries.n, self.inner_size
         check_divides(inner, n)
         outer = n // inner

@@ -99,9 +99,6 @@ class Mode(ABC):
     def layout_of(self, mask: Mask, layout: str = "auto") -> str:
         """Return the name of the layout for a mask, which depends on the number of documents but not on windows.
 
-        Args:
-            layout: the configured layout; auto for the mode's own.
-
         Raises:
             ValueError: an unknown layout, or one that the mode does not support.
         """
@@ -117,11 +114,7 @@ class Mode(ABC):
         return n * n
 
     def check_heads(self, n: int, num_heads: int, num_kv_heads: int) -> None:  # noqa: B027 (most modes refuse none)
-        """Refuse heads (of one tensor-parallel rank) that `n` ranks cannot share.
-
-        Raises:
-            ValueError: the heads do not fit; the message names numbers that do.
-        """
+        """Refuse heads (of one tensor-parallel rank) that `n` ranks cannot share, and name numbers that fit."""
 
     def __str__(self) -> str:
         """Return the name with the options that differ from their defaults."""
@@ -149,11 +142,7 @@ class NodeMode(Mode):
 
 
 def find_mode(schedule: str, n: int, options: ModeOptions) -> Mode:
-    """Return the mode named `schedule` for `n` ranks.
-
-    Raises:
-        ValueError: there is no such mode, or it refuses its options.
-    """
+    """Return the mode named `schedule` for `n` ranks; refuse unknown names, and options that the mode refuses."""
     if schedule not in MODES:
         raise refuse("schedule", schedule, "one of " + ", ".join(MODES), "Choose one of these.")
     return MODES[schedule].from_options(options, n)
@@ -189,8 +178,7 @@ def check_divides(inner: int, n: int) -> None:
 def check_shared_heads(sharing: int, num_heads: int, num_kv_heads: int, what: str, possible: Iterable[int]) -> None:
     """Raise ValueError, which names the nearest numbers of ranks that fit, for heads that `sharing` ranks cannot share.
 
-    Args:
-        what: the mode and what to change. possible: the numbers of ranks to offer instead.
+    what: the mode and what to change. possible: the numbers of ranks to offer instead.
     """
 
     def fits(ranks: int) -> bool:

@@ -40,11 +40,7 @@ class NodeGather(NodeMode):
 
     def plan(self, visible: Visibility) -> Plan:
         """In step t, part t of the remote keys crosses and part t - 1 is passed on; what the step before has brought is
-        attended to.
-
-        Raises:
-            ValueError: `inner_size` does not divide the ranks.
-        """
+        attended to."""
         n, m = visible.queries.n, self.inner_size
         check_divides(m, n)
         parts = _Parts(n // m - 1, self.rounds)

@@ -19,8 +19,7 @@ def ring(visible: Visibility, name: str, keys: Sequence[Sequence[Block]] | None 
 
     Only keys that r+1 or a later rank needs are passed on.
 
-    Args:
-        keys: indexed by rank, its keys in the order in which they are attended to; None for the order of its slots.
+    keys: indexed by rank, its keys in the order in which they are attended to; None for the order of its slots.
     """
     n = visible.queries.n
     held = visible.all_keys if keys is None else keys

@@ -48,11 +48,7 @@ class Usp(Mode):
         return self.outer.layout
 
     def plan(self, visible: Visibility) -> Plan:
-        """Exchange queries and keys inside the groups, run the outer plan, and return the outputs.
-
-        Raises:
-            ValueError: `inner_size` does not divide the ranks, or a group's tokens are not adjacent.
-        """
+        """Exchange queries and keys inside the groups, run the outer plan, and return the outputs."""
         layout, n, sharing = visible.queries, visible.queries.n, self.inner_size
         check_divides(sharing, n)
         if sharing == 1:
