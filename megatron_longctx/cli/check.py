@@ -185,8 +185,14 @@ def _report(comparison: _Comparison, steps: int, reference: Curves, curves: Curv
 
     pairs = {"loss": (reference.losses, curves.losses), "gradient norm": (reference.grad_norms, curves.grad_norms)}
     errors: dict[str, float] = {}
-    root, (run, other) = Path(comparison.config.run.root), _names(comparison)
-    print(f"\n{_title(comparison)}\n\n{'step':>4}  {'':<14}{'reference':>16}{'run':>16}{'difference':>12}")
+    config = comparison.config
+    root, run, other = Path(config.run.root), _sizes(config.parallelism), _sizes(comparison.reference.parallelism)
+    print(
+        f"\n{run} against {other}, with DP={comparison.data_parallel}; {config.parallelism.schedule}, "
+        f"packing {config.data.packing}, {config.data.seq_length:,} tokens, {config.train.precision}; "
+        f"largest relative difference {comparison.tolerance:g}"
+        f"\n\n{'step':>4}  {'':<14}{'reference':>16}{'run':>16}{'difference':>12}"
+    )
     for step in range(steps):
         for name, (single, parallel) in pairs.items():
             difference = _relative(parallel[step], single[step])
@@ -210,24 +216,11 @@ def _report(comparison: _Comparison, steps: int, reference: Curves, curves: Curv
     return 1
 
 
-def _names(comparison: _Comparison) -> tuple[str, str]:
-    return _sizes(comparison.config.parallelism), _sizes(comparison.reference.parallelism)
-
-
 def _sizes(par: ParallelismConfig) -> str:
     """Return the sizes of what shards a sequence or a model; sizes of 1 are left out, except CP's."""
     others = {"TP": par.tensor_parallel_size, "PP": par.pipeline_parallel_size, "EP": par.expert_model_parallel_size}
     more = (f"{axis}={size}" for axis, size in others.items() if size > 1)
     return ", ".join((f"CP={par.context_parallel_size}", *more))
-
-
-def _title(comparison: _Comparison) -> str:
-    config, (run, other) = comparison.config, _names(comparison)
-    return (
-        f"{run} against {other}, with DP={comparison.data_parallel}; {config.parallelism.schedule}, "
-        f"packing {config.data.packing}, {config.data.seq_length:,} tokens, {config.train.precision}; "
-        f"largest relative difference {comparison.tolerance:g}"
-    )
 
 
 def _relative(value: float, reference: float) -> float:

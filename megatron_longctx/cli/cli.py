@@ -292,8 +292,9 @@ def _add_files(verbs: _Verbs) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from ..training import launcher
+    from ..training import launcher, signals
 
+    signal.signal(signals.SAVE_SIGNAL, signal.SIG_IGN)  # until the run handles it: what starts has nothing to save
     if arguments.preflight is None:
         launcher.train(arguments.settings, arguments.resolved)
     elif arguments.preflight < 1:

@@ -81,7 +81,8 @@ def show(
     pack = _first_pack(config) if documents is None else (_lengths(documents), None)
     lengths, parents = pack or ([config.data.seq_length], None)
     config = replace(config, data=replace(config.data, seq_length=sum(lengths)))
-    cluster = _cluster(config) if config.parallelism.cluster else None
+    par = config.parallelism
+    cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
     if timeline and cluster is None:
         raise refuse("--timeline", timeline, "parallelism.cluster=NAME beside it", _REMEDY)
     _check_size("--draw", picture, config)
@@ -113,9 +114,10 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
     drawn = picture if picture != Path() else None
     _check_picture("--compare", drawn)
     _check_size("--compare", drawn, config)
-    if config.parallelism.cluster is None:
+    par = config.parallelism
+    if par.cluster is None:
         raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
-    cluster, par = _cluster(config), config.parallelism
+    cluster = load_cluster(par.cluster).resized(par.context_parallel_size)
     problem = Problem(
         par.context_parallel_size,
         _mask(config, causal),
@@ -196,12 +198,6 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
         with Progress("searching the longest sequence"):
             reports.show_max_length(config, device_gib)
     return 0 if fits else 1
-
-
-def _cluster(config: Config) -> Cluster:
-    par = config.parallelism
-    assert par.cluster is not None
-    return load_cluster(par.cluster).resized(par.context_parallel_size)
 
 
 def _with_mode(config: Config) -> Config:

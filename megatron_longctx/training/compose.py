@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.hydra import Hydra
@@ -121,7 +121,7 @@ def load_config(path: Path) -> Config:
             section, _, name = key.partition(".")
             if OmegaConf.select(loaded, key, default=...) == unused:
                 del loaded[section][name]
-        config = config_from_dict(loaded)
+        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), loaded)))
     except (FileNotFoundError, NotADirectoryError):
         remedy = "Start the run with `megatron-longctx train`."
         raise ValueError(f"{path}: expected a run's configuration there. {remedy}") from None
@@ -130,11 +130,6 @@ def load_config(path: Path) -> Config:
         raise ValueError(f"{path}: not a configuration of this version ({reason}). Restore or delete it.") from None
     validate(config)
     return config
-
-
-def config_from_dict(values: Any) -> Config:
-    """Convert the result of `Config.as_dict` back to a configuration, without validation."""
-    return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
 
 
 def recipes() -> dict[str, list[str]]:
@@ -154,7 +149,7 @@ def use_recipes(folder: Path | None) -> None:
         ValueError: there is no such folder.
     """
     if folder is not None and not folder.is_dir():
-        raise refuse("--config-dir", folder, "a folder with recipes/<group>/NAME.yaml's form", "Check the path.")
+        raise refuse("--config-dir", folder, "a folder laid out as recipes/: GROUP/NAME.yaml", "Check the path.")
     _own_recipes[:] = [] if folder is None else [folder.resolve()]
 
 
@@ -217,7 +212,7 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
 def _recipe_in(text: str) -> str:
     """Return the recipe that an error's text names, as the beginning of a message."""
     recipe = re.match(r"In '([\w/.-]+)'", text)
-    return f"recipes/{recipe.group(1)}.yaml: " if recipe else ""
+    return f"{_named(*recipe.group(1).rsplit('/', 1))}: " if recipe else ""
 
 
 def _key_in(text: str, by_key: Mapping[str, str]) -> str | None:
@@ -258,6 +253,12 @@ def _recipe(group: str, name: str) -> Path:
     return next((path for path in paths if path.is_file()), paths[0])
 
 
+def _named(group: str, name: str) -> str:
+    """Return how messages name a recipe: ours as in a checkout, a user's own by its path."""
+    path = _recipe(group, name)
+    return f"recipes/{group}/{name}.yaml" if path.is_relative_to(bundled("recipes")) else str(path)
+
+
 def _folders() -> list[Path]:
     return [bundled("recipes"), *_own_recipes]
 
@@ -295,7 +296,7 @@ def _check_override(override: str) -> None:
         try:
             read_yaml(_recipe(name, value))
         except ValueError as error:
-            raise ValueError(f"recipes/{name}/{value}.yaml: expected a recipe ({error}). Correct the file.") from None
+            raise ValueError(f"{_named(name, value)}: expected a recipe ({error}). Correct the file.") from None
     elif name not in _KEYS:
         inside = [key for key in _KEYS if key.startswith(name + ".")]
         if not inside:

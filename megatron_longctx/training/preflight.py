@@ -237,7 +237,7 @@ def _check_disk(job: memory.Job, world_size: int, step: int) -> None:
     folder = next(each for each in (checkpoints, *checkpoints.parents) if each.exists())
     size, free = memory.checkpoint_bytes(job) * world_size / GIB, shutil.disk_usage(folder).free / GIB
     if count * size > free:
-        expected = f"{count * size:.1f} GiB for {count} checkpoints of {size:.1f}; its disk has {free:.1f} free"
+        expected = f"{count * size:.3g} GiB for {count} checkpoints of {size:.3g}; its disk has {free:.3g} free"
         raise refuse("run.root", root, expected, "Set train.keep_checkpoints=1, or a folder of another disk.")
 
 
