@@ -58,7 +58,7 @@ def _sweep(arguments: argparse.Namespace, verb: Verb, jobs: list[list[str]]) -> 
         job.settings = settings
         try:
             worst = max(worst, verb(job) or 0)
-        except (JobFailed, ValueError) as error:
+        except (JobFailed, ValueError, OSError) as error:
             print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
             failed.append(settings[-1].removeprefix("run.name="))
     if failed:

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from ...config import environment, names
+from ...config import environment, files, names
 from ..metrics.sinks import Value, decode
 from ..metrics.summary import MIN_STEPS, warm_up
 
@@ -61,7 +59,7 @@ def load_run(folder: Path | str) -> Run:
     for path in (metrics, resolved):
         if not path.is_file():
             raise ValueError(f"{path}: no such file. Give a folder that `megatron-longctx train` wrote.")
-    lines = metrics.read_text(encoding="utf-8").splitlines()
+    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
     records: dict[int, dict[str, Value]] = {}
     for number, line in enumerate(lines, start=1):
         try:
@@ -75,9 +73,10 @@ def load_run(folder: Path | str) -> Run:
             records[step] = record
     if not records:
         raise ValueError(f"{metrics}: no training steps in it. Let the run finish at least one step.")
-    config = OmegaConf.to_container(OmegaConf.load(resolved))
-    if not isinstance(config, dict):
-        raise ValueError(f"{resolved}: expected a mapping of settings. Give a folder that training wrote.")
+    try:
+        config = dict(files.read_yaml(resolved))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{resolved}: expected settings ({error}). Give a folder that training wrote.") from None
     settings = {str(key): value for key, value in config.items()}
     return Run(folder.resolve().name, records, settings, environment.read(folder))
 
