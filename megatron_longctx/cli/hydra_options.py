@@ -36,6 +36,9 @@ def run(arguments: argparse.Namespace, verb: Verb) -> int:
         from ..training.sweep import show_info, sweep
 
         use_recipes(arguments.config_dir)
+        if getattr(arguments, "resolved", None) and (arguments.multirun or arguments.cfg or arguments.info):
+            expected = "none beside --multirun, --cfg and --info, which compose recipes"
+            raise refuse("--resolved", arguments.resolved, expected, "Leave one out.")
         if arguments.cfg:
             print(config_yaml(compose_config(arguments.settings)), end="")
             return 0

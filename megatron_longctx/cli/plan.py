@@ -40,6 +40,7 @@ _REMEDY = "Name one of recipes/cluster, or a file that `megatron-longctx calibra
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb. Return the exit code."""
+    _check_options(arguments)
     config, causal = compose_config(arguments.settings), not arguments.full_mask
     if arguments.memory is not None or arguments.max_length:
         return show_memory(config, arguments.memory, arguments.max_length, arguments.device_gib)
@@ -57,6 +58,22 @@ def run(arguments: argparse.Namespace) -> int:
             documents=arguments.documents,
         )
     return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options of which one would be ignored."""
+    memory = {"memory", "max_length", "device_gib"}
+    instead = {"memory": memory, "max_length": memory, "compare": {"compare", "full_mask"}}
+    if arguments.documents == "batch":
+        instead["documents"] = {"documents"}
+    plan = {"backward", "full_mask", "draw", "timeline", "documents"}
+    given = [name for name in (*instead, *plan, "device_gib") if getattr(arguments, name) not in (None, False)]
+    first = next((name for name in given if name in instead), None)
+    for name in given:
+        if name not in (instead[first] if first else plan):
+            option = f"--{name.replace('_', '-')}"
+            expected = f"no --{first.replace('_', '-')} beside it" if first else "--memory or --max-length beside it"
+            raise refuse(option, "given", expected, "Leave one out." if first else "Add one.")
 
 
 def show(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.hydra import Hydra
@@ -121,7 +121,7 @@ def load_config(path: Path) -> Config:
             section, _, name = key.partition(".")
             if OmegaConf.select(loaded, key, default=...) == unused:
                 del loaded[section][name]
-        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), loaded)))
+        config = config_from_dict(loaded)
     except (FileNotFoundError, NotADirectoryError):
         remedy = "Start the run with `megatron-longctx train`."
         raise ValueError(f"{path}: expected a run's configuration there. {remedy}") from None
@@ -130,6 +130,11 @@ def load_config(path: Path) -> Config:
         raise ValueError(f"{path}: not a configuration of this version ({reason}). Restore or delete it.") from None
     validate(config)
     return config
+
+
+def config_from_dict(values: Any) -> Config:
+    """Convert the result of `Config.as_dict` back to a configuration, without validation."""
+    return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
 
 
 def recipes() -> dict[str, list[str]]:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from ..config import Config
 from ..config.gpus import other_nodes, uses_cuda
 from ..config.progress import Progress
-from ..core.comm import on_rank_0
 from ..core.errors import JobFailed
 from ..core.kernels.providers import fa4
 from . import forks, rendezvous, worker
+from .broadcast import broadcast_json
 from .compose import compose_config, load_config, override_config
 from .heartbeat import enable_flight_recorder, last_operations, suspects
 from .local_ranks import RankFailed, RankProcesses, explain_failure, stopped_ranks
@@ -182,23 +182,23 @@ def _join(config: Config, place: RankInfo) -> None:
     except (RuntimeError, OSError) as error:
         address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise JobFailed(f"rank {place.rank} cannot join the other ranks at {address}: {error}") from None
-
-    def accept() -> worker.Job:
-        job = _accept(config, place.world_size)
-        lock = RunFolder.of(config).prepare(job.config, job.resumed_step, job.mode_reason)
-        atexit.register(lock.release)
-        lock.keep_from_children()
-        return job
-
-    try:
-        job = on_rank_0(accept)
-    except (ValueError, OSError):
+    job, refusal = None, None
+    if place.rank == 0:
+        try:
+            job = _accept(config, place.world_size)
+            lock = RunFolder.of(config).prepare(job.config, job.resumed_step, job.mode_reason)
+            atexit.register(lock.release)
+            lock.keep_from_children()
+        except ValueError as error:
+            refusal = error
+    accepted = broadcast_json(None if refusal or job is None else job.as_dict())
+    if accepted is None:
         dist.destroy_process_group()
-        if place.rank:
-            _exit_after_rank_0()
-        raise
+        if refusal:
+            raise refusal
+        _exit_after_rank_0()
     try:
-        worker.run(job)
+        worker.run(worker.Job.from_dict(accepted))
     except Exception as error:
         folder = RunFolder.of(config)
         reason = folder.first_error(place.rank) or f"rank {place.rank} failed: {error}"

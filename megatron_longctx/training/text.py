@@ -153,6 +153,9 @@ def prepare(
     """
     if not out.name or out.name == ".." or not is_line(str(out)):
         raise refuse("--out", out, "a path that ends in a name of one line", "For example data/corpus.")
+    if library == "byte-level" and tokenizer_path:
+        expected = "none with the byte-level tokenizer, which has no files"
+        raise refuse("--tokenizer-path", tokenizer_path, expected, "Set --tokenizer=huggingface, say, or leave it out.")
     may_be_name = library == "byte-level" or (library == "huggingface" and tokenizer_path)  # a model name on the hub
     if not may_be_name and not (tokenizer_path and Path(tokenizer_path).exists()):
         remedy = "Give their path, or use --tokenizer byte-level."
@@ -203,6 +206,8 @@ def _check_options(
     if chat_template and not is_chat and source.kind != "rollouts":
         expected = f"conversations to lay out; the first line of {source} is none"
         raise refuse("--chat-template", chat_template, expected, "Leave it out, or give a .jsonl file of `messages`.")
+    if source.glob and not any(Path(name).is_dir() for name in (source.name, *source.more)):
+        raise refuse("--glob", source.glob, f"a folder in {source} to choose files of", "Name one, or leave it out.")
     if source.text_key and not (source.has_files and any(map(has_rows, source.files))):
         raise refuse("--text-key", source.text_key, "lines or rows that have keys", "Leave it out: this is plain text.")
     if workers is not None and (workers < 1 or (together and workers > 1)):

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from ..config import Config
 from ..config.gpus import uses_cuda
+from .compose import config_from_dict
 from .heartbeat import Heartbeat, enable_flight_recorder
 from .local_ranks import interrupt_with_parent, parent_has_ended
 from .rendezvous import RankInfo, connect_store, host_store, join_group
@@ -42,6 +44,14 @@ class Job:
     resumed_step: int | None
     mode_reason: str | None
     identity: dict[str, dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the job as JSON values, for `from_dict`."""
+        return vars(self) | {"config": self.config.as_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Job:
+        return cls(**{**values, "config": config_from_dict(values["config"])})
 
 
 def run_local(local_rank: int, job: Job, listener: socket.socket, lock: RunLock) -> None:

@@ -244,6 +244,8 @@ def test_hydras_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert code == 0 and "  name: mine\n  num_layers: 2\n" in out
     code, out, _ = run(capsys, "train", "model=mine", "--cfg", "job")
     assert code == 2, "the folder applies only to its own command"
+    code, _, err = run(capsys, "train", "--resolved", "gone.yaml", "--cfg", "job")
+    assert code == 2 and "--resolved=gone.yaml: expected none beside --multirun, --cfg and --info" in err
     code, out, _ = run(capsys, "plan", "-m", "parallelism=cp2", "parallelism.schedule=ring,zigzag")
     assert code == 0 and out.index("ring forward: 2 ranks") < out.index("zigzag forward: 2 ranks")
 
