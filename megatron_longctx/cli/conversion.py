@@ -286,11 +286,7 @@ def _published_length(original: Mapping[str, Any], model: ModelConfig) -> int:
 
 @contextmanager
 def new_folder(out: str | None) -> Iterator[tuple[Path, Path]]:
-    """Provide a partial folder, which is renamed when the context ends and removed if it fails.
-
-    Returns:
-        the partial folder, and its final path.
-    """
+    """Provide a partial folder, renamed at the end and removed after a failure, and its final path."""
     final = _final_folder(out)
     folder = final.with_name(f"{final.name}.{os.getpid()}.partial")
     folder.mkdir(parents=True)

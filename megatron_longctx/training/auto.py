@@ -59,12 +59,9 @@ def resolve_schedule(config: Config) -> tuple[Config, str | None]:
 
 
 def resolve_for_cluster(config: Config) -> tuple[Config, list[Candidate]]:
-    """Replace `auto` by the mode that it chooses on `parallelism.cluster`, on any machine.
+    """Replace `auto` by the mode that it chooses on `parallelism.cluster`, on any machine. Return the ranking as well.
 
     If a dataset is missing, packs are simulated as one document.
-
-    Returns:
-        the configuration, and the ranking, fastest mode first.
 
     Raises:
         ValueError: no cluster is named, or no mode can run.

@@ -148,11 +148,7 @@ def recipes() -> dict[str, list[str]]:
 
 
 def use_recipes(folder: Path | None) -> None:
-    """Find recipes also in `folder`, after ours; None: only in ours. It applies to this process (`--config-dir`).
-
-    Raises:
-        ValueError: there is no such folder.
-    """
+    """Find recipes also in `folder`, after ours; None: only in ours. It applies to this process (`--config-dir`)."""
     if folder is not None and not folder.is_dir():
         raise refuse("--config-dir", folder, "a folder laid out as recipes/: GROUP/NAME.yaml", "Check the path.")
     _own_recipes[:] = [] if folder is None else [folder.resolve()]
@@ -175,10 +171,9 @@ def hydra_initialized() -> Iterator[Hydra]:
 
 
 def checked_overrides(overrides: Sequence[str]) -> list[str]:
-    """Check overrides and remove Hydra's `+` and `++`: every key and group exists, so adding one is setting it.
+    """Refuse malformed and unknown overrides, and remove Hydra's `+` and `++`.
 
-    Raises:
-        ValueError: an override is malformed, or its key or recipe is unknown.
+    Every key and group exists, so adding one is setting it.
     """
     for override in overrides:
         _check_override(override)
@@ -231,9 +226,6 @@ def _init_from_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the model and the tokenizer of the run in `train.init_from` as overrides, unless `overrides` set them.
 
     A recipe with a model, or an experiment, also sets the model.
-
-    Raises:
-        ValueError: there is no such run.
     """
     given = _by_key(overrides)
     run = _unquoted("train.init_from", given.get("train.init_from", "null"))

@@ -42,8 +42,7 @@ def train(overrides: Sequence[str], resolved: Path | None = None) -> None:
     """Compose the configuration, refuse what cannot run, then train or resume.
 
     Args:
-        overrides: settings of the command line.
-        resolved: a `resolved.yaml` to use instead of the recipes.
+        overrides, resolved: settings, and a `resolved.yaml` to use instead of the recipes.
 
     Raises:
         ValueError: a job that cannot run.

@@ -70,11 +70,7 @@ class Source:
 
     @cached_property
     def kind(self) -> str:
-        """`rollouts`, `conversations` or `text`, by the first line or row if all files have some and no key is given.
-
-        Raises:
-            ValueError: as `files`.
-        """
+        """`rollouts`, `conversations` or `text`, by the first line or row if all files have some and no key is set."""
         if self.text_key or not self.has_files or not all(map(has_rows, self.files)):
             return "text"
         keys = first_keys(next(file for file in self.files if file.stat().st_size))
@@ -96,11 +92,7 @@ class Source:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The files, in the order of the sources and of their names.
-
-        Raises:
-            ValueError: a source that is missing, empty or not text, or a file that is in two.
-        """
+        """The files, in the order of sources and names. Refuse what is missing, has no text, or is named twice."""
         found: list[Path] = []
         for name in (self.name, *self.more):
             found += self._files_of(name)

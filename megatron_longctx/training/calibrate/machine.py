@@ -56,11 +56,7 @@ def run(settings: Sequence[str], max_tokens: int | None = None, links: Path | No
 
 
 def calibrate(ranks: Ranks, config: Config, max_tokens: int | None = None) -> Path:
-    """Measure `ranks` for a configured model, store the result, and return its file.
-
-    Raises:
-        ValueError, JobFailed: as for `run`.
-    """
+    """Measure `ranks` for a configured model, store the result, and return its file. Errors are those of `run`."""
     _testbed(None, torch.device(ranks.device), config).choose_kernel()  # refused before ranks start
     calibration: Calibration = run_on_ranks(ranks, _measure, ranks, config, max_tokens)
     path = calibration_path(calibration.device, calibration.cluster.n, calibration.workload, calibration.transport)
@@ -74,11 +70,7 @@ def _measure_links(rank: int, ranks: Ranks) -> Cluster:
 
 
 def _measure(rank: int, ranks: Ranks, config: Config, max_tokens: int | None = None) -> Calibration:
-    """Measure everything. All ranks call this together and get the same result.
-
-    Raises:
-        ValueError: a kernel or transport that cannot be used.
-    """
+    """Measure everything. All ranks call this together and get the same result."""
     group, device = world_group(), ranks.local_device
     effort = Effort.of(device, max_tokens, config.data.seq_length)
     testbed = _testbed(group, device, config)

@@ -47,11 +47,7 @@ COLOURS = (
 
 
 def load_run(folder: Path | str) -> Run:
-    """Read one run folder.
-
-    Raises:
-        ValueError: the folder or one of its files is missing, or it has no steps.
-    """
+    """Read one run folder. Refuse one without settings or steps."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"run {folder}: expected a run folder. Check the path; runs are in runs/<run.name>.")
@@ -82,11 +78,7 @@ def load_run(folder: Path | str) -> Run:
 
 
 def load_runs(folders: Sequence[Path | str]) -> list[Run]:
-    """Read run folders. If two have the same name, paths are the names of all.
-
-    Raises:
-        ValueError: as for `load_run`.
-    """
+    """Read run folders, as `load_run`. If two have the same name, paths are the names of all."""
     runs = [load_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         return [replace(run, name=str(folder)) for run, folder in zip(runs, folders, strict=True)]
@@ -94,11 +86,7 @@ def load_runs(folders: Sequence[Path | str]) -> list[Run]:
 
 
 def common_steps(runs: Sequence[Run]) -> list[int]:
-    """Return the steps that every run has, ascending.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the steps that every run has, ascending. Refuse runs that have none."""
     steps = sorted(set.intersection(*(set(run.records) for run in runs)))
     if not steps:
         spans = ", ".join(f"{run.name}: {min(run.records)} to {max(run.records)}" for run in runs)
