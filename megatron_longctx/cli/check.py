@@ -43,7 +43,7 @@ class _Comparison:
 
 
 def check(settings: Sequence[str], steps: int = 3, tolerance: float | None = None) -> int:
-    """Train some steps with and without parallelism, all else equal, and print the differences.
+    """Train some steps with and without parallelism, all else equal, print the differences, and return the exit code.
 
     The reference has data parallelism alone. If its ranks cannot hold the model, only context parallelism is left out.
 
@@ -51,9 +51,6 @@ def check(settings: Sequence[str], steps: int = 3, tolerance: float | None = Non
         settings: as for `train`. By default, precision is fp32 if the kernel supports it.
         steps: number of steps of each run.
         tolerance: largest relative difference of a loss, gradient norm or gradient; None for the precision's.
-
-    Returns:
-        the exit code: 0 if all differences are within the tolerance, otherwise 1.
     """
     with _temporary_folder() as root:
         comparison = _prepare(settings, steps, tolerance, root)
@@ -230,11 +227,7 @@ def _relative(value: float, reference: float) -> float:
 
 
 def demo(overrides: Sequence[str] = ()) -> None:
-    """Prepare text, train with four context-parallel ranks and with one, print a table and write `runs/demo.png`.
-
-    Args:
-        overrides: settings for both runs, after the demo's.
-    """
+    """Prepare text, train with four context-parallel ranks and with one, print a table and write `runs/demo.png`."""
     from ..training.compare import compare
     from ..training.launcher import train
     from ..training.run_folder import RunFolder

@@ -195,13 +195,12 @@ def show_batch(config: Config) -> None:
 def show_memory(config: Config, picture: Path | None, longest: bool, device_gib: float | None) -> int:
     """Print the memory of a training step on a rank, the longest sequences that fit, or both.
 
+    Return the exit code: 1 if a step does not fit.
+
     Args:
         picture: file for all recompute modes; an empty path to print only; None to omit the step.
         longest: print the longest sequences.
         device_gib: memory of a device; None for the cluster's.
-
-    Returns:
-        the exit code: 1 if a step does not fit.
     """
     config = _with_mode(config)
     _check_heads(config)

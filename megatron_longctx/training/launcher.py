@@ -67,9 +67,6 @@ def preflight_only(config: Config, world_size: int, gpus: int | None = None) -> 
 
     Args:
         gpus: of each of the nodes that the job will run on, which are not this host; None for this host.
-
-    Raises:
-        ValueError: a job that cannot run, or a run that another job is training.
     """
     if gpus is None:
         _hide_gpus(config)

@@ -139,8 +139,7 @@ def prepare(
         workers: processes that tokenize; None for one per core, up to 16. The result does not depend on it.
 
     Raises:
-        ValueError: a missing or empty source, a line or row without text, a pattern that matches nothing or leaves the
-            folder, an unusable tokenizer, conversations without a template.
+        ValueError: a source, a line, a tokenizer or an option that cannot be used.
         JobFailed: a process was killed.
     """
     if not out.name or out.name == ".." or not is_line(str(out)):

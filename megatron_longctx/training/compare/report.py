@@ -127,15 +127,8 @@ def compare(
 
     Args:
         folders: run folders; differences are taken from the first.
-        out: the picture of losses (its suffix selects the format). None for `compare.png` beside the first run.
+        out: the picture of losses, which is returned. None for `compare.png` beside the first run.
         rows: the most steps to print.
-        html: path of the dashboard.
-
-    Returns:
-        the path of the picture of losses.
-
-    Raises:
-        ValueError: a run that cannot be read, or no common steps.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
