@@ -21,10 +21,10 @@ from ..config.progress import Progress
 from ..core.errors import JobFailed
 from ..core.kernels.providers import fa4
 from . import forks, rendezvous, worker
-from .broadcast import broadcast_json
 from .compose import compose_config, load_config, override_config
 from .heartbeat import enable_flight_recorder, last_operations, suspects
 from .local_ranks import RankFailed, RankProcesses, explain_failure, stopped_ranks
+from .ranks import broadcast_json
 from .rendezvous import RankInfo
 from .run_folder import RunFolder, RunLock
 from .signals import SIGNALS, SignalForwarder, blocked
