@@ -32,6 +32,7 @@ from ..planner.draw import draw, draw_modes, draw_placement, draw_timeline
 from ..planner.flops import Work, imbalance, training_flops
 from ..planner.memory import reports
 from ..planner.simulate import Simulation, simulate
+from ..planner.step_time import predicted_step_s
 from ..training.compose import compose_config
 
 _MAX_MESSAGES = 20_000  # of a plan that is drawn: 141 ranks of a ring
@@ -174,7 +175,7 @@ def show_batch(config: Config) -> None:
 
 
 def show_memory(config: Config, picture: Path | None, longest: bool, device_gib: float | None) -> int:
-    """Print the memory of a training step on a rank, the longest sequences that fit, or both.
+    """Print the memory and time of a training step on a rank, the longest sequences that fit, or both.
 
     Args:
         picture: file for all recompute modes; an empty path to print only; None to omit the step.
@@ -191,6 +192,9 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
         drawn = picture if picture != Path() else None
         _check_picture("--memory", drawn)
         fits = reports.show(config, drawn, device_gib)
+        if (seconds := predicted_step_s(reports.planned_job(config))) is not None:
+            tokens = config.train.global_batch_size * config.data.seq_length
+            print(f"time of a training step: {seconds:.3g} s, {tokens / seconds:,.0f} tokens/s, simulated")
     if longest:
         _check_size("--max-length", "given", config)
         with Progress("searching the longest sequence"):

@@ -108,20 +108,45 @@ class Network(_Hardware):
 
 
 @dataclass(frozen=True)
+class Fp8(_Hardware):
+    """The TFLOP/s of layers outside of attention, by recipe of `train.fp8`, with all that is not a product in FP8."""
+
+    delayed: float | None = None
+    tensorwise: float | None = None
+    blockwise: float | None = None
+    mxfp8: float | None = None
+
+
+@dataclass(frozen=True)
 class Device(_Hardware):
-    """The processor of one rank. `efficiency` is the share of `peak_tflops` that an attention kernel reaches, and
-    `memory_gibps` the rate at which elementwise kernels read and write memory."""
+    """The processor of one rank.
+
+    `efficiency` is the share of `peak_tflops`, of bf16, that an attention kernel reaches; `layer_efficiency` the share
+    that a layer reaches outside of attention, norms and activations included (None: `efficiency`); `memory_gibps` the
+    rate at which elementwise kernels read and write memory.
+    """
 
     name: str = ""
     peak_tflops: float | None = None
     efficiency: float | None = None
+    layer_efficiency: float | None = None
+    fp8: Fp8 = Fp8()
     memory_gib: float | None = None
     memory_gibps: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.efficiency is not None and self.efficiency > 1:
-            raise refuse("efficiency", self.efficiency, "a share of the peak, 1 at most", "Divide per cent by 100.")
+        for name in ("efficiency", "layer_efficiency"):
+            if (getattr(self, name) or 0) > 1:
+                expected = "a share of the peak, 1 at most"
+                raise refuse(name, getattr(self, name), expected, "Divide per cent by 100.")
+
+    def layer_tflops(self, fp8: str) -> float | None:
+        """The TFLOP/s of a layer outside of attention with `train.fp8`, or None if a figure is unknown."""
+        if fp8 != "none":
+            return getattr(self.fp8, fp8)  # type: ignore[no-any-return]
+        share = self.layer_efficiency or self.efficiency
+        return None if self.peak_tflops is None or share is None else self.peak_tflops * share
 
     @property
     def kernel_tflops(self) -> float | None:
@@ -294,7 +319,10 @@ def cluster_from(data: Any) -> Cluster:
     for name, cls in (("network", Network), ("device", Device)):
         part = values.pop(name, None)
         if part is not None:
-            values[name] = cls(**_values(cls, part, f"{name}."))
+            given = _values(cls, part, f"{name}.")
+            if "fp8" in given:
+                given["fp8"] = Fp8(**_values(Fp8, given["fp8"], f"{name}.fp8."))
+            values[name] = cls(**given)
     return Cluster(**values)
 
 

@@ -21,7 +21,6 @@ from ..mcore.data import first_pack
 from ..planner.calibration import find_calibration, load_calibration
 from ..planner.choose_mode import Candidate, Problem, choose_mode, table
 from ..planner.cost import Costs
-from ..planner.flops import Work, training_flops
 from ..planner.messages import MessageTimes
 from .preflight import device_type
 
@@ -78,25 +77,6 @@ def resolve_for_cluster(config: Config) -> tuple[Config, list[Candidate]]:
     pack = first_pack(config) if has_data and data.packing != "none" else ()
     ranking = _ranking(config, _cluster(par), None, pack, on_gpus=config.train.device != "cpu")
     return _with_mode(config, ranking[0]), ranking
-
-
-def predicted_step_s(config: Config, world_size: int, vocab_size: int) -> float | None:
-    """Return the simulated seconds of a training step on `parallelism.cluster`: attention, and all else at its rate.
-
-    It leaves out the sums of gradients and the bubbles of pipelines. None without a cluster that gives rates.
-    """
-    par, train, model = config.parallelism, config.train, config.model
-    rate = load_cluster(par.cluster).device.kernel_tflops if par.cluster else None
-    if rate is None:
-        return None
-    on_gpus, mode = train.device != "cpu", configured_mode(par)
-    attention = _ranking(config, _cluster(par), None, (), on_gpus, [mode])[0].seconds * model.num_layers
-    tokens = train.global_batch_size * config.data.seq_length
-    others = training_flops(model, vocab_size, Work(tokens, model.num_layers * tokens // 2, 0)).causal
-    forward_again = 1.0 if config.recompute.mode == "none" else 4 / 3
-    passes = tokens / config.data.seq_length / train.micro_batch_size * par.model_parallel_size / world_size
-    seconds = passes * attention / par.pipeline_parallel_size
-    return seconds + others * forward_again / (world_size * rate * 1e12)
 
 
 def _ranking(
