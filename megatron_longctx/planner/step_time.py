@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..config import configured_plan
 from ..config.cluster import GIB, Cluster, load_cluster
 from ..core.plans import backward_plan
@@ -59,11 +57,10 @@ def predicted_step_s(job: Job) -> float | None:
 def _attention_s(job: Job, cluster: Cluster, costs: Costs) -> float:
     """Return the seconds of attention in all layers, forward and backward, of one micro-batch."""
     config, model, mode = job.config, job.config.model, job.config.recompute.mode
-    target = replace(job.target, over_peers=job.target.over_peers and cluster.nodes == 1)
     again = 1.0 if mode == "layer" else 0.0 if mode == "none" else 1 - job.kept_results
     seconds = 0.0
     for window, layers in model.layer_windows.items():
         plan = configured_plan(config, documents([config.data.seq_length], window=window))
-        forward, backward = (simulate(each, cluster, target, costs).seconds for each in (plan, backward_plan(plan)))
+        forward, backward = (simulate(each, cluster, job.target, costs).seconds for each in (plan, backward_plan(plan)))
         seconds += (layers - sum(model.recurrent_layers)) * (forward * (1 + again) + backward)
     return seconds
