@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..config import (
     Config,
+    cluster_of,
     configured_mode,
     configured_plan,
     data_parallel_size,
@@ -19,7 +20,7 @@ from ..config import (
     token_unit,
     workload_of,
 )
-from ..config.cluster import Cluster, load_cluster
+from ..config.cluster import Cluster
 from ..config.progress import Progress
 from ..core.errors import refuse
 from ..core.plans import KernelSupport, Target, backward_plan
@@ -82,7 +83,7 @@ def show(
     pack = _first_pack(config) if documents is None else (_lengths(documents), None)
     lengths, parents = pack or ([config.data.seq_length], None)
     config = replace(config, data=replace(config.data, seq_length=sum(lengths)))
-    cluster = _cluster(config) if config.parallelism.cluster else None
+    cluster = cluster_of(config.parallelism)
     if timeline and cluster is None:
         raise refuse("--timeline", timeline, "parallelism.cluster=NAME beside it", _REMEDY)
     _check_size("--draw", picture, config)
@@ -114,9 +115,9 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
     drawn = picture if picture != Path() else None
     _check_picture("--compare", drawn)
     _check_size("--compare", drawn, config)
-    if config.parallelism.cluster is None:
+    par = config.parallelism
+    if (cluster := cluster_of(par)) is None:
         raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
-    cluster, par = _cluster(config), config.parallelism
     problem = Problem(
         par.context_parallel_size,
         _mask(config, causal),
@@ -200,12 +201,6 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
         with Progress("searching the longest sequence"):
             reports.show_max_length(config, device_gib)
     return 0 if fits else 1
-
-
-def _cluster(config: Config) -> Cluster:
-    par = config.parallelism
-    assert par.cluster is not None
-    return load_cluster(par.cluster).resized(par.context_parallel_size)
 
 
 def _with_mode(config: Config) -> Config:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..config import configured_plan
-from ..config.cluster import GIB, Cluster, load_cluster
+from ..config import cluster_of, configured_plan
+from ..config.cluster import GIB, Cluster
 from ..core.plans import backward_plan
 from ..core.plans.mask import documents
 from .cost import Costs
@@ -29,8 +29,7 @@ def predicted_step_s(job: Job) -> float | None:
     cluster's device has no rate for `train.fp8`.
     """
     config, model, par, train = job.config, job.config.model, job.config.parallelism, job.config.train
-    cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
-    if cluster is None:
+    if (cluster := cluster_of(par)) is None:
         return None
     exact, reduced = cluster.device.layer_tflops("none"), cluster.device.layer_tflops(train.fp8)
     if exact is None or reduced is None:

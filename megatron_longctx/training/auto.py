@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from ..config import Config, ParallelismConfig, configured_mode, mode_options, planned_mask, token_unit, workload_of
-from ..config.cluster import Cluster, load_cluster
+from ..config.cluster import Cluster
 from ..config.environment import environment
 from ..config.gpus import for_other_nodes
+from ..config.planned import cluster_of
 from ..core.errors import refuse
 from ..core.plans import Target
 from ..core.plans.kernel_calls import fa4_takes
@@ -68,14 +69,13 @@ def resolve_for_cluster(config: Config) -> tuple[Config, list[Candidate]]:
     Raises:
         ValueError: no cluster is named, or no mode can run.
     """
-    par = config.parallelism
-    if par.cluster is None:
+    if (cluster := cluster_of(config.parallelism)) is None:
         remedy = "Name the cluster, or choose a mode."
         raise refuse("parallelism.schedule", "auto", "a mode, or parallelism.cluster=NAME to choose one by", remedy)
     data = config.data
     has_data = all(Path(f"{prefix}.idx").is_file() for _, prefix in data.datasets)
     pack = first_pack(config) if has_data and data.packing != "none" else ()
-    ranking = _ranking(config, _cluster(par), None, pack, on_gpus=config.train.device != "cpu")
+    ranking = _ranking(config, cluster, None, pack, on_gpus=config.train.device != "cpu")
     return _with_mode(config, ranking[0]), ranking
 
 
@@ -147,13 +147,7 @@ def _figures(config: Config) -> tuple[Cluster, Costs | None, str]:
     if path.is_file():
         calibration = load_calibration(path)
         return calibration.cluster, calibration.costs, str(path)
-    if par.cluster is None:
+    if (cluster := cluster_of(par)) is None:
         remedy = "Run `megatron-longctx calibrate` with the same settings, name the cluster, or choose a mode."
         raise refuse("parallelism.schedule", "auto", f"a calibration ({path}) or parallelism.cluster=NAME", remedy)
-    cluster = _cluster(par)
     return cluster, None, f"cluster {cluster.name}"
-
-
-def _cluster(par: ParallelismConfig) -> Cluster:
-    assert par.cluster is not None
-    return load_cluster(par.cluster).resized(par.context_parallel_size)
