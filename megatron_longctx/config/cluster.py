@@ -306,24 +306,17 @@ def cluster_from(data: Any) -> Cluster:
     Raises:
         ValueError: an unknown or missing key, a value of the wrong type or range.
     """
-    values = _values(Cluster, data, "")
-    intra = values.pop("intra", None)
-    if intra is not None:
-        kinds: dict[str, type[Intra]] = {cls.kind: cls for cls in (Mesh, Switch)}
-        intra = _mapping(intra, "intra")
-        kind = intra.pop("kind", None)
-        if not isinstance(kind, str) or kind not in kinds:
-            raise refuse("intra.kind", kind, " or ".join(kinds), "Say how the ranks of a node are wired.")
-        given = _values(kinds[kind], intra, "intra.")
-        values["intra"] = kinds[kind](**given | {"messages": _messages(given.get("messages", ()))})
-    for name, cls in (("network", Network), ("device", Device)):
-        part = values.pop(name, None)
-        if part is not None:
-            given = _values(cls, part, f"{name}.")
-            if "fp8" in given:
-                given["fp8"] = Fp8(**_values(Fp8, given["fp8"], f"{name}.fp8."))
-            values[name] = cls(**given)
-    return Cluster(**values)
+    return Cluster(**_values(Cluster, data, ""))
+
+
+def _intra(data: Any) -> Intra:
+    kinds: dict[str, type[Intra]] = {cls.kind: cls for cls in (Mesh, Switch)}
+    given = _mapping(data, "intra")
+    kind = given.pop("kind", None)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise refuse("intra.kind", kind, " or ".join(kinds), "Say how the ranks of a node are wired.")
+    given = _values(kinds[kind], given, "intra.")
+    return kinds[kind](**given | {"messages": _messages(given.get("messages", ()))})
 
 
 def _messages(given: Any) -> Messages:
@@ -352,9 +345,12 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
+_PARTS: dict[str, Any] = {"intra": None, "network": Network, "device": Device, "fp8": Fp8}
+
+
 def _values(cls: type, data: Any, where: str) -> dict[str, Any]:
-    """Return `data`, checked against the names and types of the fields of `cls`. Nested dataclasses are not checked."""
-    given = _mapping(data, where)
+    """Return `data`, checked against the names and types of the fields of `cls`, with its parts as objects."""
+    given = {key: value for key, value in _mapping(data, where).items() if value is not None or key not in _PARTS}
     known = {item.name: item for item in fields(cls)}
     for key, value in given.items():
         if key not in known:
@@ -364,6 +360,9 @@ def _values(cls: type, data: Any, where: str) -> dict[str, Any]:
         types, expected = _TYPES.get(str(known[key].type), ((object,), ""))
         if not isinstance(value, types) or isinstance(value, bool):
             raise refuse(f"{where}{key}", value, expected, "Correct the file.")
+        if key in _PARTS:
+            part = _PARTS[key]
+            given[key] = part(**_values(part, value, f"{where}{key}.")) if part else _intra(value)
     for name, item in known.items():
         if name not in given and item.default is MISSING and item.default_factory is MISSING:
             raise refuse(f"{where}{name}", "missing", "a value", f"Add {where}{name}.")

@@ -134,6 +134,13 @@ def test_each_file_loads(name, tmp_path):
     assert load_cluster(tmp_path / "copy.yaml") == cluster
 
 
+def test_parts_may_be_null(tmp_path):
+    path = tmp_path / "x.yaml"
+    for device in ("null", "{fp8: null}"):
+        path.write_text(f"name: x\nnodes: 1\nranks_per_node: 1\nintra: null\nnetwork: null\ndevice: {device}\n")
+        assert load_cluster(path) == Cluster("x", 1, 1)
+
+
 GOOD = "name: x\nnodes: 1\nranks_per_node: 2\nintra:\n  kind: mesh\n  pair_gibps: 5\n"
 
 
