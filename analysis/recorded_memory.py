@@ -1,4 +1,4 @@
-"""Peaks of memory in recorded training runs on GPUs, from `analysis/results/`, and the memory model's predictions."""
+"""Peaks of memory and times of steps in training runs on GPUs, from `analysis/results/`, beside their predictions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron_longctx.core.plans import Kind
 from megatron_longctx.planner.memory import Job, predict
 from megatron_longctx.planner.memory.model import OFFLOAD
 from megatron_longctx.planner.memory.shapes import attention_bytes
+from megatron_longctx.planner.step_time import predicted_step_s
 from megatron_longctx.training.compose import compose_config
 
 RESULTS = Path(__file__).parent / "results"
@@ -26,6 +27,9 @@ RECORDED = (
     "te_layers_bits_h200",
     ONE_GPU := "training_one_h200",
 )
+STEPS = (
+    "training_fp8_h200_x2", "training_dense_128k_h200_x2", "llama3_8b_training_h200_x4", "llama3_8b_recompute_h200_x4",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,12 +119,31 @@ def recorded_peaks(results: tuple[str, ...] = RECORDED) -> Iterator[Peak]:
     """
     for result in results:
         for run in json.loads((RESULTS / f"{result}.json").read_text())["runs"]:
-            parts = {name: _known(type(getattr(Config(), name)), values) for name, values in run["config"].items()}
+            config = recorded_config(run)
             if result in EARLIER:  # recorded when there was only one transport
-                parts["attention"] = replace(parts["attention"], transport="p2p")
-            if parts["recompute"].mode == OFFLOAD and result != ONE_GPU:
+                config = replace(config, attention=replace(config.attention, transport="p2p"))
+            if config.recompute.mode == OFFLOAD and result != ONE_GPU:
                 continue
-            yield Peak(replace(Config(), **parts), run["medians"]["mem/peak_active_gib"])
+            yield Peak(config, run["medians"]["mem/peak_active_gib"])
+
+
+def recorded_steps(result: str) -> Iterator[tuple[str, float]]:
+    """Yield the names of a result's runs from 32K tokens on, without baselines, and by how many per cent their steps
+    are predicted longer than they took."""
+    for run in json.loads((RESULTS / f"{result}.json").read_text())["runs"]:
+        config, ranks = recorded_config(run), int(result[-1])
+        if config.data.seq_length >= 32768 and not run["config"]["attention"].get("baseline"):
+            par = replace(config.parallelism, cluster="h200_x8_pull")
+            job = Job(replace(config, parallelism=par), config.model.vocab_size or 0, ranks // par.model_parallel_size)
+            seconds = predicted_step_s(job)
+            assert seconds is not None
+            yield run["name"], 100 * (seconds / run["medians"]["perf/step_s"] - 1)
+
+
+def recorded_config(run: dict[str, Any]) -> Config:
+    """Return the configuration of a recorded run without settings that no longer exist."""
+    parts = {name: _known(type(getattr(Config(), name)), values) for name, values in run["config"].items()}
+    return replace(Config(), **parts)
 
 
 def _known(part: type, values: dict[str, Any]) -> Any:

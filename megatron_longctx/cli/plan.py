@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..config import (
     Config,
+    cluster_of,
     configured_mode,
     configured_plan,
     data_parallel_size,
@@ -19,7 +20,7 @@ from ..config import (
     token_unit,
     workload_of,
 )
-from ..config.cluster import Cluster, load_cluster
+from ..config.cluster import Cluster
 from ..config.progress import Progress
 from ..core.errors import refuse
 from ..core.plans import KernelSupport, Target, backward_plan
@@ -32,6 +33,7 @@ from ..planner.draw import draw, draw_modes, draw_placement, draw_timeline
 from ..planner.flops import Work, imbalance, training_flops
 from ..planner.memory import reports
 from ..planner.simulate import Simulation, simulate
+from ..planner.step_time import predicted_step_s
 from ..training.compose import compose_config
 
 _MAX_MESSAGES = 20_000  # of a plan that is drawn: 141 ranks of a ring
@@ -98,8 +100,7 @@ def show(
     pack = _first_pack(config) if documents is None else (_lengths(documents), None)
     lengths, parents = pack or ([config.data.seq_length], None)
     config = replace(config, data=replace(config.data, seq_length=sum(lengths)))
-    par = config.parallelism
-    cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
+    cluster = cluster_of(config.parallelism)
     if timeline and cluster is None:
         raise refuse("--timeline", timeline, "parallelism.cluster=NAME beside it", _REMEDY)
     _check_size("--draw", picture, config)
@@ -132,9 +133,8 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
     _check_picture("--compare", drawn)
     _check_size("--compare", drawn, config)
     par = config.parallelism
-    if par.cluster is None:
+    if (cluster := cluster_of(par)) is None:
         raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
-    cluster = load_cluster(par.cluster).resized(par.context_parallel_size)
     problem = Problem(
         par.context_parallel_size,
         _mask(config, causal),
@@ -193,7 +193,7 @@ def show_batch(config: Config) -> None:
 
 
 def show_memory(config: Config, picture: Path | None, longest: bool, device_gib: float | None) -> int:
-    """Print the memory of a training step on a rank, the longest sequences that fit, or both.
+    """Print the memory and time of a training step on a rank, the longest sequences that fit, or both.
 
     Return the exit code: 1 if a step does not fit.
 
@@ -209,6 +209,9 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
         drawn = picture if picture != Path() else None
         _check_picture("--memory", drawn)
         fits = reports.show(config, drawn, device_gib)
+        if (seconds := predicted_step_s(reports.planned_job(config))) is not None:
+            tokens = config.train.global_batch_size * config.data.seq_length
+            print(f"time of a training step: {seconds:.3g} s, {tokens / seconds:,.0f} tokens/s, simulated")
     if longest:
         _check_size("--max-length", "given", config)
         with Progress("searching the longest sequence"):

@@ -23,9 +23,9 @@ from ..core.errors import JobFailed, refuse
 from ..mcore.model import padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..planner import memory
+from ..planner.step_time import predicted_step_s
 from ..serving.inference_job import checkpoint_of
 from ..training import launcher
-from ..training.auto import predicted_step_s
 from ..training.compose import RESOLVED, compose_config, load_config, override_config, save_config
 from ..training.run_folder import RunFolder
 from ..training.sweep import sweep
@@ -155,7 +155,7 @@ def _described(job: TrainingJob) -> str:
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab = padded_vocab_size(config.model, tokenizer.vocab_size)
     planned = memory.Job(config, vocab, ranks // par.model_parallel_size, fused=job.device == "cuda")
-    step = predicted_step_s(config, ranks, vocab)
+    step = predicted_step_s(planned)
     hours = 0.0 if step is None else step * config.train.steps / 3600
     time = "" if step is None else f", {step:.3g} s a step and {hours:.3g} h in all, simulated"
     return (

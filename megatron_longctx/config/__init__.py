@@ -20,6 +20,7 @@ from .parallelism import (
     ReductionConfig,
 )
 from .planned import (
+    cluster_of,
     configured_mode,
     configured_plan,
     data_parallel_size,

@@ -108,20 +108,45 @@ class Network(_Hardware):
 
 
 @dataclass(frozen=True)
+class Fp8(_Hardware):
+    """The TFLOP/s of layers outside of attention, by recipe of `train.fp8`, with all that is not a product in FP8."""
+
+    delayed: float | None = None
+    tensorwise: float | None = None
+    blockwise: float | None = None
+    mxfp8: float | None = None
+
+
+@dataclass(frozen=True)
 class Device(_Hardware):
-    """The processor of one rank. `efficiency` is the share of `peak_tflops` that an attention kernel reaches, and
-    `memory_gibps` the rate at which elementwise kernels read and write memory."""
+    """The processor of one rank.
+
+    `efficiency` is the share of `peak_tflops`, of bf16, that an attention kernel reaches; `layer_efficiency` the share
+    that a layer reaches outside of attention, norms and activations included (None: `efficiency`); `memory_gibps` the
+    rate at which elementwise kernels read and write memory.
+    """
 
     name: str = ""
     peak_tflops: float | None = None
     efficiency: float | None = None
+    layer_efficiency: float | None = None
+    fp8: Fp8 = Fp8()
     memory_gib: float | None = None
     memory_gibps: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.efficiency is not None and self.efficiency > 1:
-            raise refuse("efficiency", self.efficiency, "a share of the peak, 1 at most", "Divide per cent by 100.")
+        for name in ("efficiency", "layer_efficiency"):
+            if (getattr(self, name) or 0) > 1:
+                expected = "a share of the peak, 1 at most"
+                raise refuse(name, getattr(self, name), expected, "Divide per cent by 100.")
+
+    def layer_tflops(self, fp8: str) -> float | None:
+        """The TFLOP/s of a layer outside of attention with `train.fp8`, or None if a figure is unknown."""
+        if fp8 != "none":
+            return getattr(self.fp8, fp8)  # type: ignore[no-any-return]
+        share = self.layer_efficiency or self.efficiency
+        return None if self.peak_tflops is None or share is None else self.peak_tflops * share
 
     @property
     def kernel_tflops(self) -> float | None:
@@ -281,21 +306,17 @@ def cluster_from(data: Any) -> Cluster:
     Raises:
         ValueError: an unknown or missing key, a value of the wrong type or range.
     """
-    values = _values(Cluster, data, "")
-    intra = values.pop("intra", None)
-    if intra is not None:
-        kinds: dict[str, type[Intra]] = {cls.kind: cls for cls in (Mesh, Switch)}
-        intra = _mapping(intra, "intra")
-        kind = intra.pop("kind", None)
-        if not isinstance(kind, str) or kind not in kinds:
-            raise refuse("intra.kind", kind, " or ".join(kinds), "Say how the ranks of a node are wired.")
-        given = _values(kinds[kind], intra, "intra.")
-        values["intra"] = kinds[kind](**given | {"messages": _messages(given.get("messages", ()))})
-    for name, cls in (("network", Network), ("device", Device)):
-        part = values.pop(name, None)
-        if part is not None:
-            values[name] = cls(**_values(cls, part, f"{name}."))
-    return Cluster(**values)
+    return Cluster(**_values(Cluster, data, ""))
+
+
+def _intra(data: Any) -> Intra:
+    kinds: dict[str, type[Intra]] = {cls.kind: cls for cls in (Mesh, Switch)}
+    given = _mapping(data, "intra")
+    kind = given.pop("kind", None)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise refuse("intra.kind", kind, " or ".join(kinds), "Say how the ranks of a node are wired.")
+    given = _values(kinds[kind], given, "intra.")
+    return kinds[kind](**given | {"messages": _messages(given.get("messages", ()))})
 
 
 def _messages(given: Any) -> Messages:
@@ -324,9 +345,12 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
+_PARTS: dict[str, Any] = {"intra": None, "network": Network, "device": Device, "fp8": Fp8}
+
+
 def _values(cls: type, data: Any, where: str) -> dict[str, Any]:
-    """Return `data`, checked against the names and types of the fields of `cls`. Nested dataclasses are not checked."""
-    given = _mapping(data, where)
+    """Return `data`, checked against the names and types of the fields of `cls`, with its parts as objects."""
+    given = {key: value for key, value in _mapping(data, where).items() if value is not None or key not in _PARTS}
     known = {item.name: item for item in fields(cls)}
     for key, value in given.items():
         if key not in known:
@@ -336,6 +360,9 @@ def _values(cls: type, data: Any, where: str) -> dict[str, Any]:
         types, expected = _TYPES.get(str(known[key].type), ((object,), ""))
         if not isinstance(value, types) or isinstance(value, bool):
             raise refuse(f"{where}{key}", value, expected, "Correct the file.")
+        if key in _PARTS:
+            part = _PARTS[key]
+            given[key] = part(**_values(part, value, f"{where}{key}.")) if part else _intra(value)
     for name, item in known.items():
         if name not in given and item.default is MISSING and item.default_factory is MISSING:
             raise refuse(f"{where}{name}", "missing", "a value", f"Add {where}{name}.")

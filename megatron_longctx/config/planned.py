@@ -11,7 +11,7 @@ from ..core.plans import Mask, Plan, Workload, build_plan
 from ..core.plans.backward import node_size_to_sum
 from ..core.plans.mask import documents
 from ..core.plans.modes import Mode, ModeOptions, find_mode
-from .cluster import load_cluster
+from .cluster import Cluster, load_cluster
 from .model import RopeScaling
 from .parallelism import ParallelismConfig
 from .tree import Config
@@ -57,14 +57,18 @@ def planned_mask(config: Config, lengths: Sequence[int] | None = None, parents: 
     return documents(lengths or [config.data.seq_length], window=config.model.widest_window, parents=parents)
 
 
-def mode_options(par: ParallelismConfig) -> ModeOptions:
-    """Return the options of modes.
+def cluster_of(par: ParallelismConfig) -> Cluster | None:
+    """Return `parallelism.cluster` with the context-parallel ranks; None if none is named.
 
     Raises:
         ValueError: the cluster cannot be read, or cannot have this number of ranks.
     """
-    cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
-    return ModeOptions(par.max_buffer_tokens, par.inner_size, par.outer_schedule, cluster, par.rounds)
+    return load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
+
+
+def mode_options(par: ParallelismConfig) -> ModeOptions:
+    """Return the options of modes. Raises like `cluster_of`."""
+    return ModeOptions(par.max_buffer_tokens, par.inner_size, par.outer_schedule, cluster_of(par), par.rounds)
 
 
 @names_as_keys()
@@ -84,7 +88,7 @@ def summed_node_size(config: Config) -> int:
         ValueError: the cluster cannot be read, cannot have this number of ranks, or is missing but required.
     """
     par = config.parallelism
-    return node_size_to_sum(config.sum_in_node, mode_options(par).cluster, par.context_parallel_size)
+    return node_size_to_sum(config.sum_in_node, cluster_of(par), par.context_parallel_size)
 
 
 @names_as_keys()

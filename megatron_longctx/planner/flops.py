@@ -96,33 +96,40 @@ def training_flops(model: ModelConfig, vocab_size: int, work: Work) -> StepFlops
         vocab_size: rows of the LM head as trained, padding included.
         work: of the step, over all context- and data-parallel ranks.
     """
-    tokens, hidden, recurrent = work.tokens, model.hidden_size, sum(model.recurrent_layers)
-    layers = model.num_layers - recurrent  # with attention
+    tokens = work.tokens
+    layers = model.num_layers - sum(model.recurrent_layers)  # with attention
     channels = model.num_attention_heads * (model.kv_channels + model.value_channels)
-    mlps = 2 * tokens * hidden * sum(_mlp_width(model, experts) for experts in model.expert_layers)
-    head = 2 * tokens * hidden * vocab_size
-    rule = 3 * (model.linear_key_head_dim or 0) * model.delta_net_columns[1]
-    mixers = layers * model.attention_weights + recurrent * (model.delta_net_weights + rule)
-    linear = 2 * tokens * mixers + mlps + head
+    linear = tokens * (sum(map(sum, layer_flops(model))) + head_flops(model, vocab_size))
     return StepFlops(
         causal=3 * (linear + (2 * work.pairs - layers * tokens) * channels),
         dense=3 * (linear + 2 * layers * work.dense_pairs * channels),
     )
 
 
+def layer_flops(model: ModelConfig) -> list[tuple[int, int]]:
+    """Return the forward FLOPs of a token in every layer, without attention: in products that `train.fp8` is about,
+    and in routers, gates and delta rules."""
+    found, rule = [], 3 * (model.linear_key_head_dim or 0) * model.delta_net_columns[1]
+    for experts, recurrent in zip(model.expert_layers, model.recurrent_layers, strict=True):
+        width, routed = model.ffn_hidden_size, 0
+        if experts:
+            width = model.moe_router_topk * model.expert_width + (model.moe_shared_expert_intermediate_size or 0)
+            routed = (model.num_moe_experts or 0) + model.moe_shared_expert_gate
+        mixer = model.delta_net_weights if recurrent else model.attention_weights
+        products = mixer + model.hidden_size * (model.fc1_columns + 1) * width
+        found.append((2 * products, 2 * (model.hidden_size * routed + rule * recurrent)))
+    return found
+
+
+def head_flops(model: ModelConfig, vocab_size: int) -> int:
+    """Return the forward FLOPs of a token in the LM head."""
+    return 2 * model.hidden_size * vocab_size
+
+
 def imbalance(model: ModelConfig, vocab_size: int, work: Sequence[Work]) -> float:
     """Return the share by which the busiest of several replicas computes more than the average, e.g. 0.05."""
     flops = [training_flops(model, vocab_size, each).causal for each in work]
     return max(flops) * len(flops) / sum(flops) - 1 if any(flops) else 0.0
-
-
-def _mlp_width(model: ModelConfig, experts: bool) -> int:
-    """Return the columns of all matrices that a token passes in the MLP of a layer, dense or with experts."""
-    matrices = model.fc1_columns + 1
-    if not experts:
-        return matrices * model.ffn_hidden_size
-    active = model.moe_router_topk * model.expert_width + (model.moe_shared_expert_intermediate_size or 0)
-    return matrices * active + (model.num_moe_experts or 0) + model.moe_shared_expert_gate
 
 
 def peak_tflops(device_name: str | None, override: float | None = None) -> float | None:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..config.cluster import GIB, Cluster, Device, Intra, Mesh, Network, Switch
+from ..core.comm.collectives import gather_objects
+from ..core.comm.device import synchronize
 
 _PING_BYTES = 8
 _MESH_SHARE = 0.6  # a mesh delivers at least this share of all its links together; a switch about 1 / (ranks - 1)
@@ -88,7 +90,7 @@ def measure_links(
     if dist.get_world_size(group) < 2:
         raise ValueError("group of 1 rank: expected at least 2 to measure links. Start more ranks.")
     links = _Links(group, device, size, repeats)
-    hosts = tuple(map(str, links.gather(host or socket.gethostname())))
+    hosts = tuple(map(str, gather_objects(group, host or socket.gethostname())))
     nodes = LinkMeasurements(hosts).nodes()
     links.all_to_all(range(links.n), _PING_BYTES)  # connect all ranks before the clock runs
     alone = []
@@ -103,7 +105,7 @@ def measure_links(
         for shift in range(1, len(ranks)):
             rounds += links.shifted(ranks, shift, size)
     inside = links.all_to_all(own_node, size) if len(own_node) > 1 else []
-    return LinkMeasurements(hosts, *map(tuple, links.gather((alone, rounds, inside))[0]))
+    return LinkMeasurements(hosts, *map(tuple, gather_objects(group, (alone, rounds, inside))[0]))
 
 
 class _Links:
@@ -115,12 +117,6 @@ class _Links:
         self._peers = dist.get_process_group_ranks(group)
         self._send_buffer = torch.zeros(largest, dtype=torch.uint8, device=device)
         self._recv_buffers: dict[int, Tensor] = {}
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Return `mine` of every rank."""
-        gathered: list[Any] = [None] * self.n
-        dist.all_gather_object(gathered, mine, group=self.group)
-        return gathered
 
     def one_way(self, source: int, destination: int, size: int) -> float:
         """Return the seconds of one message while all other ranks are silent: half of a round trip.
@@ -135,7 +131,7 @@ class _Links:
                 if self.rank in (a, b):
                     self._swap([(b, num_bytes)] if self.rank == a else [], [(a, num_bytes)] if self.rank == b else [])
 
-        round_trip: float = self.gather(self._timed(exchange))[source]
+        round_trip: float = gather_objects(self.group, self._timed(exchange))[source]
         return round_trip / 2 if back == size else round_trip
 
     def shifted(self, ranks: Sequence[int], shift: int, size: int) -> list[Sample]:
@@ -143,12 +139,12 @@ class _Links:
         place = ranks.index(self.rank)
         to, source = ranks[(place + shift) % len(ranks)], ranks[place - shift]
         seconds = self._timed(lambda: self._swap([(to, size)], [(source, size)]))
-        return self.gather(Sample(self.rank, to, size / seconds / GIB))
+        return gather_objects(self.group, Sample(self.rank, to, size / seconds / GIB))
 
     def all_to_all(self, ranks: Sequence[int], size: int) -> list[Sample]:
         """Send from every rank to all others of `ranks` together; return the total rate of each rank."""
         others = [(rank, size) for rank in ranks if rank != self.rank]
-        seconds = self.gather(self._timed(lambda: self._swap(others, others)))
+        seconds = gather_objects(self.group, self._timed(lambda: self._swap(others, others)))
         return [Sample(rank, rank, len(others) * size / seconds[rank] / GIB) for rank in range(self.n)]
 
     def _swap(self, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]) -> None:
@@ -169,16 +165,12 @@ class _Links:
         seconds = []
         for _ in range(self.repeats + 1):
             dist.barrier(self.group)
-            self._synchronize()
+            synchronize(self.device)
             start = time.perf_counter()
             exchange()
-            self._synchronize()
+            synchronize(self.device)
             seconds.append(time.perf_counter() - start)
         return sorted(seconds[1:])[self.repeats // 2]  # the first one warms up
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def probe_pairs(nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:

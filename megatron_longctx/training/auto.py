@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from ..config import Config, ParallelismConfig, configured_mode, mode_options, planned_mask, token_unit, workload_of
-from ..config.cluster import Cluster, load_cluster
+from ..config.cluster import Cluster
 from ..config.environment import environment
 from ..config.gpus import for_other_nodes
+from ..config.planned import cluster_of
 from ..core.errors import refuse
 from ..core.plans import Target
 from ..core.plans.kernel_calls import fa4_takes
@@ -21,7 +22,6 @@ from ..mcore.data import first_pack
 from ..planner.calibration import find_calibration, load_calibration
 from ..planner.choose_mode import Candidate, Problem, choose_mode, table
 from ..planner.cost import Costs
-from ..planner.flops import Work, training_flops
 from ..planner.messages import MessageTimes
 from .preflight import device_type
 
@@ -66,35 +66,14 @@ def resolve_for_cluster(config: Config) -> tuple[Config, list[Candidate]]:
     Raises:
         ValueError: no cluster is named, or no mode can run.
     """
-    par = config.parallelism
-    if par.cluster is None:
+    if (cluster := cluster_of(config.parallelism)) is None:
         remedy = "Name the cluster, or choose a mode."
         raise refuse("parallelism.schedule", "auto", "a mode, or parallelism.cluster=NAME to choose one by", remedy)
     data = config.data
     has_data = all(Path(f"{prefix}.idx").is_file() for _, prefix in data.datasets)
     pack = first_pack(config) if has_data and data.packing != "none" else ()
-    cluster = load_cluster(par.cluster).resized(par.context_parallel_size)
     ranking = _ranking(config, cluster, None, pack, on_gpus=config.train.device != "cpu")
     return _with_mode(config, ranking[0]), ranking
-
-
-def predicted_step_s(config: Config, world_size: int, vocab_size: int) -> float | None:
-    """Return the simulated seconds of a training step on `parallelism.cluster`: attention, and all else at its rate.
-
-    It leaves out the sums of gradients and the bubbles of pipelines. None without a cluster that gives rates.
-    """
-    par, train, model = config.parallelism, config.train, config.model
-    cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
-    if cluster is None or (rate := cluster.device.kernel_tflops) is None:
-        return None
-    on_gpus, mode = train.device != "cpu", configured_mode(par)
-    attention = _ranking(config, cluster, None, (), on_gpus, [mode])[0].seconds * model.num_layers
-    tokens = train.global_batch_size * config.data.seq_length
-    others = training_flops(model, vocab_size, Work(tokens, model.num_layers * tokens // 2, 0)).causal
-    forward_again = 1.0 if config.recompute.mode == "none" else 4 / 3
-    passes = tokens / config.data.seq_length / train.micro_batch_size * par.model_parallel_size / world_size
-    seconds = passes * attention / par.pipeline_parallel_size
-    return seconds + others * forward_again / (world_size * rate * 1e12)
 
 
 def _ranking(
@@ -165,8 +144,7 @@ def _figures(config: Config) -> tuple[Cluster, Costs | None, str]:
     if path.is_file():
         calibration = load_calibration(path)
         return calibration.cluster, calibration.costs, str(path)
-    if par.cluster is None:
+    if (cluster := cluster_of(par)) is None:
         remedy = "Run `megatron-longctx calibrate` with the same settings, name the cluster, or choose a mode."
         raise refuse("parallelism.schedule", "auto", f"a calibration ({path}) or parallelism.cluster=NAME", remedy)
-    cluster = load_cluster(par.cluster).resized(n)
     return cluster, None, f"cluster {cluster.name}"

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from analysis.recorded_memory import EARLIER, RECORDED, RESULTS, recorded_peaks
+from analysis.recorded_memory import EARLIER, RECORDED, RESULTS, STEPS, recorded_peaks, recorded_steps
 from tests.docs.test_docs import ROOT, prose
 
 _FIELD = re.compile(r"(?:[a-z]\w*(?:@[0-9a-f]+)?)?(?:\[[^\]]+\])+")
@@ -147,7 +147,18 @@ def _reserved() -> list[float]:
     return [100 * (run["mem/peak_reserved_gib"] / run["mem/peak_active_gib"] - 1) for run in found]
 
 
+@cache
+def _steps_over(gpus: str) -> list[float]:
+    """By how many per cent steps on that many GPUs are predicted longer than they took."""
+    return [off for result in STEPS if result.endswith(gpus) for _, off in recorded_steps(result)]
+
+
 COMPUTED = {
+    "step_runs": lambda: len(_steps_over("")),
+    "step_2_least": lambda: min(_steps_over("x2")),
+    "step_2_most": lambda: max(_steps_over("x2")),
+    "step_4_least": lambda: min(_steps_over("x4")),
+    "step_4_most": lambda: max(_steps_over("x4")),
     "memory_runs": lambda: len(_over(RECORDED)),
     "memory_most_off": lambda: max(map(abs, _over(RECORDED))),
     "memory_earlier_least": lambda: min(_over(EARLIER)),

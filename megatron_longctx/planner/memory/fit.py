@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...config import MAX_TOKENS, RECOMPUTES
+from ...config import MAX_TOKENS, RECOMPUTES, token_unit, validate
 from ...config.cluster import GIB
 from ...core.errors import refuse
 from .model import OFFLOAD, checkpoint_bytes, predict
@@ -73,7 +74,7 @@ def max_length(job: Job, capacity: int) -> int:
         capacity: bytes for live tensors.
     """
     par = job.config.parallelism
-    unit = 2 * par.context_parallel_size * par.tensor_parallel_size
+    unit = math.lcm(2 * par.context_parallel_size * par.tensor_parallel_size, token_unit(job.config))
 
     def fits(units: int) -> bool:
         return predict(with_length(job, units * unit)).num_bytes <= capacity
@@ -100,7 +101,7 @@ def _advice(job: Job, capacity: int, host_capacity: int | None) -> str:
     alternatives = [
         (settings, cheaper)
         for settings, cheaper in _alternatives(job)
-        if predict(cheaper).host_bytes <= (host_capacity or 0)  # no offloading to a host of unknown size
+        if _is_valid(cheaper) and predict(cheaper).host_bytes <= (host_capacity or 0)  # an unknown host has no room
     ]
     for settings, cheaper in alternatives:
         needed = predict(cheaper).num_bytes
@@ -112,6 +113,15 @@ def _advice(job: Job, capacity: int, host_capacity: int | None) -> str:
         keys = f"{settings} and data" if settings else "data"
         return f"Set {keys}.seq_length={longest[settings]} or less, or raise parallelism.context_parallel_size."
     return "Raise parallelism.tensor_parallel_size or pipeline_parallel_size, or take a smaller model."
+
+
+def _is_valid(job: Job) -> bool:
+    """Whether settings go together: experts and delayed scales have no tiles, for example."""
+    try:
+        validate(job.config)
+    except ValueError:
+        return False
+    return True
 
 
 def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:

@@ -106,7 +106,7 @@ def checkpoint_bytes(job: Job) -> int:
     par, shares = job.config.parallelism, 1
     if not job.config.optim.distributed:
         shares = job.data_parallel_size * par.context_parallel_size
-    parameters = max(_own_parameters(job, stage) for stage in range(par.pipeline_parallel_size))
+    parameters = max(own_parameters(job, stage) for stage in range(par.pipeline_parallel_size))
     return -(-parameters * (job.element_bytes + 12) // shares)
 
 
@@ -126,7 +126,7 @@ def _stage(job: Job, stage: int, attention: AttentionBytes) -> Prediction:
     return Prediction(stage, job.tokens, resident, tuple(phases), _host_bytes(job, stage, kinds))
 
 
-def _own_parameters(job: Job, stage: int) -> int:
+def own_parameters(job: Job, stage: int) -> int:
     """Return the number of parameters that this rank's optimizer updates."""
     par = job.config.parallelism
     if not job.config.optim.distributed:
@@ -138,7 +138,7 @@ def _own_parameters(job: Job, stage: int) -> int:
 
 
 def _optimizer_step(job: Job, stage: int) -> tuple[Term, ...]:
-    own, terms = _own_parameters(job, stage), []
+    own, terms = own_parameters(job, stage), []
     if job.config.optim.states_on_host:
         # Each of three consecutive pieces may end with a whole matrix, and one of these may be the embedding.
         own = min(own, 3 * STATES_PIECE + embedding_weights(job) + 2 * mlp_weights(job)[0])
@@ -171,7 +171,7 @@ def _resident(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ..
         terms.append(Term("weights in FP8", 2 * stage_layers(job, stage)))
     if not job.config.optim.states_on_host:
         state = _state_bytes(job) - (8 if _makes_moments(job) else 0)
-        terms.append(Term("optimizer state (fp32)", _own_parameters(job, stage) * state))
+        terms.append(Term("optimizer state (fp32)", own_parameters(job, stage) * state))
     if attention.published:
         terms.append(Term(READ_BY_PEERS, attention.published, per_token=True))
     if model.position_embedding == "rope":
@@ -274,7 +274,7 @@ def _host_bytes(job: Job, stage: int, kinds: list[tuple[LayerBytes, int]]) -> in
 
     The latter are in buffers of `recompute.HostStore`, whose sizes are powers of two.
     """
-    states = _own_parameters(job, stage) * _state_bytes(job) if job.config.optim.states_on_host else 0
+    states = own_parameters(job, stage) * _state_bytes(job) if job.config.optim.states_on_host else 0
     if job.config.recompute.mode != OFFLOAD:
         return states
     share, heads = job.kept_results, job.config.model.num_attention_heads

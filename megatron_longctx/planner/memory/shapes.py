@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from ...config import Config, configured_plan, planned_mask, workload_of
+from ...config import Config, cluster_of, configured_plan, planned_mask, workload_of
 from ...config.model import DELTA_RULE_CHUNK as CHUNK
 from ...core.errors import refuse
 from ...core.plans import Kind, Plan, Recorder, Recording, Target, backward_plan
@@ -63,9 +63,11 @@ class Job:
 
     @cached_property
     def target(self) -> Target:
-        """The target of recordings. On GPUs, ranks read each other's memory unless `attention.transport=p2p`."""
-        n = self.config.parallelism.context_parallel_size
-        over_peers = self.fused and n > 1 and self.config.attention.transport != "p2p"
+        """The target of recordings. On the GPUs of one node, ranks read each other's memory unless
+        `attention.transport=p2p`."""
+        cluster = cluster_of(self.config.parallelism)
+        one_node = self.plan.n > 1 and (cluster is None or cluster.nodes == 1)
+        over_peers = self.fused and one_node and self.config.attention.transport != "p2p"
         return Target(workload_of(self.config), fa4_takes(self.config.attention.deterministic), over_peers)
 
     @cached_property

@@ -122,9 +122,22 @@ def test_check_refuses_warns_and_names_settings_to_change() -> None:
     assert "while a checkpoint is written: 13.09 GiB a rank" in report(advised)
 
 
-@pytest.mark.parametrize("words", [(), ("recompute=layer",), ("parallelism=tp2_cp4", "recompute=attention_output")])
-def test_the_longest_sequence_fits_and_a_longer_one_does_not(words: tuple[str, ...]) -> None:
-    job, capacity, unit = _job(*words), 125 * GIB, 16
+def test_advice_is_not_refused() -> None:
+    with pytest.raises(ValueError, match=r"Set recompute.mode=layer recompute.head_chunk_tokens=4096 and data.seq_len"):
+        check(_job("train.fp8=delayed"), 100 * GIB)  # delayed scales have no tiles
+
+
+@pytest.mark.parametrize(
+    ("words", "unit"),
+    [
+        ((), 16),
+        (("recompute=layer",), 16),
+        (("parallelism=tp2_cp4", "recompute=attention_output"), 16),
+        (("parallelism=tp2_cp4", "recompute=attention_output", "train.fp8=tensorwise"), 32),
+    ],
+)
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(words: tuple[str, ...], unit: int) -> None:
+    job, capacity = _job(*words), 125 * GIB
     longest = max_length(job, capacity)
     assert longest % unit == 0
     sizes = [
@@ -276,3 +289,5 @@ def test_memory_that_peers_read_is_counted_twice() -> None:
     assert found.num_bytes - found.allocated_bytes == 2 * 8 * block
     messages = predict(_job())
     assert messages.num_bytes == messages.allocated_bytes
+    nodes = _job("attention.transport=auto", "parallelism.cluster=a100_2x8", "parallelism.context_parallel_size=16")
+    assert predict(nodes).num_bytes == predict(nodes).allocated_bytes, "ranks of another node do not read it"

@@ -102,6 +102,7 @@ def test_resized():
         (lambda: Network(0, 1), "nics=0"),
         (lambda: Network(1, 1, float("nan")), "latency_s=nan"),
         (lambda: Device(efficiency=50), "efficiency=50: expected a share"),
+        (lambda: Device(layer_efficiency=70), "layer_efficiency=70: expected a share"),
         (lambda: Device(memory_gib=-1), "memory_gib=-1"),
         (lambda: Cluster("x", 0, 1), "nodes=0: expected 1 or more"),
         (lambda: Cluster("x", 1, 2), "intra=None: expected the links between 2 ranks"),
@@ -131,6 +132,13 @@ def test_each_file_loads(name, tmp_path):
     assert cluster.name == "tcp" or (cluster.device.kernel_tflops and cluster.device.memory_gib)
     save_cluster(cluster, tmp_path / "copy.yaml")
     assert load_cluster(tmp_path / "copy.yaml") == cluster
+
+
+def test_parts_may_be_null(tmp_path):
+    path = tmp_path / "x.yaml"
+    for device in ("null", "{fp8: null}"):
+        path.write_text(f"name: x\nnodes: 1\nranks_per_node: 1\nintra: null\nnetwork: null\ndevice: {device}\n")
+        assert load_cluster(path) == Cluster("x", 1, 1)
 
 
 GOOD = "name: x\nnodes: 1\nranks_per_node: 2\nintra:\n  kind: mesh\n  pair_gibps: 5\n"
@@ -163,6 +171,9 @@ ALIAS_BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (GOOD + "network: fast\n", "network=fast: expected keys with values"),
         (GOOD + "network:\n  nics: 1\n", "network.nic_gibps=missing"),
         (GOOD + "device:\n  memory: 1\n", "device.memory=1: .* Did you mean device.memory_gib"),
+        (GOOD + "device:\n  fp8: {delaid: 1}\n", "device.fp8.delaid=1: .* Did you mean device.fp8.delayed"),
+        (GOOD + "device:\n  fp8: {delayed: -1}\n", "delayed=-1: expected a number above 0"),
+        (GOOD + "device:\n  fp8: 1290\n", "device.fp8=1290: expected keys with values"),
         ("- 1\n- 2\n", "cluster=a list: expected keys with values"),
         ("secret text\nof several lines\n", r"a cluster \(neither keys with values nor a list\)"),
         (GOOD.replace("pair_gibps: 5", "pair_gibps: 1.0e+30"), "pair_gibps=1e.30: .* at most 1,000,000"),
