@@ -10,6 +10,7 @@ attention can use it, so a model that runs another implementation fails at its f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, NoReturn
@@ -37,6 +38,8 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 _HARMLESS = {"position_ids", "position_embeddings", "sliding_window", "shift_labels", "num_items_in_batch"}
 _HARMLESS |= {"hidden_states", "output_hidden_states", "return_dict", "cache_position", "layer_idx"}
 _LAYERS = {"full_attention", "sliding_attention"}
+# Positions in these models' embeddings do not begin with 0.
+_OTHER_POSITIONS = ("roberta", "camembert", "data2vec-text", "xmod")
 
 
 def register(attention: ContextParallelAttention, name: str = "longctx") -> None:
@@ -129,13 +132,16 @@ def shard(
 
 def _positions(mask: Mask, lengths: Sequence[int], given: Tensor | None, words: Tensor) -> Tensor:
     """Return the positions in documents `[b, S]`, and refuse others."""
-    positions = torch.cat(
-        [torch.arange(each.stop - each.start, device=words.device) + each.position for each in mask.documents]
-    )
+    positions = _positions_of(mask).to(words.device)
     if given is not None and (given.shape[-1:] != positions.shape or not bool((given == positions).all())):
         expected = f"the positions in documents {_short(lengths)}, which begin with 0"
         raise refuse("position_ids", _short(given.flatten().tolist()), expected, "Leave them or documents out.")
     return positions.expand(words.shape[0], -1)
+
+
+def _positions_of(mask: Mask) -> Tensor:
+    """Return the position of every token in its document, or on its branch, `[S]`."""
+    return torch.cat([torch.arange(each.stop - each.start) + each.position for each in mask.documents])
 
 
 def _check_no_padding(mask: Any) -> None:
@@ -202,6 +208,7 @@ class ShardedMask:
         self._name, self._attention, self._documents, self._parents = name, attention, documents, parents
         self._device, layout = words.device, attention.layout(masks.documents(documents, parents=parents))
         self._masks: dict[int | None, LayerMask] = {}
+        self._layout = layout
         self.shape = torch.Size([words.shape[0], layout.num_tokens(attention.rank)])
 
     @_disable_dynamo  # a compiler would trace the planning
@@ -213,6 +220,41 @@ class ShardedMask:
             mask = masks.documents(self._documents, parents=self._parents, window=bounds)
             self._masks[window] = LayerMask(self._attention, mask)
         return self._masks[window]
+
+    @property
+    def asked(self) -> bool:
+        """Whether a model has asked what its layers see."""
+        return bool(self._masks)
+
+    @_disable_dynamo
+    def check_positions(self, config: Any) -> None:
+        """Refuse positional embeddings that would not be those of each document alone, on one rank.
+
+        transformers takes the frequencies of dynamic RoPE and of LongRoPE from the last position of a call.
+        """
+        if any(each in config.model_type for each in _OTHER_POSITIONS):
+            raise refuse("model_type", config.model_type, "positions that begin with 0", "Use another model.")
+        given = getattr(config, "rope_parameters", None) or {}
+        for rope in (given, *given.values()):  # of all layers, or by the kind of layer
+            kind = rope.get("rope_type", "") if isinstance(rope, dict) else ""
+            if "dynamic" in kind:
+                self._check_ends(kind, config.max_position_embeddings, math.inf)
+            elif kind == "longrope":
+                self._check_ends(kind, most := rope["original_max_position_embeddings"], most)
+
+    def _check_ends(self, kind: str, most: int, least: float) -> None:
+        """Refuse documents with more than `most` tokens, unless all have more than `least`, and on every rank."""
+        mask = self.of_window(None).mask
+        ends = [each.position + each.stop - each.start for each in mask.documents]
+        if max(ends) <= most:
+            return
+        positions = _positions_of(mask)
+        for rank in range(self._attention.world):
+            spans = [positions[span.start : span.stop] for _, span in self._layout.slot_spans(rank)]
+            ends += [1 + max(int(each.max()) for each in spans)] if spans else []
+        if min(ends) <= least:
+            remedy = "Shorten them, or use RoPE whose frequencies depend on no length."
+            raise refuse(f"rope_type {kind}", _short(ends), f"documents of at most {most} tokens", remedy)
 
     def to(self, *_: Any, **__: Any) -> ShardedMask:
         return self
@@ -250,7 +292,7 @@ def _layer_mask(
     allow_is_causal_skip: bool = False,
     local_size: int | None = None,
     **_: Any,
-) -> LayerMask:
+) -> LayerMask | None:
     """Return what a model's layers of one kind see: transformers calls it for each kind of mask."""
     name = config._attn_implementation
     if not isinstance(attention_mask, ShardedMask):
@@ -269,6 +311,9 @@ def _layer_mask(
         raise refuse("mask", "a mask of the model's own", "causal attention, or a window", "Leave out images.")
     if local_size is not None and local_size != getattr(config, "sliding_window", None):
         raise refuse("local_size", local_size, "the config's sliding_window", "Use a model without chunks.")
+    attention_mask.check_positions(config)
+    if local_size == 0:  # Qwen2-MoE without windows asks for a mask that none of its layers uses
+        return None
     return attention_mask.of_window(local_size)
 
 
@@ -301,6 +346,15 @@ def _attend(
     q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
     out = attention_mask.attention(q, k, v, mask=attention_mask.mask, scale=scaling, sink=s_aux)
     return out.transpose(0, 1).contiguous(), None
+
+
+def check_asked(batch: Mapping[str, Any]) -> None:
+    """Refuse a model that a sharded batch went through without a question of any layer for its mask."""
+    if not batch["attention_mask"].asked:
+        expected = "attention that transformers dispatches"
+        raise refuse(
+            "model", "no layer asked for the mask", expected, "Use another model: this one mixes tokens otherwise."
+        )
 
 
 class Difference(NamedTuple):
@@ -338,6 +392,7 @@ def compare(
     model.train(False)
     try:
         loss, gradients = _gradients(model, [sharded])
+        check_asked(sharded)
         group = attention._group_to_send()
         for each in (loss, *gradients):
             if isinstance(each, DTensor):
