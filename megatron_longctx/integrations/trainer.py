@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.attention import ContextParallelAttention
 from ..core.errors import refuse
-from .transformers import IGNORED, ShardedMask, check_asked, documents_of, registered, shard
+from .sharded_mask import ShardedMask
+from .transformers import IGNORED, documents_of, registered, shard
 
 
 class ContextParallelTrainer:
@@ -78,7 +79,7 @@ class ContextParallelTrainer:
         found = super().compute_loss(  # type: ignore[misc]
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
-        check_asked(inputs)
+        inputs["attention_mask"].check_asked()
         return found
 
     def _sharded(self, inputs: dict[str, Any]) -> dict[str, Any]:

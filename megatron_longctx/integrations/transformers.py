@@ -10,14 +10,12 @@ attention can use it, so a model that runs another implementation fails at its f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -26,6 +24,7 @@ from ..core.comm.collectives import all_reduce_sum
 from ..core.errors import refuse
 from ..core.plans import Mask
 from ..core.plans import mask as masks
+from .sharded_mask import LayerMask, ShardedMask, positions_of, short
 
 IGNORED = -100
 """The label of a token that is not predicted."""
@@ -38,8 +37,6 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 _HARMLESS = {"position_ids", "position_embeddings", "sliding_window", "shift_labels", "num_items_in_batch"}
 _HARMLESS |= {"hidden_states", "output_hidden_states", "return_dict", "cache_position", "layer_idx"}
 _LAYERS = {"full_attention", "sliding_attention"}
-# Positions in these models' embeddings do not begin with 0.
-_OTHER_POSITIONS = ("roberta", "camembert", "data2vec-text", "xmod")
 
 
 def register(attention: ContextParallelAttention, name: str = "longctx") -> None:
@@ -132,16 +129,11 @@ def shard(
 
 def _positions(mask: Mask, lengths: Sequence[int], given: Tensor | None, words: Tensor) -> Tensor:
     """Return the positions in documents `[b, S]`, and refuse others."""
-    positions = _positions_of(mask).to(words.device)
+    positions = positions_of(mask).to(words.device)
     if given is not None and (given.shape[-1:] != positions.shape or not bool((given == positions).all())):
-        expected = f"the positions in documents {_short(lengths)}, which begin with 0"
-        raise refuse("position_ids", _short(given.flatten().tolist()), expected, "Leave them or documents out.")
+        expected = f"the positions in documents {short(lengths)}, which begin with 0"
+        raise refuse("position_ids", short(given.flatten().tolist()), expected, "Leave them or documents out.")
     return positions.expand(words.shape[0], -1)
-
-
-def _positions_of(mask: Mask) -> Tensor:
-    """Return the position of every token in its document, or on its branch, `[S]`."""
-    return torch.cat([torch.arange(each.stop - each.start) + each.position for each in mask.documents])
 
 
 def _check_no_padding(mask: Any) -> None:
@@ -177,112 +169,6 @@ def _shifted(labels: Tensor, mask: Mask) -> Tensor:
     return shifted
 
 
-def _short(numbers: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, numbers[:8]))}{', …' * (len(numbers) > 8)}]"
-
-
-class LayerMask(NamedTuple):
-    """What a layer's tokens see of the whole sequence, and the attention that knows which rank has which."""
-
-    attention: ContextParallelAttention
-    mask: Mask
-
-
-class ShardedMask:
-    """The documents of a sharded batch, in the place of its attention mask `[b, s]`.
-
-    It has what transformers asks of a mask before it calls `_layer_mask`. All else, which another implementation asks,
-    is refused.
-    """
-
-    ndim = 2
-
-    def __init__(
-        self,
-        name: str,
-        attention: ContextParallelAttention,
-        documents: tuple[int, ...],
-        parents: Sequence[int] | None,
-        words: Tensor,
-    ) -> None:
-        self._name, self._attention, self._documents, self._parents = name, attention, documents, parents
-        self._device, layout = words.device, attention.layout(masks.documents(documents, parents=parents))
-        self._masks: dict[int | None, LayerMask] = {}
-        self._layout = layout
-        self.shape = torch.Size([words.shape[0], layout.num_tokens(attention.rank)])
-
-    @_disable_dynamo  # a compiler would trace the planning
-    def of_window(self, window: int | None) -> LayerMask:
-        """Return what layers see whose tokens see `window` tokens, themselves among them; None for no bound."""
-        if window not in self._masks:
-            bounds = (None, None) if window is None else (window - 1, 0)
-            # Layouts do not depend on windows, so all layers have the same tokens.
-            mask = masks.documents(self._documents, parents=self._parents, window=bounds)
-            self._masks[window] = LayerMask(self._attention, mask)
-        return self._masks[window]
-
-    @property
-    def asked(self) -> bool:
-        """Whether a model has asked what its layers see."""
-        return bool(self._masks)
-
-    @_disable_dynamo
-    def check_positions(self, config: Any) -> None:
-        """Refuse positional embeddings that would not be those of each document alone, on one rank.
-
-        transformers takes the frequencies of dynamic RoPE and of LongRoPE from the last position of a call.
-        """
-        if any(each in config.model_type for each in _OTHER_POSITIONS):
-            raise refuse("model_type", config.model_type, "positions that begin with 0", "Use another model.")
-        given = getattr(config, "rope_parameters", None) or {}
-        for rope in (given, *given.values()):  # of all layers, or by the kind of layer
-            kind = rope.get("rope_type", "") if isinstance(rope, dict) else ""
-            if "dynamic" in kind:
-                self._check_ends(kind, config.max_position_embeddings, math.inf)
-            elif kind == "longrope":
-                self._check_ends(kind, most := rope["original_max_position_embeddings"], most)
-
-    def _check_ends(self, kind: str, most: int, least: float) -> None:
-        """Refuse documents with more than `most` tokens, unless all have more than `least`, and on every rank."""
-        mask = self.of_window(None).mask
-        ends = [each.position + each.stop - each.start for each in mask.documents]
-        if max(ends) <= most:
-            return
-        positions = _positions_of(mask)
-        for rank in range(self._attention.world):
-            spans = [positions[span.start : span.stop] for _, span in self._layout.slot_spans(rank)]
-            ends += [1 + max(int(each.max()) for each in spans)] if spans else []
-        if min(ends) <= least:
-            remedy = "Shorten them, or use RoPE whose frequencies depend on no length."
-            raise refuse(f"rope_type {kind}", _short(ends), f"documents of at most {most} tokens", remedy)
-
-    def to(self, *_: Any, **__: Any) -> ShardedMask:
-        return self
-
-    def sum(self) -> Tensor:
-        """Return the number of this rank's tokens, which trainers count."""
-        return torch.tensor(self.shape.numel(), device=self._device)
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        remedy = (
-            "Make each model from a config of its own, with attn_implementation as it was registered, and leave out "
-            "what needs the mask (output_router_logits, recurrent layers)."
-        )
-        raise refuse("attention_mask", "used by another implementation", f"that of {self._name!r} alone", remedy)
-
-    __getitem__ = __eq__ = __invert__ = __mul__ = __rsub__ = _refuse
-    __hash__ = object.__hash__
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        next(each for each in args if isinstance(each, cls))._refuse()
-
-    def __getattr__(self, attribute: str) -> NoReturn:
-        if attribute.startswith("_"):
-            raise AttributeError(attribute)
-        self._refuse()
-
-
 def _layer_mask(
     *,
     config: Any,
@@ -299,9 +185,9 @@ def _layer_mask(
         what = "none" if attention_mask is None else f"a tensor {list(attention_mask.shape)}"
         remedy = "Call model(**shard(batch, documents)). To generate, load the model with another attention."
         raise refuse("attention_mask", what, "a batch that shard returned", remedy)
-    if attention_mask._name != name:
+    if attention_mask.name != name:
         remedy = "Give both calls one name, and every model a config of its own."
-        raise refuse("name", attention_mask._name, f"{name!r}, which the model runs", remedy)
+        raise refuse("name", attention_mask.name, f"{name!r}, which the model runs", remedy)
     if kv_length != q_length:
         raise refuse("past_key_values", f"{kv_length} keys", f"{q_length}, as queries", "Leave out the cache.")
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
@@ -348,15 +234,6 @@ def _attend(
     return out.transpose(0, 1).contiguous(), None
 
 
-def check_asked(batch: Mapping[str, Any]) -> None:
-    """Refuse a model that a sharded batch went through without a question of any layer for its mask."""
-    if not batch["attention_mask"].asked:
-        expected = "attention that transformers dispatches"
-        raise refuse(
-            "model", "no layer asked for the mask", expected, "Use another model: this one mixes tokens otherwise."
-        )
-
-
 class Difference(NamedTuple):
     """Relative differences between this attention and eager: of the loss, and of all gradients (Frobenius)."""
 
@@ -383,7 +260,7 @@ def compare(
     if implementation != name:
         raise refuse("attn_implementation", implementation, name, "Make the model from a config of its own.")
     sharded = shard({"labels": batch["input_ids"], **batch}, documents, name=name)
-    ends, training = [*accumulate(sharded["attention_mask"]._documents)], model.training
+    ends, training = [*accumulate(sharded["attention_mask"].documents)], model.training
     parts = [
         {key: batch.get(key, batch["input_ids"])[:, start:stop] for key in ("input_ids", "labels")}
         | {"num_items_in_batch": sharded["num_items_in_batch"], "use_cache": False}
@@ -392,7 +269,7 @@ def compare(
     model.train(False)
     try:
         loss, gradients = _gradients(model, [sharded])
-        check_asked(sharded)
+        sharded["attention_mask"].check_asked()
         group = attention._group_to_send()
         for each in (loss, *gradients):
             if isinstance(each, DTensor):

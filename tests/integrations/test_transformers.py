@@ -239,7 +239,7 @@ def test_a_call_that_would_be_wrong_is_refused(what: str) -> None:
 
 
 def test_a_model_that_ignores_masks_is_found_by_compare() -> None:
-    config = RwkvConfig(hidden_size=32, num_hidden_layers=1, vocab_size=96, attention_hidden_size=32)
+    config = RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96, attention_hidden_size=32)
     with pytest.raises(ValueError, match="model=no layer asked for the mask"):
         compare(from_config(config), batch_of())
 
