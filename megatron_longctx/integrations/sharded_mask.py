@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from ..core.attention import ContextParallelAttention
+from ..core.comm import gather_objects
 from ..core.errors import refuse
 from ..core.plans import Mask
 from ..core.plans import mask as masks
 
 # Positions in these models' embeddings do not begin with 0.
 _OTHER_POSITIONS = ("roberta", "camembert", "data2vec-text", "xmod")
+
+
+_COMPARED: WeakSet[ContextParallelAttention] = WeakSet()
+"""The attentions whose ranks have compared a batch."""
 
 
 class LayerMask(NamedTuple):
@@ -47,6 +53,8 @@ class ShardedMask:
         self._device, layout = words.device, attention.layout(masks.documents(documents, parents=parents))
         self._masks: dict[int | None, LayerMask] = {}
         self._layout = layout
+        places = torch.arange(1, 1 + words.shape[1], device=words.device)
+        self._checksum = (words * places).sum() if words.ndim == 2 else places[-1]  # unlike ids, embeddings have none
         self.shape = torch.Size([words.shape[0], layout.num_tokens(attention.rank)])
 
     @_disable_dynamo  # a compiler would trace the planning
@@ -58,6 +66,19 @@ class ShardedMask:
             mask = masks.documents(self.documents, parents=self._parents, window=bounds)
             self._masks[window] = LayerMask(self._attention, mask)
         return self._masks[window]
+
+    @_disable_dynamo
+    def check_equal(self) -> None:
+        """Refuse a batch of which ranks gave `shard` different ones. Only the first of an attention is compared."""
+        if self._attention in _COMPARED:
+            return
+        own = self.documents, None if self._parents is None else tuple(self._parents), int(self._checksum)
+        found = gather_objects(self._attention._group_to_send(), own)
+        if len(set(found)) > 1:
+            remedy = "Give all ranks of the attention's group the same one, as from a sampler of the groups."
+            what = "documents" if len({each[:2] for each in found}) > 1 else "tokens"
+            raise refuse("batch", f"other {what} on some ranks", "one whole batch, equal on all ranks", remedy)
+        _COMPARED.add(self._attention)
 
     def check_asked(self) -> None:
         """Refuse the model that has computed the batch if it has not asked what its tokens see."""

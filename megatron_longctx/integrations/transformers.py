@@ -188,6 +188,7 @@ def _layer_mask(
     if attention_mask.name != name:
         remedy = "Give both calls one name, and every model a config of its own."
         raise refuse("name", attention_mask.name, f"{name!r}, which the model runs", remedy)
+    attention_mask.check_equal()
     if kv_length != q_length:
         raise refuse("past_key_values", f"{kv_length} keys", f"{q_length}, as queries", "Leave out the cache.")
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS

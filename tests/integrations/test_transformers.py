@@ -103,6 +103,11 @@ def _on_ranks(rank: int, n: int, folder: str) -> tuple[dict[str, tuple[float, fl
     if n == 2:
         with pytest.raises(ValueError, match=r"rope_type longrope=\[50, 50, 37\]: expected documents of at most 40"):
             from_config(longrope(40))(**shard(batch_of()))
+        register(ContextParallelAttention(group_of(n)))
+        turned = DOCUMENTS[:: -1 if rank else 1]
+        for what, added, documents in (("tokens", rank, DOCUMENTS), ("documents", 0, turned)):
+            with pytest.raises(ValueError, match=f"batch=other {what} on some ranks"):
+                model_of("llama")(**shard({"input_ids": batch_of()["input_ids"] + added}, documents))
         mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
         register(ContextParallelAttention(mesh["cp"], schedule="all_gather"))
         model = model_of("gpt_oss")
