@@ -30,7 +30,8 @@ from megatron_longctx.training.compose import compose_config
 from megatron_longctx.training.ranks import Ranks, world_group
 
 if TYPE_CHECKING:
-    from .trees import Options, Rollouts
+    from .rollouts import Rollouts
+    from .trees import Options
 
 _MODEL = ("model=llama3_8b", "model.num_layers=4", "model.vocab_size=32768", "model.implementation=local")
 _RUN = (

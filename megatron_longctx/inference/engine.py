@@ -21,7 +21,7 @@ from .cache_manager import CacheFull, CacheManager, ScheduledChunk
 from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
 from .decode import Decoder
-from .sampling import Sampling, not_finite
+from .sampling import Sampling, no_token, not_finite
 from .scores import PromptScorer, Score
 from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
 
@@ -206,7 +206,7 @@ class LongContextEngine:
             per step, the tokens of every session that has not ended.
 
         Raises:
-            ValueError: as `start`, or the logits are not finite.
+            ValueError: as `start`, the logits are not finite, or the grammar has a dead end.
             CacheFull: `max_new_tokens` do not fit; nothing has been generated.
         """
         active = [self.start(session, sampling, i) for i, session in enumerate(sessions)]
@@ -218,8 +218,9 @@ class LongContextEngine:
         self._reserve({s: int(min(sampling.max_new_tokens, self._max_tokens - len(s.tokens))) - 1 for s in sessions})
         while active:
             emitted = self.step(active)
-            if any(generation.finish_reason == "error" for generation in active):
-                raise not_finite()
+            for generation in active:
+                if generation.finish_reason == "error":
+                    raise no_token() if generation.dead_end else not_finite()
             yield {each.session: [token for token, _ in drawn if token is not None] for each, drawn in emitted.items()}
             active = [generation for generation in active if generation.finish_reason is None]
 

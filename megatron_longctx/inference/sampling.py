@@ -137,6 +137,13 @@ def not_finite() -> ValueError:
     return ValueError("logits are not finite: expected numbers. Check the checkpoint, or use train.precision=fp32.")
 
 
+def no_token() -> ValueError:
+    """Return the error for a grammar in which nothing can follow an answer."""
+    return ValueError(
+        "grammar: no token may follow the answer here: expected a grammar in which every text has an end."
+    )
+
+
 def _adjusted(
     logits: Tensor, sampling: Sampling, prompt: Collection[int], answer: Sequence[int], allowed: Tensor | None
 ) -> Tensor:

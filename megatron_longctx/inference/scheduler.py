@@ -14,7 +14,7 @@ from .engine import LongContextEngine
 from .host_cache import HostCache
 from .pace import Pace
 from .pages import Copy
-from .sampling import Sampling
+from .sampling import Sampling, no_token
 from .scores import PromptScores, Score
 from .session import Generation, Session, check_ids, check_length
 
@@ -366,12 +366,13 @@ class Scheduler:
             for each, its_score in before:
                 events.append(Event(number, each, None, active.cached, score=its_score, prompt_scores=found))
                 found = None
-            error = "the model's logits are not finite" if reason == "error" else ""
-            events.append(Event(number, token, reason, active.cached, error, False, score, found))
+            dead_end = generation.dead_end
+            error = "" if reason != "error" else str(no_token()) if dead_end else "the model's logits are not finite"
+            events.append(Event(number, token, reason, active.cached, error, dead_end, score, found))
             if reason is not None:
                 del self._active[number]
                 self._stuck = False
-                if reason == "error":  # the cache of its tokens may be what is wrong
+                if reason == "error" and not dead_end:  # the cache of its tokens may be what is wrong
                     self.engine.cache_manager.forget(active.session.number)
                     if self.host is not None:
                         self.host.clear()

@@ -25,6 +25,8 @@ from .scores import PromptScores, Score, score_table
 
 NOT_FINITE = -1
 """The id in place of a token whose logits are not finite."""
+NO_TOKEN = -2
+"""The id in place of a token where the grammar allows none."""
 
 
 class NextToken(NamedTuple):
@@ -138,7 +140,8 @@ class Generation:
     Attributes:
         stream: see `Sampling.seed`.
         tokens: the tokens generated so far.
-        finish_reason: None while it runs; then stop, length or error (logits that are not finite).
+        finish_reason: None while it runs; then stop, length or error (logits that are not finite, or `dead_end`).
+        dead_end: whether the grammar allows no token after these.
         grammars: of the engine; None if it has none.
     """
 
@@ -147,6 +150,7 @@ class Generation:
     stream: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    dead_end: bool = False
     grammars: Grammars | None = None
 
     def __post_init__(self) -> None:
@@ -166,11 +170,13 @@ class Generation:
         return self.grammars(self.sampling.grammar, self.sampling.stop)
 
     def draw(self, logits: Tensor) -> int:
-        """Return the next token, or NOT_FINITE, which is reported on all ranks, not raised on this one alone."""
+        """Return the next token, or NOT_FINITE or NO_TOKEN, which all ranks report; this one alone does not raise."""
         if not torch.isfinite(logits).all():
             return NOT_FINITE
         prompt = () if self.sampling.repetition_penalty == 1 else self._prompt
         allowed = None if self.sampling.grammar is None else self._matcher(self.tokens)
+        if allowed is not None and not allowed.any():
+            return NO_TOKEN
         return sample(logits, self.sampling, self.stream, len(self.session.tokens), prompt, self.tokens, allowed)
 
     @cached_property
@@ -218,8 +224,8 @@ class Generation:
         Args:
             max_tokens: the length at which the session ends.
         """
-        if token == NOT_FINITE:
-            self.finish_reason = "error"
+        if token < 0:
+            self.finish_reason, self.dead_end = "error", token == NO_TOKEN
             return False
         self.session.tokens.append(token)
         is_output = token not in self.sampling.stop
@@ -284,7 +290,7 @@ def draw(
         if each.logits is not None:
             token = generation.draw(each.logits)
             row[0] = token
-            if most >= 0 and token != NOT_FINITE:
+            if most >= 0 and token >= 0:
                 row[1:] = score_table(each.logits[None], torch.tensor([token], device=device), most)[0]
     found = all_reduce_sum(group, rows).tolist()
     return {

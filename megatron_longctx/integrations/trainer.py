@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.attention import ContextParallelAttention
 from ..core.errors import refuse
-from .transformers import IGNORED, ShardedMask, documents_of, registered, shard
+from .sharded_mask import ShardedMask
+from .transformers import IGNORED, documents_of, registered, shard
 
 
 class ContextParallelTrainer:
@@ -75,9 +76,11 @@ class ContextParallelTrainer:
             averaged = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
             scale = self.accelerator.num_processes if averaged else 1  # type: ignore[attr-defined]
             num_items_in_batch = counted * scale / self._longctx_size
-        return super().compute_loss(  # type: ignore[misc]
+        found = super().compute_loss(  # type: ignore[misc]
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
+        inputs["attention_mask"].check_asked()
+        return found
 
     def _sharded(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if isinstance(inputs.get("attention_mask"), ShardedMask):

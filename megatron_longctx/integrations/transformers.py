@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -25,6 +24,7 @@ from ..core.comm.collectives import all_reduce_sum
 from ..core.errors import refuse
 from ..core.plans import Mask
 from ..core.plans import mask as masks
+from .sharded_mask import LayerMask, ShardedMask, positions_of, short
 
 IGNORED = -100
 """The label of a token that is not predicted."""
@@ -129,12 +129,10 @@ def shard(
 
 def _positions(mask: Mask, lengths: Sequence[int], given: Tensor | None, words: Tensor) -> Tensor:
     """Return the positions in documents `[b, S]`, and refuse others."""
-    positions = torch.cat(
-        [torch.arange(each.stop - each.start, device=words.device) + each.position for each in mask.documents]
-    )
+    positions = positions_of(mask).to(words.device)
     if given is not None and (given.shape[-1:] != positions.shape or not bool((given == positions).all())):
-        expected = f"the positions in documents {_short(lengths)}, which begin with 0"
-        raise refuse("position_ids", _short(given.flatten().tolist()), expected, "Leave them or documents out.")
+        expected = f"the positions in documents {short(lengths)}, which begin with 0"
+        raise refuse("position_ids", short(given.flatten().tolist()), expected, "Leave them or documents out.")
     return positions.expand(words.shape[0], -1)
 
 
@@ -171,76 +169,6 @@ def _shifted(labels: Tensor, mask: Mask) -> Tensor:
     return shifted
 
 
-def _short(numbers: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, numbers[:8]))}{', …' * (len(numbers) > 8)}]"
-
-
-class LayerMask(NamedTuple):
-    """What a layer's tokens see of the whole sequence, and the attention that knows which rank has which."""
-
-    attention: ContextParallelAttention
-    mask: Mask
-
-
-class ShardedMask:
-    """The documents of a sharded batch, in the place of its attention mask `[b, s]`.
-
-    It has what transformers asks of a mask before it calls `_layer_mask`. All else, which another implementation asks,
-    is refused.
-    """
-
-    ndim = 2
-
-    def __init__(
-        self,
-        name: str,
-        attention: ContextParallelAttention,
-        documents: tuple[int, ...],
-        parents: Sequence[int] | None,
-        words: Tensor,
-    ) -> None:
-        self._name, self._attention, self._documents, self._parents = name, attention, documents, parents
-        self._device, layout = words.device, attention.layout(masks.documents(documents, parents=parents))
-        self._masks: dict[int | None, LayerMask] = {}
-        self.shape = torch.Size([words.shape[0], layout.num_tokens(attention.rank)])
-
-    @_disable_dynamo  # a compiler would trace the planning
-    def of_window(self, window: int | None) -> LayerMask:
-        """Return what layers see whose tokens see `window` tokens, themselves among them; None for no bound."""
-        if window not in self._masks:
-            bounds = (None, None) if window is None else (window - 1, 0)
-            # Layouts do not depend on windows, so all layers have the same tokens.
-            mask = masks.documents(self._documents, parents=self._parents, window=bounds)
-            self._masks[window] = LayerMask(self._attention, mask)
-        return self._masks[window]
-
-    def to(self, *_: Any, **__: Any) -> ShardedMask:
-        return self
-
-    def sum(self) -> Tensor:
-        """Return the number of this rank's tokens, which trainers count."""
-        return torch.tensor(self.shape.numel(), device=self._device)
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        remedy = (
-            "Make each model from a config of its own, with attn_implementation as it was registered, and leave out "
-            "what needs the mask (output_router_logits, recurrent layers)."
-        )
-        raise refuse("attention_mask", "used by another implementation", f"that of {self._name!r} alone", remedy)
-
-    __getitem__ = __eq__ = __invert__ = __mul__ = __rsub__ = _refuse
-    __hash__ = object.__hash__
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        next(each for each in args if isinstance(each, cls))._refuse()
-
-    def __getattr__(self, attribute: str) -> NoReturn:
-        if attribute.startswith("_"):
-            raise AttributeError(attribute)
-        self._refuse()
-
-
 def _layer_mask(
     *,
     config: Any,
@@ -250,16 +178,17 @@ def _layer_mask(
     allow_is_causal_skip: bool = False,
     local_size: int | None = None,
     **_: Any,
-) -> LayerMask:
+) -> LayerMask | None:
     """Return what a model's layers of one kind see: transformers calls it for each kind of mask."""
     name = config._attn_implementation
     if not isinstance(attention_mask, ShardedMask):
         what = "none" if attention_mask is None else f"a tensor {list(attention_mask.shape)}"
         remedy = "Call model(**shard(batch, documents)). To generate, load the model with another attention."
         raise refuse("attention_mask", what, "a batch that shard returned", remedy)
-    if attention_mask._name != name:
+    if attention_mask.name != name:
         remedy = "Give both calls one name, and every model a config of its own."
-        raise refuse("name", attention_mask._name, f"{name!r}, which the model runs", remedy)
+        raise refuse("name", attention_mask.name, f"{name!r}, which the model runs", remedy)
+    attention_mask.check_equal()
     if kv_length != q_length:
         raise refuse("past_key_values", f"{kv_length} keys", f"{q_length}, as queries", "Leave out the cache.")
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
@@ -269,6 +198,9 @@ def _layer_mask(
         raise refuse("mask", "a mask of the model's own", "causal attention, or a window", "Leave out images.")
     if local_size is not None and local_size != getattr(config, "sliding_window", None):
         raise refuse("local_size", local_size, "the config's sliding_window", "Use a model without chunks.")
+    attention_mask.check_positions(config)
+    if local_size == 0:  # Qwen2-MoE without windows asks for a mask that none of its layers uses
+        return None
     return attention_mask.of_window(local_size)
 
 
@@ -329,7 +261,7 @@ def compare(
     if implementation != name:
         raise refuse("attn_implementation", implementation, name, "Make the model from a config of its own.")
     sharded = shard({"labels": batch["input_ids"], **batch}, documents, name=name)
-    ends, training = [*accumulate(sharded["attention_mask"]._documents)], model.training
+    ends, training = [*accumulate(sharded["attention_mask"].documents)], model.training
     parts = [
         {key: batch.get(key, batch["input_ids"])[:, start:stop] for key in ("input_ids", "labels")}
         | {"num_items_in_batch": sharded["num_items_in_batch"], "use_cache": False}
@@ -338,6 +270,7 @@ def compare(
     model.train(False)
     try:
         loss, gradients = _gradients(model, [sharded])
+        sharded["attention_mask"].check_asked()
         group = attention._group_to_send()
         for each in (loss, *gradients):
             if isinstance(each, DTensor):

@@ -15,6 +15,11 @@ from ..inference.session import Matcher
 
 _MAX_CHARS = 2**16  # of a grammar: compiling one cannot be interrupted
 _CACHE_BYTES = 2**28
+_IGNORED = {
+    *("not", "if", "multipleOf", "uniqueItems", "contains"),
+    *("dependentRequired", "dependentSchemas", "dependencies"),
+}
+"""Keywords of schemas that xgrammar leaves out without an error."""
 _LIBRARIES = ("byte-level", "huggingface")
 
 
@@ -53,11 +58,12 @@ class Grammars:
         ((kind, value),) = json.loads(grammar).items()
         try:
             if kind == "json":  # on one line: models may go on with spaces where any number is allowed
-                schema = value if isinstance(value, str) else json.dumps(value)
-                return self._compiler.compile_json_schema(schema, any_whitespace=False)
+                schema = json.loads(value) if isinstance(value, str) else value
+                _check_followed(schema)
+                return self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
             if kind == "regex":
                 return self._compiler.compile_regex(value)
-            choices = " | ".join(json.dumps(choice) for choice in value)
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
             return self._compiler.compile_grammar(f"root ::= {choices}")
         except Exception as error:  # the library raises several classes
             raise ValueError(f"{kind}: expected a grammar that xgrammar compiles ({str(error)[-300:]})") from None
@@ -76,3 +82,25 @@ class Grammars:
             return bits.bool().flatten()[: self._vocab_size]
 
         return allowed
+
+
+def _check_followed(schema: Any) -> None:
+    """Raise ValueError for what xgrammar leaves out of a schema: an answer might break it."""
+    left = [schema]
+    while left:
+        each = left.pop()
+        if not isinstance(each, dict):
+            continue
+        known = list(each.get("properties") or ())
+        ignored = [key for key in sorted(_IGNORED) if each.get(key, False) is not False]
+        ignored += ["allOf of several schemas"] if len(each.get("allOf") or ()) > 1 else []
+        ignored += [f"required {name!r} without a property" for name in each.get("required") or () if name not in known]
+        ignored += [f"an empty {key}" for key in ("anyOf", "oneOf", "type") if each.get(key) == []]
+        ignored += ["$ref to elsewhere"] if not str(each.get("$ref", "#")).startswith("#") else []
+        if ignored:
+            raise ValueError(f"{ignored[0]} is not supported: leave it out")
+        for key in ("properties", "patternProperties", "$defs", "definitions"):
+            left += (each.get(key) or {}).values()
+        for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            left += each.get(key) or []
+        left += [each.get(key) for key in ("items", "additionalProperties", "propertyNames")]

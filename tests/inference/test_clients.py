@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,8 +126,9 @@ def test_penalties_and_biases_give_the_tokens_of_transformers(served: Any) -> No
         ({"guided_json": SCHEMA}, r'\{"fox": (true|false)\}'),
         ({"guided_regex": "[ab]{2}-[0-9]{3}"}, "[ab]{2}-[0-9]{3}"),
         ({"guided_choice": ["a fox", 'no "dog"']}, 'a fox|no "dog"'),
+        ({"guided_choice": ["\U0001f98a"]}, "\U0001f98a"),
     ],
-    ids=["json", "regex", "choice"],
+    ids=["json", "regex", "choice", "a character of four bytes"],
 )
 def test_grammars_give_the_tokens_of_transformers(served: Any, grammar: dict[str, Any], pattern: str) -> None:
     xgrammar = pytest.importorskip("xgrammar")
@@ -155,9 +156,21 @@ def test_a_schema_of_a_chat_and_bad_grammars(served: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     answer = served.openai.chat.completions.create(**ask, response_format=form).choices[0]
     assert set(json.loads(answer.message.content)) == {"fox"} and answer.finish_reason == "stop"
-    for bad in ({"guided_regex": "(a"}, {"guided_json": {"type": "fox"}}):
-        with pytest.raises(BadRequestError, match="expected a grammar that xgrammar compiles"):
-            completed(served, extra=bad)
+    loop, left_out = {"$ref": "#"}, "expected a grammar that xgrammar compiles .*is not supported"
+    for bad, message in (
+        ({"guided_regex": "(a"}, "expected a grammar that xgrammar compiles"),
+        ({"guided_json": {"type": "fox"}}, "expected a grammar that xgrammar compiles"),
+        ({"guided_json": {"properties": {"a": {"items": {"type": "integer", "multipleOf": 7}}}}}, left_out),
+        ({"guided_json": {"anyOf": [{"allOf": [{"type": "string"}, {"type": "integer"}]}]}}, left_out),
+        ({"guided_json": json.dumps({"type": "object", "required": ["a"]})}, left_out),
+        ({"guided_json": {"$ref": "https://fox/schema"}}, left_out),
+        ({"guided_json": {"anyOf": []}}, left_out),
+        ({"guided_json": loop}, "no token may follow the answer"),
+        ({"guided_json": {"properties": {"not": loop}, "required": ["not"]} | {"type": "object"}}, ""),
+        ({"guided_regex": r"ab[^\s\S]"}, "no token may follow the answer"),
+    ):
+        with pytest.raises(BadRequestError, match=message) if message else nullcontext():
+            completed(served, extra=bad, max_tokens=20)
 
 
 def expected_scores(served: Any, tokens: Sequence[int]) -> torch.Tensor:
@@ -186,13 +199,25 @@ def test_log_probabilities_equal_those_of_transformers(served: Any) -> None:
             place = entry[str(token)]
             assert abs(place["logprob"] - float(row[token])) < 2e-5
             assert place["rank"] == 1 + int((row > row[token]).sum())
-        steps = list(map(len, logprobs.tokens))
-        if not any("token_id" in text for text in logprobs.tokens):
-            assert [b - a for a, b in pairwise(logprobs.text_offset)] == steps[:-1]
     scored = completed(served, prompt=long, max_tokens=0, echo=True, logprobs=1)
     assert len(scored.logprobs.tokens) == 700 and scored.finish_reason == "length"
     again = completed(served, prompt=long[:-1], max_tokens=0, extra={"prompt_logprobs": 0})
     assert again.text == "" and len(again.prompt_logprobs) == 699
+    single = completed(served, prompt=PROMPT[:1], max_tokens=0, echo=True, logprobs=1).logprobs
+    assert single.token_logprobs == [None] and single.text_offset == [0]
+
+
+def test_offsets_of_tokens_are_places_in_the_text(served: Any) -> None:
+    """A character may take several tokens."""
+    ask = {"model": "fox", "prompt": "the f\u00f6x \U0001f98a", "echo": True, "logprobs": 0, "max_tokens": 30}
+    ask |= {"temperature": 1, "seed": 4, "extra_body": {"ignore_eos": True}}
+    whole = served.openai.completions.create(**ask).choices[0].logprobs
+    streamed = [each.choices[0].logprobs for each in served.openai.completions.create(**ask, stream=True)]
+    assert [at for each in streamed if each for at in each.text_offset] == whole.text_offset
+    end = whole.text_offset.index(len(ask["prompt"]))
+    assert sum("token_id" in token for token in whole.tokens[:end]) == 6
+    for token, at in zip(whole.tokens[:end], whole.text_offset, strict=False):
+        assert "token_id" in token or ask["prompt"].startswith(token, at)
 
 
 def test_chats_and_streams_have_log_probabilities(served: Any) -> None:
@@ -238,6 +263,8 @@ def metrics(served: Any) -> dict[str, float]:
 
 def test_tools_are_offered_called_and_answered(served: Any) -> None:
     """The grammar makes a random model write a call."""
+    from openai import BadRequestError
+
     pytest.importorskip("xgrammar")
     talk: list[Any] = [{"role": "user", "content": "fox?"}]
     call = '<tool_call>{"name": "look", "arguments": {"at": [0-9]}}</tool_call>'
@@ -256,6 +283,9 @@ def test_tools_are_offered_called_and_answered(served: Any) -> None:
     assert first.usage.prompt_tokens > without + 20, "the template got the tools"
     talk += [first.choices[0].message.to_dict(), {"role": "tool", "tool_call_id": called.id, "content": "brown"}]
     plain = [talk[0], {"role": "assistant", "content": ""}, talk[2]]
+    called.function.arguments = '{"at": ' + 9999 * "["
+    with pytest.raises(BadRequestError, match="a JSON object as text"):
+        create(messages=[*talk, {"role": "assistant", "tool_calls": [called.to_dict()]}], **ask)
     more, less = (create(messages=each, **ask | {"max_tokens": 1}).usage.prompt_tokens for each in (talk, plain))
     assert more > less + 10, "the template got the call"
 

@@ -25,9 +25,13 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3NextConfig,
+    RobertaConfig,
+    RwkvConfig,
     StaticCache,
 )
 from transformers.masking_utils import create_causal_mask
@@ -51,7 +55,21 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**SMALL, sliding_window=7),
     "gpt_oss": GptOssConfig(**SMALL, sliding_window=6, num_local_experts=4, num_experts_per_tok=2),
     "gemma3": Gemma3TextConfig(**SMALL, sliding_window=5, layer_types=HALF_WINDOWS),
+    "qwen2_moe": Qwen2MoeConfig(  # asks for windows of 0, which no layer uses
+        **SMALL, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    ),
 }
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+
+
+def longrope(short: int) -> Phi3Config:
+    """A model whose RoPE changes after `short` tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    sizes = {"max_position_embeddings": 64, "original_max_position_embeddings": short} | SMALL
+    del sizes["head_dim"]
+    return Phi3Config(**sizes, rope_parameters=rope)
 
 
 def model_of(family: str, implementation: str = "longctx", **changes: Any) -> Any:
@@ -60,6 +78,10 @@ def model_of(family: str, implementation: str = "longctx", **changes: Any) -> An
     for key, value in changes.items():
         setattr(config, key, value)
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+def from_config(config: PretrainedConfig) -> Any:
+    return AutoModelForCausalLM.from_config(config, attn_implementation="longctx")
 
 
 def batch_of(rows: int = 2) -> dict[str, Tensor]:
@@ -77,7 +99,15 @@ def _on_ranks(rank: int, n: int, folder: str) -> tuple[dict[str, tuple[float, fl
     """Differences from eager (loss, gradients) by family, and the losses of the page's script."""
     register(ContextParallelAttention(group_of(n)))
     found = {family: tuple(compare(model_of(family), batch_of(), DOCUMENTS)) for family in FAMILIES}
+    found["longrope"] = tuple(compare(from_config(longrope(4)), batch_of()))
     if n == 2:
+        with pytest.raises(ValueError, match=r"rope_type longrope=\[50, 50, 37\]: expected documents of at most 40"):
+            from_config(longrope(40))(**shard(batch_of()))
+        register(ContextParallelAttention(group_of(n)))
+        turned = DOCUMENTS[:: -1 if rank else 1]
+        for what, added, documents in (("tokens", rank, DOCUMENTS), ("documents", 0, turned)):
+            with pytest.raises(ValueError, match=f"batch=other {what} on some ranks"):
+                model_of("llama")(**shard({"input_ids": batch_of()["input_ids"] + added}, documents))
         mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
         register(ContextParallelAttention(mesh["cp"], schedule="all_gather"))
         model = model_of("gpt_oss")
@@ -100,7 +130,7 @@ def on_ranks(root: Path) -> dict[int, Any]:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_families_equal_eager_document_by_document(on_ranks: dict[int, Any], n: int) -> None:
     found, _ = on_ranks[n]
-    assert len(found) == len(FAMILIES) + 2 * (n == 2)
+    assert len(found) == len(FAMILIES) + 1 + 2 * (n == 2)
     for family, (loss, gradients) in found.items():
         assert loss < 1e-6 and gradients < 5e-6, family
 
@@ -131,7 +161,7 @@ def alone() -> None:
 
 def test_a_second_model_of_one_config_is_refused_not_run_by_eager() -> None:
     config = copy.deepcopy(FAMILIES["llama"])
-    first = AutoModelForCausalLM.from_config(config, attn_implementation="longctx")
+    first = from_config(config)
     for other in ("eager", "sdpa", "flex_attention"):
         AutoModelForCausalLM.from_config(config, attn_implementation=other)  # changes the config of both
         with pytest.raises(ValueError, match=r"attention_mask=used by another implementation: .*config of its own"):
@@ -182,6 +212,17 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
         *(MixtralConfig(**SMALL, num_local_experts=2, output_router_logits=True), {}),
         "attention_mask=used by another|output_router_logits=True: expected none",
     ),
+    "dynamic RoPE": (
+        LlamaConfig(**SMALL, max_position_embeddings=21, rope_parameters=DYNAMIC),
+        {},
+        r"rope_type dynamic=\[13, 5, 22, 1, 9, 22\]: expected documents of at most 21",
+    ),
+    "LongRoPE": (longrope(12), {}, "rope_type longrope=.*: expected documents of at most 12 tokens"),
+    "other positions": (
+        RobertaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, is_decoder=True),
+        {},
+        "model_type=roberta: expected positions that begin with 0",
+    ),
     "a cache": ("llama", {"use_cache": True}, "use_cache=True: expected none"),
     "a static cache": (
         *("llama", {"past_key_values": lambda model: StaticCache(config=model.config, max_cache_len=80)}),
@@ -195,11 +236,17 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_a_call_that_would_be_wrong_is_refused(what: str) -> None:
     config, changes, message = CALLS[what]
     config = copy.deepcopy(FAMILIES[config] if isinstance(config, str) else config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="longctx")
+    model = from_config(config)
     arguments = changes if "input_ids" in changes else shard(batch_of(), DOCUMENTS) | changes
     arguments = {key: value(model) if callable(value) else value for key, value in arguments.items()}
     with pytest.raises(ValueError, match=message):
         model.train()(**arguments)
+
+
+def test_a_model_that_ignores_masks_is_found_by_compare() -> None:
+    config = RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96, attention_hidden_size=32)
+    with pytest.raises(ValueError, match="model=no layer asked for the mask"):
+        compare(from_config(config), batch_of())
 
 
 def test_a_models_own_mask_that_would_be_lost_is_refused() -> None:

@@ -31,7 +31,7 @@ from ...inference.scheduler import Event
 from .access import Access
 from .inbox import Inbox
 from .metrics import Metrics
-from .options import ApiError
+from .options import ApiError, printable
 from .parsing import Model, ParsedRequest, parse_request
 from .responses import Answer
 
@@ -364,8 +364,10 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     """Answer a path, or a method of a path, that is not served."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path} is not served here"
-    return _error(ApiError(error.status_code, message, "not_found_error"))
+    message = f"{request.method} {printable(request.url.path[:100])} is not served here"
+    answer = _error(ApiError(error.status_code, message, "not_found_error"))
+    answer.headers.update(error.headers or {})  # the methods that are allowed
+    return answer
 
 
 async def _disconnected(request: Request, error: Exception) -> Response:

@@ -55,7 +55,10 @@ def number(body: Mapping[str, Any], key: str, kind: type, default: Any = None) -
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         raise wrong(key, value, "a number" if kind is float else "an integer")
-    return value
+    try:
+        return kind(value)
+    except OverflowError:
+        raise wrong(key, value, "a number of 64 bits") from None
 
 
 def count(body: Mapping[str, Any], key: str, least: int, most: int, default: Any = None) -> Any:
@@ -121,11 +124,11 @@ def read_sampling(
         raise ApiError(400, "ignore_eos, stop_token_ids and min_tokens are not supported with a grammar")
     top_k = number(body, "top_k", int)
     try:
-        numbers: dict[str, Any] = {key: float(number(body, key, float, value)) for key, value in _NUMBERS.items()}
+        numbers: dict[str, Any] = {key: number(body, key, float, value) for key, value in _NUMBERS.items()}
         return Sampling(
             max_new_tokens=count(body, key, 0, 2**62, default_tokens),
             top_k=None if top_k in (0, -1) else top_k,
-            seed=int(number(body, "seed", int, time.time_ns())),
+            seed=number(body, "seed", int, time.time_ns()),
             stop=(*(() if ignores else ends), *stops),
             logit_bias=_biases(body.get("logit_bias")),
             grammar=grammar,
@@ -134,7 +137,7 @@ def read_sampling(
             min_tokens=count(body, "min_tokens", 0, 2**62, 0),
             **numbers,
         )
-    except (ValueError, OverflowError) as error:
+    except ValueError as error:
         raise ApiError(400, str(error)) from None
 
 

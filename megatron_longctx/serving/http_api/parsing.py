@@ -165,7 +165,9 @@ def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
     prompts, sources = ([_chat_prompt(model, body, offered)], []) if chat else _prompts(model, body)
     stream, echo = flag(body, "stream"), flag(body, "echo")
     n = count(body, "n", 1, _MAX_PARTS, 1)
-    best_of = max(n, count(body, "best_of", 1, _MAX_PARTS, n))
+    best_of = count(body, "best_of", 1, _MAX_PARTS, n)
+    if best_of < n:
+        raise wrong("best_of", best_of, f"at least n={n}")
     logprobs, prompt_logprobs = _logprobs(body, chat), count(body, "prompt_logprobs", 0, MAX_LOGPROBS)
     whole = {"best_of": best_of > n, "prompt_logprobs": prompt_logprobs is not None}
     for key, is_asked in (whole | {"n": echo and n > 1 and logprobs is not None}).items():
@@ -363,7 +365,7 @@ def _past_call(call: Any, where: str) -> dict[str, Any]:
         function = {"name": str(call["function"]["name"]), "arguments": parsed}
         if not isinstance(parsed, dict):
             raise ValueError
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, RecursionError):
         expected = "expected calls with function.name and function.arguments, a JSON object as text"
         raise ApiError(400, f"{where}: {expected}", param=where) from None
     return {"id": str(call.get("id", "")), "type": "function", "function": function}

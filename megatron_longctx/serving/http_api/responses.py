@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from ...inference.scheduler import Event
@@ -25,12 +26,16 @@ class Choice:
         finish_reason: None while it runs.
         new: the text that the latest event has completed.
         latest: of its tokens, the score of the latest, which may be a stop token.
+        measure: the text of tokens with scores, apart from stop texts.
+        length: of the text before them, and of theirs.
     """
 
     index: int
     stream: TextStream
+    measure: TextStream
     prompt: Sequence[int]
     echo: str
+    length: int
     running: bool = True
     finish_reason: str | None = None
     num_tokens: int = 0
@@ -68,9 +73,10 @@ class Answer:
         request = self.request
         self._of_number: dict[int, Choice] = {}
         for i, number in enumerate(self.numbers):
-            at, stream = i // request.best_of, TextStream(self.model.decode, request.stops)
+            at, decode = i // request.best_of, self.model.decode
             echo = request.texts[at] if request.texts else ""
-            self._of_number[number] = Choice(i, stream, request.prompts[at], echo)
+            stream, measure = TextStream(decode, request.stops), TextStream(decode)
+            self._of_number[number] = Choice(i, stream, measure, request.prompts[at], echo, len(echo))
         self.choices = list(self._of_number.values())
 
     @property
@@ -93,7 +99,8 @@ class Answer:
             raise ApiError(400, event.error) if event.refused else ApiError(500, event.error, "server_error")
         self.times[1:] = [*self.times[1:2], time.monotonic()]
         choice.cached_tokens, choice.new = event.cached_tokens, ""
-        choice.prompt_scores = event.prompt_scores or choice.prompt_scores
+        if event.prompt_scores is not None:
+            choice.prompt_scores = event.prompt_scores
         choice.latest = [] if event.score is None else [event.score]
         choice.scores += choice.latest
         if event.token is not None:
@@ -210,13 +217,10 @@ class Answer:
         entries = list(pieces(scores, [choice.scores[before - 1].token] if before else prompt[-1:]))
         if self.request.chat:
             return {"content": list(map(_chat_logprob, entries))}
+        *offsets, choice.length = _offsets(choice.measure, choice.length, (score.token for score in scores))
         if echoed is not None:
-            first = self.model.decode(prompt[:1])
-            entries = [(first, None, {}, len(first)), *pieces(echoed, prompt[:1]), *entries]
-        offset, offsets = 0 if echoed is not None else len(choice.echo + choice.text) - len(choice.new), []
-        for *_, size in entries:
-            offsets.append(offset)
-            offset += size
+            entries = [(self.model.decode(prompt[:1]), None, {}), *pieces(echoed, prompt[:1]), *entries]
+            offsets = _offsets(TextStream(self.model.decode), 0, prompt)[:-1] + offsets
         return {
             "tokens": [entry[0] for entry in entries],
             "token_logprobs": [entry[1] for entry in entries],
@@ -239,8 +243,13 @@ class Answer:
         return found
 
 
-_Entry = tuple[str, float | None, dict[str, float], int]
-"""A token's text and log-probability, those of the likeliest tokens, and the characters that it adds to the text."""
+def _offsets(measure: TextStream, start: int, tokens: Iterable[int]) -> list[int]:
+    """Return where each token's text begins, and where that of the last one ends."""
+    return list(accumulate((len(measure.feed(token)) for token in tokens), initial=start))
+
+
+_Entry = tuple[str, float | None, dict[str, float]]
+"""A token's text and log-probability, and those of the likeliest tokens."""
 
 
 def _pieces(
@@ -253,11 +262,11 @@ def _pieces(
         texts = {token: decode([*before, token])[known:] for token in (score.token, *(t for t, _ in score.top[:most]))}
         names = {t: f"token_id:{t}" if not text or "\ufffd" in text else text for t, text in texts.items()}
         top = {names[token]: logprob for token, logprob in score.top[:most]} | {names[score.token]: score.logprob}
-        yield names[score.token], score.logprob, top, len(texts[score.token])
+        yield names[score.token], score.logprob, top
         before = [score.token]
 
 
 def _chat_logprob(entry: _Entry) -> dict[str, Any]:
-    name, logprob, top, _ = entry
+    name, logprob, top = entry
     likeliest = [{"token": t, "logprob": x, "bytes": list(t.encode())} for t, x in top.items()]
     return {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": likeliest}

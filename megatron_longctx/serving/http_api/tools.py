@@ -46,7 +46,7 @@ class Format(NamedTuple):
         """Return the calls in a text; a text with a malformed call is content as it is."""
         try:
             return self.parse(text)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return Parsed(text)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from analysis.benchmarks.trees import Options, agents, describe, measure, trees, unrolled
+from analysis.benchmarks.rollouts import agents, trees
+from analysis.benchmarks.trees import Options, describe, measure, unrolled
 from megatron_longctx.core.layout import build_layout
 from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.testing.distributed import run_distributed
