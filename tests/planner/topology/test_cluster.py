@@ -186,9 +186,7 @@ def test_files_with_errors(tmp_path, text, words):
 
 
 def test_no_such_file(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"cluster=dgx: expected a \.yaml file or one of a100_2x8, dgx_h100_x1, .*tcp\."
-    ):
+    with pytest.raises(ValueError, match=r"cluster=dgx: expected a \.yaml file or one of a100_2x8, dgx_h100_x1"):
         load_cluster("dgx")
     with pytest.raises(ValueError, match=r"cluster=.*no\.yaml: expected a \.yaml file"):
         load_cluster(tmp_path / "no.yaml")
