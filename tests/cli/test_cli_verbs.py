@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx import __version__
 from megatron_longctx.cli import cli
 from tests.shared.jobs import CLI, PATIENCE_S, clean_environment, started
 
@@ -142,10 +141,6 @@ def test_a_plan_that_training_would_refuse_is_refused(more: list[str], capsys: p
     assert code == 2 and "parallelism.schedule=auto: expected a mode" in err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "--version") == (0, f"{__version__}\n", "")
-
-
 @pytest.mark.parametrize(
     "words", ["", "trian", "train --steps", "data", "doctor x", "data --source x --out y --tokenizer bpe"]
 )
@@ -154,16 +149,6 @@ def test_wrong_usage_is_refused_by_the_parser(words: str, capsys: pytest.Capture
     assert (code, out) == (2, "")
     known = [verb for verb in words.split()[:1] if verb in VERBS]
     assert err.startswith(" ".join(["usage: megatron-longctx", *known])) and "error: " in err
-
-
-@pytest.mark.parametrize("verb", ["train", "plan", "demo"])
-def test_a_wrong_setting_is_one_line_on_standard_error(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, verb, "train.stepz=3")
-    assert (code, out) == (2, "")
-    assert err == (
-        f"megatron-longctx {verb}: train.stepz: expected a key of the configuration; there is none of this name. "
-        "Nearest: train.steps, train.seed, train.save.\n"
-    )
 
 
 def test_wrong_settings_are_refused_before_megatron_is_imported() -> None:

@@ -74,6 +74,23 @@ def test_sections_compute_what_the_recurrence_does(case: str) -> None:
         torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_places_say_between_which_ranks_a_document_goes_on(case: str) -> None:
+    lengths, sizes = CASES[case]
+    document = [number for number, length in enumerate(lengths) for _ in range(length)]
+    owner = [rank for rank, size in enumerate(sizes) for _ in range(size)]
+    bounds = [0, *accumulate(sizes)]
+    for rank, (first, stop) in enumerate(pairwise(bounds)):
+        place = Place([0, *accumulate(lengths)][:-1], bounds, rank)
+        assert place.whole == all(sizes)
+        if first < stop:
+            before = [token for token in range(first) if document[token] == document[first]]
+            after = [token for token in range(stop, len(document)) if document[token] == document[stop - 1]]
+            assert (place.before, place.continues) == (len(before), bool(before))
+            assert place.first_rank == owner[min(before, default=first)]
+            assert place.last_rank == owner[max(after, default=stop - 1)]
+
+
 @pytest.mark.gpu
 def test_the_kernels_of_fla_core_compute_what_the_chunks_do() -> None:
     pytest.importorskip("fla")
