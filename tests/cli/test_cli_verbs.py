@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_longctx import __version__
 from megatron_longctx.cli import cli
 from tests.shared.jobs import CLI, PATIENCE_S, clean_environment, started
 
@@ -139,6 +140,10 @@ def test_a_plan_that_training_would_refuse_is_refused(more: list[str], capsys: p
     assert "8 context-parallel ranks that share the heads (schedule ulysses): expected a divisor of the 4 query" in err
     code, _, err = run(capsys, "plan", "parallelism=cp8", "parallelism.schedule=auto", *more)
     assert code == 2 and "parallelism.schedule=auto: expected a mode" in err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"{__version__}\n", "")
 
 
 @pytest.mark.parametrize(
