@@ -133,6 +133,18 @@ def test_parts_of_the_heads_take_one_batch_of_copies(kind: Kind, order: list[int
         assert all(torch.equal(x[:, :, heads.start : heads.stop], y) for x, y in zip(found, fields, strict=True))
 
 
+@pytest.mark.parametrize("why", ["overlaps", "of some rows", "a head is missing"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_parts_are_merged(kind: Kind, why: str) -> None:
+    sums = Sums(kind)
+    for part in range(H - (why == "a head is missing")):
+        sums.add(0, draw(kind, S - (why == "of some rows" and part == 1), 1), Heads(part, H))
+    if why == "overlaps":
+        sums.add(2, draw(kind, 3, 1), Heads(0, H))
+    check(sums)
+    assert {type(op) for op in sums.ops} == {Merge}
+
+
 def test_many_small_parts_lose_nothing_in_bf16() -> None:
     """4096 parts of 2^-9 are added to 1; a sum in bf16 would round each of them away."""
     sums, one = Sums(Kind.DQ, torch.bfloat16), torch.ones(S, B, H, D, dtype=torch.bfloat16)
