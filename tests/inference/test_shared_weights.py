@@ -48,8 +48,7 @@ def truth(models: list[Config]) -> list[Truth]:
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
-    ("context", "tensor", "of"),
-    [(2, 1, (0, 1, 2, 3)), (3, 1, (0, 1)), (2, 2, (0, 1, 3)), (3, 2, (0, 3))],
+    ("context", "tensor", "of"), [(2, 1, (0, 1, 2, 3)), (3, 1, (0, 1)), (2, 2, (0, 1, 3)), (3, 2, (0, 3))]
 )
 def test_every_turn_equals_the_dense_model(
     models: list[Config], truth: list[Truth], context: int, tensor: int, of: tuple[int, ...]
