@@ -195,7 +195,7 @@ def test_all_modes_are_ranked_and_drawn(tmp_path: Path, capsys: pytest.CaptureFi
     ("words", "message"),
     [
         (["parallelism.schedule=tasp"],
-         "parallelism.context_parallel_size=512: expected a plan of at most 1,200,000 messages"),
+         "parallelism.context_parallel_size=512: expected a plan of at most 1,200,000"),
         (["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=2"],
          "parallelism.context_parallel_size=512: expected a plan of at most 1,200,000 messages; that of all_gather"),
         (["--draw", "x.png"], "--draw=x.png: expected a plan of at most 20,000 messages; zigzag has 262,144 here"),

@@ -158,16 +158,6 @@ def test_wrong_usage_is_refused_by_the_parser(words: str, capsys: pytest.Capture
     assert err.startswith(" ".join(["usage: megatron-longctx", *known])) and "error: " in err
 
 
-@pytest.mark.parametrize("verb", ["train", "plan", "demo"])
-def test_a_wrong_setting_is_one_line_on_standard_error(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, verb, "train.stepz=3")
-    assert (code, out) == (2, "")
-    assert err == (
-        f"megatron-longctx {verb}: train.stepz: expected a key of the configuration; there is none of this name. "
-        "Nearest: train.steps, train.seed, train.save.\n"
-    )
-
-
 def test_wrong_settings_are_refused_before_megatron_is_imported() -> None:
     """Its import takes longer than everything else before the first rank."""
     code = "import sys; from megatron_longctx.cli.cli import main; assert main(['train', 'train.steps=-1']) == 2; "

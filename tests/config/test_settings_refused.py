@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_longctx.config import TYPE_NAMES, Config, data_parallel_size, keys_of, validate
+from megatron_longctx.config import TYPE_NAMES, Config, data_parallel_size, keys_of
 from megatron_longctx.training import compose
 from megatron_longctx.training.compose import compose_config, override_config
 
@@ -150,14 +150,6 @@ def test_long_and_deep_values_are_refused_in_one_line(key: str, value: str) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("train.steps=0", "train.steps=0: expected at least 1"),
-        ("optim.beta1=-0.1", "optim.beta1=-0.1: expected at least 0 and less than 1"),
-        ("reduction.group_size=48", "reduction.group_size=48: expected one of 32, 64, 128"),
-        ("attention.kernel=Triton", "attention.kernel=Triton: expected auto or the name of a kernel"),
-        ("run.name=a/b", "run.name=a/b: expected a plain folder name"),
-        ("run.name=", "run.name=: expected a plain folder name"),
-        ("run.name=..", "run.name=..: expected a plain folder name"),
-
         ("optim.min_lr=1", "optim.min_lr=1.0: expected at most optim.lr=0.0003"),
         ("optim.decay_style=WSD", "optim.wsd_decay_steps=None: expected a number with optim.decay_style=WSD"),
         ("optim.wsd_decay_steps=3",
@@ -241,13 +233,6 @@ def test_values_out_of_range(words: str, message: str) -> None:
 def test_datasets_without_weight(prefix: str) -> None:
     expected = f"data.prefix={prefix}: expected weights that are each at least 1/10000 of their sum;"
     assert refusal(f"data.prefix={prefix}").startswith(expected)
-
-
-def test_values_at_the_ends_of_their_ranges() -> None:
-    compose_config(["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=2"])
-    compose_config(["optim.warmup_steps=19"])
-    compose_config(["optim.min_lr=3e-4", "optim.beta1=0", "optim.clip_grad=0"])
-    validate(Config())
 
 
 @pytest.mark.parametrize(

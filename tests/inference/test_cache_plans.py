@@ -13,6 +13,7 @@ from megatron_longctx.config.cluster import load_cluster
 from megatron_longctx.core.plans import KernelSupport, Kind, Plan, Recorder, Target, Workload
 from megatron_longctx.core.plans import recorder as recording_of
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
+from megatron_longctx.core.plans.plan import trim
 from megatron_longctx.core.plans.recording import Compute, Copy
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManager
@@ -71,6 +72,7 @@ def test_every_mode_computes_attention_whatever_the_past(
     batch = batch.with_window(window)
     plan = batch.plan(mode)
     verify(plan)
+    assert plan.name == mode and trim(plan) == plan
     assert computed(batch, plan) == visible(batch, window)
 
 

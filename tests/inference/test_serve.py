@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,24 +96,6 @@ def client(trained: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield found
 
 
-def test_a_streamed_completion_has_the_same_text(client: Client) -> None:
-    body = {"model": "trained", "prompt": "abc de", "max_tokens": 12, "temperature": 0}
-    status, whole = client.ask("/v1/completions", body)
-    assert status == 200 and whole["object"] == "text_completion"
-    (choice,) = whole["choices"]
-    assert choice["finish_reason"] == "length"
-    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (6, 12)
-    chunks = client.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}})
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == choice["text"]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]][-2:] == [None, "length"]
-    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["total_tokens"] == 18
-    ids = client.ask("/v1/completions", {**body, "prompt": list(b"abc de")})[1]
-    assert ids["choices"][0]["text"] == choice["text"]
-    stop = choice["text"][3:5]
-    cut = client.ask("/v1/completions", {**body, "stop": stop})[1]["choices"][0]
-    assert cut == choice | {"text": choice["text"].split(stop)[0], "finish_reason": "stop"}
-
-
 def test_a_chat_reuses_its_cache(client: Client) -> None:
     messages = [{"role": "user", "content": "tell me about " + "abcdefgh" * 5}]
     body = {"messages": messages, "max_tokens": 5, "temperature": 0}
@@ -132,16 +113,6 @@ def test_a_chat_reuses_its_cache(client: Client) -> None:
         "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}
     )
     assert chunks[0]["object"] == "chat.completion.chunk" and "content" in chunks[0]["choices"][0]["delta"]
-
-
-def test_concurrent_requests_get_their_own_answers(client: Client) -> None:
-    bodies = [
-        {"prompt": chr(97 + i) * (5 + 9 * i), "max_tokens": 2 + i, "temperature": 0.8, "seed": i} for i in range(5)
-    ]
-    alone = [client.ask("/v1/completions", body)[1]["choices"][0]["text"] for body in bodies]
-    with ThreadPoolExecutor(5) as pool:
-        together = list(pool.map(lambda body: client.ask("/v1/completions", body), bodies))
-    assert [answer["choices"][0]["text"] for _, answer in together] == alone
 
 
 GOOD = {"prompt": "ab", "max_tokens": 2}

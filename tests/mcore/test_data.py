@@ -103,16 +103,6 @@ def test_order_depends_on_the_seed_alone(root: Path, packing: str) -> None:
     assert rows(seed=77) != reference
 
 
-def test_passes_have_different_orders(root: Path) -> None:
-    data = _data(_config(root))
-    size = _size(data)
-    assert size > 20
-    passes = [_rows([data[range(number * size, (number + 1) * size)]]) for number in range(3)]
-    assert all(a != b for a, b in itertools.combinations(passes, 2))
-    # A batch may span the end of a pass.
-    assert _rows([data[range(size - 2, size + 2)]]) == passes[0][-2:] + passes[1][:2]
-
-
 def test_tokens_above_the_vocabulary_are_refused(root: Path) -> None:
     assert _data(_config(root), 257)[range(20)]
     with pytest.raises(ValueError, match=r"corpus: expected token ids from 0 to 255, the vocabulary's last; token"):

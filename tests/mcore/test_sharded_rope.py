@@ -67,15 +67,6 @@ def test_tokens_rotate_as_in_megatron(schedule: str, world: int, length: int, un
         assert sorted(rows) == list(range(length))
 
 
-def test_literal_angles() -> None:
-    sequence = sequence_of(rank=1, world=2, length=10)
-    ShardedRotaryEmbedding(_megatron(), sequence)
-    rotation = sequence.rotation(sequence.whole)
-    # Parts of 10 tokens: 0 1 | 2 3 4 | 5 6 | 7 8 9. The fastest angle is the position itself.
-    expected = torch.tensor([2.0, 3, 4, 5, 6]).cos()
-    assert torch.equal(rotation.cos[:, 0], expected) and rotation.cos.shape == (5, 8)
-
-
 def test_bf16_is_rounded_once() -> None:
     sequence = sequence_of(rank=0, world=1, length=64)
     ShardedRotaryEmbedding(_megatron(), sequence)

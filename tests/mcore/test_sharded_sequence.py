@@ -37,11 +37,6 @@ def test_shares_are_those_of_the_layout(schedule: str, n: int, length: int, unit
         assert share["loss_mask"].dtype == torch.float32
 
 
-def test_one_rank_gets_the_batch() -> None:
-    tokens = torch.arange(10).view(2, 5)
-    assert torch.equal(sequence_of(length=5).shard_batch({"tokens": tokens})["tokens"], tokens)
-
-
 def test_a_pack_of_another_length_has_another_share() -> None:
     sequence = sequence_of(rank=0, world=2, length=8)
     sequence.shard_batch({"tokens": torch.arange(8)[None]})

@@ -13,7 +13,6 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -60,13 +59,6 @@ def test_blocks_are_specs_too() -> None:
             assert layer.submodules.self_attention.submodules.core_attention.module is ContextParallelCoreAttention
         assert mlp_spec(layers[1]).submodules.router is SummedLossRouter
     assert block.layer_specs[0].submodules.self_attention.submodules.core_attention is DotProductAttention, "a copy"
-
-
-def test_megatrons_router_is_replaced_by_one_whose_losses_are_sums() -> None:
-    original = get_gpt_layer_local_spec(num_experts=4)
-    ours = with_context_parallel(original, sequence_of())
-    assert mlp_spec(ours).submodules.router is SummedLossRouter
-    assert mlp_spec(original).submodules.router is TopKRouter, "a copy"
 
 
 def test_losses_of_a_router_need_losses_that_are_sums() -> None:

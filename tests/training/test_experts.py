@@ -207,8 +207,5 @@ def test_impossible_settings_of_experts_are_refused(settings: dict[str, Any], me
 
 def test_ranks_that_cannot_divide_experts_are_refused(tmp_path: Path) -> None:
     config = _config(tmp_path, "refused", {CP: 2, EP: 4})
-    with pytest.raises(
-        ValueError,
-        match=r"_size=4: expected a size with which expert tensor 1 x expert 4 x pipeline 1 = 4 divides the 2 ranks",
-    ):
+    with pytest.raises(ValueError, match=r"_size=4: expected a size with which expert tensor 1 x expert 4 x pipeline"):
         data_parallel_size(config, 2)

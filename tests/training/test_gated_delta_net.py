@@ -29,7 +29,7 @@ HYBRID: dict[str, Any] = {
     SCHEDULE: "helper",
 }
 PLAIN_HEADS = {"model.attention_output_gate": False, "model.rotary_percent": 1.0}
-STEPS = {"train.steps": 10, "optim.warmup_steps": 0}
+STEPS = {"train.steps": 5, "optim.warmup_steps": 0}
 EXPERTS = {"model.pattern": "GE*-", "model.num_moe_experts": 4, "model.moe_layer_freq": "[1,0]"}
 SHARED = {"model.moe_shared_expert_intermediate_size": 16, "model.moe_shared_expert_gate": True}
 MODELS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
     tiny_corpus(tmp_path / "corpus")
-    alone = run_distributed(record_all, 1, tmp_path, MODELS, (0, 9))[0]
+    alone = run_distributed(record_all, 1, tmp_path, MODELS, (0, 4))[0]
     found: dict[str, recorded.Curves] = {}
     for world in (2, 6):
         jobs = {
@@ -57,12 +57,12 @@ def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
             for name, (ranks, model, settings) in CASES.items()
             if ranks == world
         }
-        found |= run_distributed(record_all, world, tmp_path, jobs, (0, 9))[0]
+        found |= run_distributed(record_all, world, tmp_path, jobs, (0, 4))[0]
     for name, curves in found.items():
         model = CASES[name][1]
         assert curves.losses == pytest.approx(alone[model].losses, rel=1e-6), name
-        assert curves.losses[-1] < curves.losses[0] - 0.5, "flat curves would be equal anyway"
-        for step, most in ((0, 1e-6), (9, 1e-4)):  # ten steps of fp32 lie between
+        assert curves.losses[-1] < curves.losses[0] - 0.3, "flat curves would be equal anyway"
+        for step, most in ((0, 1e-6), (4, 1e-4)):  # steps of fp32 lie between
             errors = recorded.gradient_errors(tmp_path / name.replace(" ", "-"), tmp_path / model, step)
             assert any("conv_weight" in key for key in errors)
             # The four numbers of a decay are sums over tokens that cancel.

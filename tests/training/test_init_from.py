@@ -180,7 +180,5 @@ def test_a_missing_run_and_a_run_with_weights_alone_are_refused(
     root, _ = imported
     assert cli.main(["train", f"train.init_from={root / 'nowhere'}"]) == 2
     assert "expected a run's configuration there" in capsys.readouterr().err
-    with pytest.raises(
-        ValueError, match=r"run\.name=run: expected a run that was trained; .* has weights alone\. Set an"
-    ):
+    with pytest.raises(ValueError, match=r"run\.name=run: expected a run that was trained; .* has weights alone"):
         preflight.check(config_of(root, "run"), 1)

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_longctx.core.plans import MODES
 from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.training import GPT2, LATENTS, Job, Record, recorded, tiny_config, tiny_corpus
 
 FP32 = 1e-5
 BF16_TIMES_SINGLE = 2.0
-LATER = {20: 10, 6: 4}
+LATER = {12: 8, 4: 3}
 
 CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
 SCHEDULE, BOUND = "parallelism.schedule", "parallelism.max_buffer_tokens"
@@ -26,11 +25,11 @@ OFFLOADED = {"recompute.mode": "attention_output+offload", "recompute.head_chunk
 
 # The settings of the single rank. Each case adds parallel sizes to one of these. Masked losses (one token after each
 # end of document) make the ranks' shares of the loss unequal even if their lengths are equal.
-SHORT = {"train.steps": 6}
+SHORT = {"train.steps": 4}
 YARN = {"model.rope_scaling.kind": "yarn", "model.rope_scaling.factor": 4.0, "model.rope_scaling.original_length": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {**SHORT, "data.mask_eod_loss": True},
-    "bf16": {"data.mask_eod_loss": True, "train.steps": 20, "train.precision": "bf16"},
+    "bf16": {"data.mask_eod_loss": True, "train.steps": 12, "train.precision": "bf16"},
     "mha uneven": {**SHORT, "model.num_kv_heads": 4, "data.seq_length": 101, "data.mask_eod_loss": True,
                    "train.micro_batch_size": 2, "train.global_batch_size": 4},
     "mqa recompute": {**SHORT, "model.num_kv_heads": 1, "data.seq_length": 67, "recompute.mode": "layer",
@@ -65,19 +64,18 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+# tests/core/attention tests that attention and its gradients are exact in every mode, here are those of every layout.
+OF_LAYOUTS = ("zigzag", "ring", "striped", "helper", "tasp", "ulysses", "usp")
 # One case per fact: sharding affects losses, positions and gradients in the same way at every size.
-# tests/core/attention tests that attention is exact in every mode at every size.
 CASES = [
     Case("bf16 cp2", "bf16", 2, {CP: 2}),
     Case("mha uneven cp2", "mha uneven", 2, {CP: 2}),
     Case("tp2", "mix", 2, {TP: 2, **SHARDED}),
     Case("pp2", "mix", 2, {PP: 2, **UNSHARDED}),
     Case("dp2", "mix", 2, SHARDED),
-    Case("dp2 unsharded", "mix", 2, UNSHARDED),
     Case("mqa recompute cp3 ring", "mqa recompute", 3, {CP: 3, SCHEDULE: "ring"}),
     Case("gpt2 cp3 bounded", "gpt2", 3, {CP: 3, **BOUNDED}),
-    *(Case(f"cp4 {mode}", "gqa", 4, {CP: 4, SCHEDULE: mode}) for mode in MODES),
-    Case("bf16 cp4 ulysses", "bf16", 4, {CP: 4, SCHEDULE: "ulysses"}),
+    *(Case(f"cp4 {mode}", "gqa", 4, {CP: 4, SCHEDULE: mode}) for mode in OF_LAYOUTS),
     Case("tp2 cp2 all_gather without sequence parallelism", "mix", 4,
          {TP: 2, CP: 2, SCHEDULE: "all_gather", "parallelism.sequence_parallel": False}),
     Case("tp2 cp2 attention_output", "mix", 4, {TP: 2, CP: 2, **SHARDED, **KEPT}),

@@ -152,9 +152,7 @@ def test_gloo_listens_on_the_interface_that_leads_to_the_first_host(monkeypatch:
     monkeypatch.setattr(socket, "socket", Probe)
     _interfaces(monkeypatch, lo="127.0.0.1", eth0="192.0.2.2", ib0="10.1.0.2")
     assert interface_to("10.1.0.1") == "ib0"
-    expected = (
-        r"^GLOO_SOCKET_IFNAME=: expected the interface of this host that the others reach, one of eth0, ib0\. 127"
-    )
+    expected = r"^GLOO_SOCKET_IFNAME=: expected the interface of this host that the others reach, one of eth0, ib0"
     with pytest.raises(ValueError, match=expected):
         interface_to("127.0.1.1")  # Debian's address of a host's own name
     _interfaces(monkeypatch, lo="127.0.0.1", eth0="192.0.2.2")

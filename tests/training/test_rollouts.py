@@ -140,9 +140,7 @@ def test_a_tree_that_does_not_fit_repeats_its_prompt_and_learns_no_token_twice(t
     (line,) = TrainingData(cut, TOKENIZER, 384).describe()
     repeated = sum(sum(batch.lengths) for batch in batches) - sum(sum(b.lengths) for b in pass_of(config_of(tmp_path)))
     assert f"1 documents longer than data.seq_length cut, which repeats {repeated} tokens of their prefixes" in line
-    with pytest.raises(
-        ValueError, match=r"seq_length=9: expected branches of at most 9 tokens; one has 12 \(.*corpus.jsonl:2\)"
-    ):
+    with pytest.raises(ValueError, match=r"seq_length=9: expected branches of at most 9 tokens; one has 12"):
         TrainingData(config_of(tmp_path, **{"data.seq_length": 9}), TOKENIZER, 384)
 
 

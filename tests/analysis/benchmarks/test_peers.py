@@ -138,7 +138,5 @@ def test_transformer_engine_gets_the_tokens_that_it_expects() -> None:
         assert [m.name for m in found] == [f"TransformerEngine, {kind}" for kind in ("p2p", "all_gather", "a2a")]
         assert all(m.seconds and not m.reason for m in found), found
         assert refused[0].reason.startswith("baseline=te_p2p: expected one that supports model.window")
-        assert refused[2].reason.startswith(
-            "parallelism.context_parallel_size=2: expected a divisor of the heads of queries (3)"
-        )
+        assert refused[2].reason.startswith("parallelism.context_parallel_size=2: expected a divisor of the heads of")
         assert len(then) == len(absent) and then[-1].startswith("transformer-engine is not measured")

@@ -315,15 +315,6 @@ def test_without_overlap_messages_are_awaited_immediately(schedule: str, peers: 
     assert on != off or schedule == "ulysses"  # which computes nothing beside messages
 
 
-def test_every_exchange_is_awaited_once() -> None:
-    for schedule in MODES:
-        layer = Layer(plan_of(schedule, 4, False, None), 2)
-        layer.both()
-        events = Counter(layer.transport.events)
-        assert events["start"] == events["wait"] > 0 == events["acquire"]
-        assert events["kernel"] == sum(len(each.recording.calls) for each in layer.passes)
-
-
 def test_rows_that_runs_share_are_the_same_tensors_until_memory_grows() -> None:
     layer = Layer(plan_of("zigzag", 4, False, None, tokens=16), 1)
     received = layer.transport.received
@@ -367,14 +358,6 @@ def test_memory_that_the_pool_replaces_is_free_at_once(monkeypatch: pytest.Monke
     finally:
         gc.enable()
     assert len(held) == 6
-
-
-def test_passes_do_not_share_kept_memory() -> None:
-    for schedule in MODES:
-        layer = Layer(plan_of(schedule, 4, True, full(64)), 1)
-        kept = [layer.forward().kept for _ in range(2)]
-        one, other = ({x.untyped_storage().data_ptr() for entry in each for x in entry} for each in kept)
-        assert one and one.isdisjoint(other), schedule
 
 
 def test_a_batch_opens_one_channel_over_peer_memory() -> None:

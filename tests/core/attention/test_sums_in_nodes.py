@@ -31,17 +31,18 @@ def options(node: int) -> ModeOptions:
 
 
 def cases(node: int) -> list[Case]:
-    """Return causal and full attention and packed documents in a window, with GQA and MHA."""
+    """Return causal and full attention and packed documents in a window, with GQA and MHA; in small nodes more."""
     n = 2 * node
     found = []
     for schedule in SCHEDULES:
-        found += [
+        of_mode = [
             Case(schedule, (8 * n + 3,), (2 * n, n)),
             Case(schedule, (8 * n,), (n, n), causal=False, keep=True),
             Case(schedule, (9, 1, 6 * n + 3), (2 * n, n), window=(13, None)),
             Case(schedule, (3 * n, 5 * n + 1), (2 * n, n), keep=True),
             Case(schedule, (16 * n,), (2 * n, n), kernel="cpu", dtype=torch.bfloat16),
         ]
+        found += of_mode[: None if node == 2 else 3]
     return found
 
 

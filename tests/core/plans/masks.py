@@ -96,12 +96,3 @@ def cache_of(mask: Arguments, new: Sequence[int], runs: Sequence[int], n: int, f
     q_layout = Layout("new", len(queries), tuple((range(a, b),) for a, b in pairwise(share)))
     k_layout = Layout("cache", n * slots, tuple((range(r * slots, (r + 1) * slots),) for r in range(n)))
     return Visibility(Mask(len(queries), tuple(slices), ()), q_layout, k_layout), blocks
-
-
-@st.composite
-def caches(draw: st.DrawFn) -> Cache:
-    mask = draw(arguments(30).filter(lambda drawn: drawn["causal"]))
-    new = [draw(st.integers(1, min(length, 9))) for length in mask["lengths"]]
-    cuts = sorted(draw(st.lists(st.integers(0, sum(mask["lengths"])), max_size=9)))
-    runs = [b - a for a, b in pairwise([0, *cuts, sum(mask["lengths"])])]
-    return cache_of(mask, new, runs, draw(st.integers(1, 5)), draw(st.integers(0, 2)))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -35,17 +33,15 @@ from megatron_longctx.core.plans import (
     record,
     sum_in_nodes,
 )
-from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.core.plans.mask import documents, full
 from megatron_longctx.core.plans.modes.double_ring import DoubleRing
 from megatron_longctx.core.plans.modes.helper import Helper
 from megatron_longctx.core.plans.modes.node_gather import NodeGather
 from megatron_longctx.core.plans.plan import trim
 from megatron_longctx.core.plans.recording import Compute
-from megatron_longctx.core.plans.visibility import Visibility
 from megatron_longctx.planner.describe import idle_fraction, imbalance_pct
 from megatron_longctx.testing.verify import verify
-from tests.core.plans.masks import Cache, caches, masks
+from tests.core.plans.masks import masks
 
 PACKED = KernelSupport(packed=True, rectangles=True, windows=True)
 
@@ -239,38 +235,3 @@ def test_trim_keeps_rows_that_are_passed_on() -> None:
     layout = contiguous(4, 12)
     trimmed = trim(Plan("by hand", full(12), layout, layout, steps))
     assert [step.moves for step in trimmed.steps] == [(Move(part, 0, 1),), (Move(part, 1, 2),), ()]
-
-
-@pytest.mark.parametrize("mode", CACHE_MODES)
-@settings(max_examples=40, deadline=None)
-@given(caches())
-def test_every_cache_mode_computes_attention(mode: str, cache: Cache) -> None:
-    plan = CACHE_MODES[mode](*cache)
-    assert plan.name == mode and trim(plan) == plan
-    verify(plan)
-
-
-def test_cache_modes_move_different_blocks() -> None:
-    """4 ranks with 16 keys and one query each."""
-    layouts = contiguous(4, 4), contiguous(4, 64)
-    visible = Visibility(replace(full(64), slices=(full(64).slices[0]._replace(q_stop=4),)), *layouts)
-    plans = {name: mode(visible, visible.all_keys) for name, mode in CACHE_MODES.items()}
-    moved = {name: Counter(move.block.kind for move in moves_of(plan)) for name, plan in plans.items()}
-    assert moved == {
-        "pass_kv": Counter({Kind.KV: 12}),
-        "pass_q": Counter({Kind.Q: 12, Kind.OUT: 12}),
-        "one_hop": Counter({Kind.Q: 12, Kind.OUT: 12}),
-    }
-    assert [len(plans[name].steps) for name in ("pass_kv", "pass_q", "one_hop")] == [4, 5, 3]
-
-
-def test_a_new_cache_mode_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(visible: Visibility, keys: Sequence[Sequence[Block]]) -> Plan:
-        n, every = visible.queries.n, [block for blocks in keys for block in blocks]
-        moves = tuple(Move(key, key.home, r) for key in every for r in range(n) if r != key.home)
-        steps = (Step(moves, ((),) * n), Step((), tuple(visible.attend(r, every) for r in range(n))))
-        return trim(Plan("gather", visible.mask, visible.queries, visible.keys, steps))
-
-    monkeypatch.setitem(CACHE_MODES, "gather", gather)
-    check = test_every_cache_mode_computes_attention.hypothesis.inner_test
-    settings(max_examples=20, deadline=None)(given(caches())(lambda cache: check("gather", cache)))()

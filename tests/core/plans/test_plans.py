@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from math import ceil
 
@@ -99,6 +100,14 @@ def test_modes_on_any_layout(mask: Mask, n: int, data: st.DataObject) -> None:
     check(AllGather(data.draw(st.sampled_from([None, 2, 5]))).plan(visible))
 
 
+@pytest.mark.parametrize("schedule", MODES)
+def test_trees_of_64_responses_are_proven_in_less_than_a_second(schedule: str) -> None:
+    plan = build_plan(schedule, 8, documents((640, *[31] * 64), parents=(-1, *[0] * 64)))
+    begun = time.thread_time()  # of this thread alone: other processes do not count
+    verify(plan)
+    assert time.thread_time() - begun < 1
+
+
 def test_units_reach_the_layout():
     plan = build_plan("zigzag", 2, 12, unit=4)
     assert plan.queries == plan.keys == zigzag(2, 12, 4) != zigzag(2, 12)
@@ -114,18 +123,6 @@ def test_plans_by_hand(plan):
     check(plan)
     kinds = {move.block.kind for step in transpose(plan).steps for move in step.moves}
     assert kinds == {Kind.KV, Kind.Q_GRAD, Kind.DKV, Kind.DQ}, "queries and partial results travel"
-
-
-@pytest.mark.parametrize("n", range(1, 10))
-@pytest.mark.parametrize("c", [1, 2, 7])
-def test_idle_fraction_of_the_ring(n, c):
-    """With c tokens a rank: step 0 lasts c(c+1)/2 pairs (the diagonal), each later step c*c.
-
-    Of n * (c(c+1)/2 + (n-1)c*c) pairs of rank-time, nc(nc+1)/2 are work. The well known (n*n-n)/(2n*n) counts the
-    diagonal as a whole block; both tend to one half.
-    """
-    plan = build_plan("ring", n, n * c)
-    assert idle_fraction(plan) == pytest.approx((n - 1) * c / ((2 * n - 1) * c + 1), abs=1e-12)
 
 
 @pytest.mark.parametrize("n", range(1, 10))
@@ -168,12 +165,6 @@ def test_tokens_moved(n):
         used = sum(key.tokens for _, rank, attend in plan.calls() for key in attend.keys if key.home != rank)
         assert total_moved(backward, Kind.DKV) == used
         assert total_moved(backward) == total_moved(plan)
-
-
-def test_tokens_moved_by_each_rank():
-    plan = build_plan("ring", 3, 12)
-    found = [moved_tokens(plan)[rank] for rank in range(3)]
-    assert found == [{Kind.KV: (4, 0)}, {Kind.KV: (8, 4)}, {Kind.KV: (0, 8)}]
 
 
 @pytest.mark.parametrize("bound", [2, 3, 7, 10, 16, 24, 47, 48, 1000])

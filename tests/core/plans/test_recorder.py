@@ -164,14 +164,6 @@ def test_kernel_workspaces_are_counted_on_request() -> None:
     assert footprint(forward, grouped) == footprint(forward, grouped, workspace=True)
 
 
-def test_memory_of_a_ring_does_not_depend_on_more_ranks() -> None:
-    def total(n: int) -> int:
-        recorded = Recorder(build_plan("zigzag", n, full(1024 * n)), Target(WORK, PACKED))
-        return max(footprint(recorded.record(rank), WORK).total for rank in range(n))
-
-    assert total(8) == total(16) > total(4), "with four ranks or fewer no results are merged before the end"
-
-
 @pytest.mark.parametrize("n", [8, 24])
 def test_gathered_keys_take_no_more_memory_with_more_ranks(n: int) -> None:
     """The halves of a block arrive in different steps, and every other call gathers them."""

@@ -86,9 +86,7 @@ def test_pipeline_stages_hold_micro_batches_in_flight() -> None:
 def test_check_refuses_warns_and_names_settings_to_change() -> None:
     job, device = _job(), 139 * GIB
     chunk, tile = "recompute.head_chunk_tokens=4096", "recompute.mlp_tile_tokens=16384"
-    with pytest.raises(
-        ValueError, match=r"data.seq_length=1048576: expected a step within the device's 139.0 GiB"
-    ) as no:
+    with pytest.raises(ValueError, match=r"data.seq_length=1048576: expected a step within the device's 139.0") as no:
         check(job, device)
     assert f"Set recompute.mode=layer {chunk} (118.1 GiB)" in str(no.value)
     half = rf"Set recompute.mode=attention_output recompute.kept_results=0.5 {chunk} \(133.9 GiB"
@@ -114,9 +112,7 @@ def test_check_refuses_warns_and_names_settings_to_change() -> None:
     with pytest.raises(ValueError, match=r"recompute.mode=attention_output\+offload: expected at most 1.0 GiB of host"):
         check(_job("recompute=attention_output+offload", "recompute.head_chunk_tokens=4096"), device, GIB)
     # 14 bytes of each of 8.03 billion parameters, over 8 ranks.
-    with pytest.raises(
-        ValueError, match=r"train.async_save=True: expected at most 13.0 GiB .* checkpoint takes 13.1\. Set"
-    ):
+    with pytest.raises(ValueError, match=r"train.async_save=True: expected at most 13.0 GiB .* checkpoint takes"):
         check(advised, device, 13 * GIB)
     assert check(_job("recompute=layer", chunk, "train.async_save=false"), device, 13 * GIB) is None
     assert "while a checkpoint is written: 13.09 GiB a rank" in report(advised)
@@ -252,9 +248,7 @@ def _refused_before_a_run(monkeypatch: pytest.MonkeyPatch, *words: str, world_si
 def test_what_exceeds_the_host_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "data.prefix=/nowhere" in _refused_before_a_run(monkeypatch)
     many = _refused_before_a_run(monkeypatch, "train.global_batch_size=65", world_size=65)
-    assert many.startswith(
-        "world size=65: expected ranks of at least 256 MiB each on this host, which has 252 for each"
-    )
+    assert many.startswith("world size=65: expected ranks of at least 256 MiB each on this host, which has 252 for")
     large = _refused_before_a_run(monkeypatch, "train.global_batch_size=1000000")
     assert large.startswith("train.global_batch_size=1000000: expected at most 149796 sequences a rank")
     with pytest.raises(ValueError, match=r"predicted to take .* GiB, most in"):
@@ -265,9 +259,7 @@ def test_what_exceeds_the_host_is_refused_before_a_run(monkeypatch: pytest.Monke
 def test_ranks_without_tokens_are_refused_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cp4 = ("parallelism=cp4", "parallelism.schedule=zigzag")
     message = _refused_before_a_run(monkeypatch, *cp4, "data.seq_length=5", world_size=4)
-    assert message.startswith(
-        "data.seq_length=5: expected 8 or more, so that each of the 4 context-parallel ranks has some"
-    )
+    assert message.startswith("data.seq_length=5: expected 8 or more, so that each of the 4 context-parallel ranks")
     write_documents([([7] * 5, None)], tmp_path / "short")
     words = (*cp4, f"data.prefix={tmp_path}/short", "data.packing=best_fit", "data.split='1,0,0'")
     message = _refused_before_a_run(monkeypatch, *words, world_size=4)

@@ -12,16 +12,6 @@ from megatron_longctx.config.hamiltonian import hamiltonian_cycles
 from megatron_longctx.config.rings import choose_rings, decompositions, multi_node_rings, seconds_per_gib
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "cluster"
-SIZES = {
-    "a100_2x8": (2, 8),
-    "dgx_h100_x1": (1, 8),
-    "dgx_h100_x4": (4, 8),
-    "h200_8x1_ib400": (8, 1),
-    "h200_x8": (1, 8),
-    "h200_x8_pull": (1, 8),
-    "mi300x_x8": (1, 8),
-    "tcp": (4, 1),
-}
 SWITCHED = Cluster("switched", 2, 4, Switch(300, 200, 100, 1e-5), Network(2, 10, 2e-5))
 
 
@@ -31,19 +21,6 @@ def test_a_message_through_the_switch():
     assert (route.gibps, route.latency_s) == (100, 1e-5)
     assert [SWITCHED.capacity(resource) for resource in route.resources] == [300, 200, 100]
     assert [str(resource) for resource in route.resources] == ["egress 5", "ingress 6", "link 5.6"]
-
-
-def test_a_switch_without_a_limit_on_pairs():
-    route = Cluster("x", 1, 3, Switch(300, 200)).route(2, 0)
-    assert route.resources == (Resource("egress", 2), Resource("ingress", 0))
-    assert (route.gibps, route.latency_s) == (200, 0)
-
-
-def test_a_message_over_the_link_of_a_mesh():
-    cluster = Cluster("x", 2, 2, Mesh(40, 1e-6), Network(1, 5))
-    assert cluster.route(3, 2) == ((Resource("link", 3, 2),), 40, 1e-6)
-    assert cluster.route(2, 3).resources != cluster.route(3, 2).resources
-    assert cluster.capacity(Resource("link", 3, 2)) == 40
 
 
 def test_a_message_between_nodes():
@@ -120,16 +97,12 @@ def test_the_kernel_rate():
     assert Device(peak_tflops=200).kernel_tflops is None
 
 
-def test_all_files_are_known_here():
-    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted(SIZES)
-
-
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
 def test_each_file_loads(name, tmp_path):
     cluster = load_cluster(name)
     assert cluster == load_cluster(FOLDER / f"{name}.yaml")
-    assert (cluster.name, cluster.nodes, cluster.ranks_per_node) == (name, *SIZES[name])
-    assert cluster.name == "tcp" or (cluster.device.kernel_tflops and cluster.device.memory_gib)
+    assert cluster.name == name
+    assert name == "tcp" or (cluster.device.kernel_tflops and cluster.device.memory_gib)
     save_cluster(cluster, tmp_path / "copy.yaml")
     assert load_cluster(tmp_path / "copy.yaml") == cluster
 
@@ -197,9 +170,7 @@ def test_files_with_errors(tmp_path, text, words):
 
 
 def test_no_such_file(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"cluster=dgx: expected a \.yaml file or one of a100_2x8, dgx_h100_x1, .*tcp\."
-    ):
+    with pytest.raises(ValueError, match=r"cluster=dgx: expected a \.yaml file or one of a100_2x8, dgx_h100_x1"):
         load_cluster("dgx")
     with pytest.raises(ValueError, match=r"cluster=.*no\.yaml: expected a \.yaml file"):
         load_cluster(tmp_path / "no.yaml")

@@ -138,9 +138,7 @@ def test_a_second_job_of_the_same_run_is_refused_and_the_first_continues(
         job.wait_for("step    2/")
         assert cli.main(["train", *TINY, "train.steps=3"]) == 2
         err = capsys.readouterr().err
-        assert err.startswith(
-            "megatron-longctx train: run.name=default: expected a run that no other job is training; "
-        )
+        assert err.startswith("megatron-longctx train: run.name=default: expected a run that no other job is")
         assert f"process {job.process.pid}, since " in err and err.count("\n") == 1
         assert load_config(workplace / "runs/default/resolved.yaml").train.steps == 4000, (
             "the refused job wrote its own"
