@@ -19,6 +19,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
 )
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from megatron_longctx.config import ModelConfig, RopeScaling
 from megatron_longctx.models import FAMILIES, Dims, Family, family_of_model, family_of_source, in_file_order
@@ -34,6 +36,12 @@ MODEL = ModelConfig(
     vocab_size=50,
     rope_base=1e4,
 )
+DELTA_NETS: dict[str, Any] = {
+    "qk_norm": True, "zero_centered_norms": True, "attention_output_gate": True, "rotary_percent": 0.5,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+}  # fmt: skip
+SHARED_EXPERT: dict[str, Any] = {"moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 12}
 # Keys that a model of the family must have, keyed by family.
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -51,10 +59,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_layer_freq": "[1,0,1]",
     },
     "qwen3_next": {
-        "qk_norm": True, "zero_centered_norms": True, "attention_output_gate": True, "moe_shared_expert_gate": True,
-        "num_moe_experts": 3, "moe_ffn_hidden_size": 20, "moe_shared_expert_intermediate_size": 12,
-        "moe_layer_freq": "[1,0,1]", "pattern": "GE*-GE", "rotary_percent": 0.5, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3,
+        **DELTA_NETS, **SHARED_EXPERT, "num_moe_experts": 3, "moe_ffn_hidden_size": 20, "moe_layer_freq": "[1,0,1]",
+        "pattern": "GE*-GE",
+    },
+    "qwen3_5_text": {**DELTA_NETS, "pattern": "G-*-G-"},
+    "qwen3_5_moe_text": {
+        **DELTA_NETS, **SHARED_EXPERT, "num_moe_experts": 3, "moe_ffn_hidden_size": 24, "pattern": "GEGE*E",
     },
     "gpt_oss": {
         "activation": "swiglu_oai", "bias": True, "sinks": "learnable", "num_moe_experts": 3, "moe_router_topk": 3,
@@ -172,6 +182,14 @@ def test_harmless_fields_and_nulls_are_ignored(family: Family) -> None:
         ("qwen3_next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0: expected at"),
         ("qwen3_next", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.5: expected 0.2"),
         ("qwen3_next", {"linear_key_head_dim": None}, "linear_key_head_dim=None: expected an integer"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate=False: expected True"),
+        ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type=sigmoid: expected swish"),
+        ("qwen3_5_text", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: expected \[\]"),
+        ("qwen3_5_text", {"text_config": {"num_hidden_layers": 9}}, "text_config.num_hidden_layers=9: expected 3, as"),
+        ("qwen3_5_text", {"audio_config": {}}, "audio_config={}: expected fields that this family is known to have"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob=False: expected True"),
+        ("qwen3_5_moe_text", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
+        ("qwen3_5_moe_text", {"moe_intermediate_size": None}, "moe_intermediate_size=None: expected an integer"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: expected 7.0"),
         ("gpt_oss", {"layer_types": None}, "layer_types=None: expected 3, as num_hidden_layers"),
     ],
@@ -191,6 +209,8 @@ PUBLISHED: dict[str, tuple[Any, set[str]]] = {
     "mixtral": (MixtralConfig, {"output_router_logits"}),
     "qwen3_moe": (Qwen3MoeConfig, {"output_router_logits", "max_window_layers", "sliding_window"}),
     "qwen3_next": (Qwen3NextConfig, {"output_router_logits", "full_attention_interval"}),
+    "qwen3_5_text": (Qwen3_5TextConfig, set()),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, {"output_router_logits"}),
     "gpt_oss": (GptOssConfig, {"output_router_logits"}),
 }
 
@@ -240,7 +260,7 @@ def _other_value(value: Any) -> Any:
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "They cap logits"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Its images are not supported"),
         ({"architectures": ["NemotronHForCausalLM"]}, "Its recurrent layers are of another kind: Mamba-2"),
-        ({"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "Its gated delta nets have separate projections"),
+        ({"architectures": ["OlmoHybridForCausalLM"]}, "Its layers of attention have norms of whole queries and keys"),
     ],
 )
 def test_unknown_architectures_are_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:
