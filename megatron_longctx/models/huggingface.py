@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from .source import CONFIG_FILES, FLOATS, TOKENIZER_FILES, TensorInfo, matching_files, read_json, require_package
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_OF_TEXT = "model.language_model."  # the text model in one that reads images, too
+_OF_TEXT = re.compile(r"^model\.language_model\.")  # the text model in one that reads images, too
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 # gpt-oss is published in MXFP4: blocks of 32 numbers of 4 bits with a common power of two (OCP Microscaling Formats
 # (MX) v1.0, section 5.3.3). NAME_blocks has two numbers per byte, the first in the low bits; NAME_scales has the
@@ -56,9 +57,9 @@ class HuggingFaceFolder:
             if self._shard_of.get(name) != shard:
                 expected = f"the tensor {name}, as in {INDEX}"
                 raise ValueError(f"{folder / shard}: expected {expected}. Fetch the file again.")
-        self._names = {name.replace(_OF_TEXT, "model.", name.startswith(_OF_TEXT)): name for name in self.tensors}
+        self._names = {_OF_TEXT.sub("model.", name): name for name in self.tensors}
         if len(self._names) < len(self.tensors):
-            raise ValueError(f"{folder}: expected names that begin with either {_OF_TEXT} or model.; some have both.")
+            raise ValueError(f"{folder}: expected tensors model.language_model.* or model.*, not one under both names.")
         self.tensors = {key: self.tensors[name] for key, name in self._names.items()}
 
     def read(self, name: str) -> Tensor:

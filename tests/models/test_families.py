@@ -241,6 +241,31 @@ def test_both_names_of_a_field_may_have_the_same_value() -> None:
     assert model.rope_scaling.factor == 8.0
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_the_fields_of_a_text_model_are_taken_out_of_those_of_one_for_images(name: str, tied: bool) -> None:
+    """The fields are those of published files, also those that `transformers` does not know."""
+    family, (config, _) = BY_NAME[name], PUBLISHED[name]
+    text = config(num_hidden_layers=8, partial_rotary_factor=0.25).to_dict()
+    published = text | {
+        "attn_output_gate": True, "output_gate_type": "swish", "mlp_only_layers": [], "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "full_attention_interval": 4,
+        "intermediate_size": text.get("intermediate_size", 512), "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+            "rope_theta": 1e7, "rope_type": "default"},
+    }  # fmt: skip
+    del published["tie_word_embeddings"]
+    whole = {
+        "architectures": [family.architectures[1]], "model_type": name.removesuffix("_text"), "text_config": published,
+        "vision_config": {"depth": 27}, "image_token_id": 1, "tie_word_embeddings": tied, "language_model_only": False,
+    }  # fmt: skip
+    assert family_of_source(whole) is family
+    model, length = family.model_of(whole)
+    assert (model, length) == family.model_of(published | {"tie_word_embeddings": tied})
+    assert model.pattern == ("GEGEGE*E" if "moe" in name else "G-G-G-*-") and model.tie_embeddings is tied
+    assert (model.rope_base, model.rotary_percent, model.rope_scaling.kind) == (1e7, 0.25, "none")
+
+
 def _other_value(value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return value is not True

@@ -56,7 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"num_experts": 6, "moe_intermediate_size": 40, "num_experts_per_tok": 3, "head_dim": 32,
                          "shared_expert_intermediate_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
                          "linear_key_head_dim": 8, "linear_value_head_dim": 12,
-                         "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+                         "num_hidden_layers": 2, "layer_types": ["full_attention", *LINEAR]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "head_dim": 32,
                 "rope_parameters": YARN | {"truncate": False}},
 }  # fmt: skip
