@@ -61,7 +61,8 @@ def import_model(source: str, words: Sequence[str]) -> None:
     vocab = model.vocab_size
     assert vocab is not None
     base = _base(model)
-    precision = "bf16" if {each.dtype for each in published.tensors.values()} == {torch.bfloat16} else "fp32"
+    dtypes = {each.dtype for name, each in published.tensors.items() if not name.startswith(family.dropped)}
+    precision = "bf16" if dtypes == {torch.bfloat16} else "fp32"
     base = replace(base, data=replace(base.data, seq_length=seq_length), train=replace(base.train, precision=precision))
     with new_folder(own.get("out")) as (folder, final):
         published.write_tokenizer(folder / _TOKENIZER)
@@ -88,9 +89,10 @@ def import_model(source: str, words: Sequence[str]) -> None:
                 fingerprint(config, rows),
                 extra,
             )
-    rounded = {each.dtype for each in published.tensors.values()} - {dtype, torch.float16}
-    if dtype == torch.bfloat16 and rounded:
+    if dtype == torch.bfloat16 and torch.float32 in dtypes:
         logger.info("fp32 weights were rounded to bf16, because of train.precision=bf16")
+    elif dtype == torch.float32 and torch.bfloat16 in dtypes:
+        logger.info("bf16 weights became fp32, as some others are: train.precision=bf16 rounds these instead")
     seconds = time.perf_counter() - begin
     logger.info("imported %s (%s, %s) into %s in %.1f s", source, family.name, config.train.precision, final, seconds)
 

@@ -280,6 +280,14 @@ def test_layers_that_predict_several_tokens_are_left_out(
     with caplog.at_level(logging.INFO):
         import_model(str(folder), [f"out={tmp_path / 'run'}"])
     assert "left out: 2 tensors mtp.*" in caplog.text
+    assert load_config(tmp_path / "run" / RESOLVED).train.precision == "bf16", "as all weights that are not left out"
+    name = "model.layers.0.linear_attn.A_log"
+    _tensors(lambda t: t.update({name: t[name].float() + 1e-4}))(folder)
+    for words, message in (([], "bf16 weights became fp32, as some"), (["train.precision=bf16"], "fp32 weights were")):
+        with caplog.at_level(logging.INFO):
+            import_model(str(folder), [f"out={tmp_path / message}", *words])
+        assert message in caplog.text
+        caplog.clear()
     _tensors(lambda t: t.update({"mtpx": torch.ones(2)}))(folder)
     with pytest.raises(ValueError, match=r"tensors=mtpx: expected tensors that the architecture has"):
         import_model(str(folder), [f"out={tmp_path / 'other'}"])
