@@ -230,6 +230,20 @@ def test_every_field_of_transformers_is_converted_harmless_or_refused(family: Fa
             assert other != model, name
 
 
+@by_name
+def test_absent_fields_have_the_defaults_of_transformers(family: Family) -> None:
+    published, _ = PUBLISHED[family.name]
+    default = published().to_dict() | {"architectures": [family.architectures[0]]}
+    for name in default.keys() - HARMLESS:
+        fields = {key: value for key, value in default.items() if key != name}
+        try:
+            model = family.model_of(fields)
+        except ValueError as error:
+            assert "=None: expected" in str(error), (name, error)
+        else:
+            assert model == family.model_of(published.from_dict(fields).to_dict()), name
+
+
 def test_both_names_of_a_field_may_have_the_same_value() -> None:
     """`transformers` 5 reads the first files of Gemma 3, and writes them with both names."""
     old = {"num_hidden_layers": 6, "sliding_window_pattern": 3, "rope_theta": 2e6, "rope_local_base_freq": 3e4,

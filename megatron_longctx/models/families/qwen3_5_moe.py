@@ -20,7 +20,10 @@ def _read(fields: Fields) -> dict[str, Any]:
     fields.expect("norm_topk_prob", True)
     fields.expect("decoder_sparse_step", 1)
     keys |= common.read_experts(fields, fields.require("num_experts"))
-    keys |= {"moe_ffn_hidden_size": fields.require(_WIDTH)} | qwen3_next.read_shared_expert(fields)
+    keys |= {
+        "moe_ffn_hidden_size": fields.require(_WIDTH),
+        "moe_shared_expert_intermediate_size": fields.require(qwen3_next.SHARED_WIDTH),
+    }
     return keys | qwen3_next.read_mixers(fields, keys)
 
 
@@ -32,7 +35,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         **common.write_experts(model),
         "num_experts": model.num_moe_experts,
         _WIDTH: model.expert_width,
-        **qwen3_next.write_shared_expert(model),
+        qwen3_next.SHARED_WIDTH: model.moe_shared_expert_intermediate_size,
         **qwen3_next.write_mixers(model),
     }
 

@@ -14,6 +14,7 @@ from ..fields import RESTORE, Fields, refuse_field
 from ..weights import DELTA, DELTA_CONVOLUTION, GATE_UP, GATED_QKV, Form, Weight
 from . import qwen3_moe
 
+SHARED_WIDTH = "shared_expert_intermediate_size"
 _LINEAR = "linear_attention"
 _PUBLISHED = "model.layers.{layer}.linear_attn."
 _OF_EXPERTS = {"num_layers", "num_moe_experts", "moe_layer_freq"}
@@ -24,11 +25,8 @@ def _read(fields: Fields) -> dict[str, Any]:
     common.require_head_sizes(fields)
     keys = common.read(fields, partial_rotary=0.25)
     experts = qwen3_moe.read_experts(fields, keys["num_layers"], norm_topk_prob=True)
-    return keys | experts | read_shared_expert(fields) | read_mixers(fields, keys | experts)
-
-
-def read_shared_expert(fields: Fields) -> dict[str, Any]:
-    return {"moe_shared_expert_intermediate_size": fields.require("shared_expert_intermediate_size")}
+    experts |= {"moe_shared_expert_intermediate_size": fields.require(SHARED_WIDTH)}
+    return keys | experts | read_mixers(fields, keys | experts)
 
 
 def read_mixers(fields: Fields, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,12 +54,8 @@ def _read_layers(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return {**qwen3_moe.write(model), **write_shared_expert(model), **write_mixers(model)}
-
-
-def write_shared_expert(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that `read_shared_expert` reads."""
-    return {"shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size}
+    shared = {SHARED_WIDTH: model.moe_shared_expert_intermediate_size}
+    return {**qwen3_moe.write(model), **shared, **write_mixers(model)}
 
 
 def write_mixers(model: ModelConfig) -> dict[str, Any]:
