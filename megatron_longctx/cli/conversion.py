@@ -30,6 +30,7 @@ from ..mcore.inference import trained_length
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..models import Dims, Family, Weight, check_same_function, family_of_model, family_of_source, in_file_order
+from ..models.fields import of_text
 from ..models.huggingface import HuggingFaceFolder, ShardWriter
 from ..models.source import CONFIG_FILES, TOKENIZER_FILES, TensorInfo, matching_files, read_json
 from ..serving.inference_job import checkpoint_of, split_arguments
@@ -55,7 +56,8 @@ def import_model(source: str, words: Sequence[str]) -> None:
     vocab = model.vocab_size
     assert vocab is not None
     base = _base(model)
-    precision = "bf16" if {each.dtype for each in published.tensors.values()} == {torch.bfloat16} else "fp32"
+    dtypes = {each.dtype for name, each in published.tensors.items() if not name.startswith(family.dropped)}
+    precision = "bf16" if dtypes == {torch.bfloat16} else "fp32"
     base = replace(base, data=replace(base.data, seq_length=seq_length), train=replace(base.train, precision=precision))
     with new_folder(own.get("out")) as (folder, final):
         published.write_tokenizer(folder / _TOKENIZER)
@@ -69,8 +71,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
         if rows is None or rows < vocab:
             raise refuse("model.vocab_size", rows, f"at least the {vocab} tokens of {source}", "Leave it out.")
         dims = Dims(config.model, vocab)
-        weights = family.weights(config.model)
-        _check_tensors(published, family, dims)
+        weights = _checked_weights(published, family, dims)
         extra = {"data": {"data.tokenizer": _checked_tokenizer(config, folder, final, vocab)}}
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         save_config(config, folder / RESOLVED)
@@ -83,9 +84,10 @@ def import_model(source: str, words: Sequence[str]) -> None:
                 fingerprint(config, rows),
                 extra,
             )
-    rounded = {each.dtype for each in published.tensors.values()} - {dtype, torch.float16}
-    if dtype == torch.bfloat16 and rounded:
+    if dtype == torch.bfloat16 and torch.float32 in dtypes:
         logger.info("fp32 weights were rounded to bf16, because of train.precision=bf16")
+    elif dtype == torch.float32 and torch.bfloat16 in dtypes:
+        logger.info("bf16 weights became fp32, as some others are: train.precision=bf16 rounds these instead")
     seconds = time.perf_counter() - begin
     logger.info("imported %s (%s, %s) into %s in %.1f s", source, family.name, config.train.precision, final, seconds)
 
@@ -134,7 +136,7 @@ def check_import(source: str, words: Sequence[str]) -> None:
     model, _ = family.model_of(published.config)
     config = override_config(_base(model), settings)
     check_same_function(config.model, model, source)
-    _check_tensors(published, family, Dims(config.model, model.vocab_size or 0))
+    _checked_weights(published, family, Dims(config.model, model.vocab_size or 0))
     _final_folder(own.get("out"))
 
 
@@ -166,10 +168,12 @@ def _open_source(path: Path) -> HuggingFaceFolder:
     raise refuse("SOURCE", path, "a folder with config.json and safetensors files", remedy)
 
 
-def _check_tensors(source: HuggingFaceFolder, family: Family, dims: Dims) -> None:
-    """Refuse missing tensors, tensors that the architecture does not have, and tensors of another shape."""
+def _checked_weights(source: HuggingFaceFolder, family: Family, dims: Dims) -> list[Weight]:
+    """Return a model's weights in the form of a folder. Refuse missing tensors, tensors that the architecture does not
+    have, and tensors of another shape."""
+    weights = [each.found_in(source.tensors) for each in family.weights(dims.model)]
     expected: dict[str, tuple[int, ...]] = {}
-    for weight, layer in in_file_order(family.weights(dims.model), dims.model):
+    for weight, layer in in_file_order(weights, dims.model):
         expected |= zip(weight.published_names(layer), weight.published_shapes(dims), strict=True)
     for name, shape in expected.items():
         if name not in source.tensors:
@@ -177,13 +181,16 @@ def _check_tensors(source: HuggingFaceFolder, family: Family, dims: Dims) -> Non
         if (actual := source.tensors[name].shape) != shape:
             raise refuse("tensors", f"{name} {actual}", f"the shape {shape}, as config.json says", "Fetch both again.")
     others = source.tensors.keys() - expected.keys()
-    dropped = {name for name in others if family.dropped and name.startswith(family.dropped)}
-    if dropped:
-        logger.info("left out: %d tensors %s*, which the model's logits do not need", len(dropped), family.dropped)
-    for name in others - dropped:
+    for start in family.dropped:
+        dropped = {name for name in others if name.startswith(start)}
+        others -= dropped
+        if dropped:
+            logger.info("left out: %d tensors %s*, which logits of text do not need", len(dropped), start)
+    for name in others:
         if not _COMPUTED.fullmatch(name) and not _is_tied_copy(source, name, dims):
             remedy = "Models with more than their architecture has are not served yet."
             raise refuse("tensors", name, "tensors that the architecture has", remedy)
+    return weights
 
 
 def _is_tied_copy(source: HuggingFaceFolder, name: str, dims: Dims) -> bool:
@@ -262,7 +269,7 @@ def _copy_tokenizer(config: Config, folder: Path, length: int) -> None:
 def _original_config(config: Config, tokens: int, rows: int) -> Mapping[str, Any]:
     """Return the `config.json` beside the tokenizer if it describes a model with a vocabulary of this size."""
     path = Path(config.data.tokenizer_path or "", "config.json")
-    original = read_json(path) if path.is_file() else {}
+    original = of_text(read_json(path)) if path.is_file() else {}
     vocab = original.get("vocab_size")
     return original if isinstance(vocab, int) and tokens <= vocab <= rows else {}
 

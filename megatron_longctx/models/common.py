@@ -24,6 +24,7 @@ def read(
     norm_epsilon: float = 1e-6,
     rope_base: float = 10_000.0,
     partial_rotary: float | None = None,
+    width: str = "intermediate_size",
 ) -> dict[str, Any]:
     """Read the fields that all decoders of Llama's form share: all but biases.
 
@@ -31,11 +32,14 @@ def read(
         hidden_act: of the family.
         norm_epsilon, rope_base: the defaults.
         partial_rotary: see `read_rope`.
+        width: the field with the width of MLPs.
     """
-    return {**read_shape(fields, hidden_act, norm_epsilon), **read_rope(fields, rope_base, partial_rotary)}
+    return {**read_shape(fields, hidden_act, norm_epsilon, width), **read_rope(fields, rope_base, partial_rotary)}
 
 
-def read_shape(fields: Fields, hidden_act: str = "silu", norm_epsilon: float = 1e-6) -> dict[str, Any]:
+def read_shape(
+    fields: Fields, hidden_act: str = "silu", norm_epsilon: float = 1e-6, width: str = "intermediate_size"
+) -> dict[str, Any]:
     """Read the same without RoPE."""
     hidden, heads = fields.require("hidden_size"), fields.require("num_attention_heads")
     fields.expect("hidden_act", hidden_act)
@@ -48,7 +52,7 @@ def read_shape(fields: Fields, hidden_act: str = "silu", norm_epsilon: float = 1
         "num_attention_heads": heads,
         "num_kv_heads": fields.get("num_key_value_heads", heads),
         "head_dim": None if head_dim is None or head_dim * heads == hidden else head_dim,
-        "ffn_hidden_size": fields.require("intermediate_size"),
+        "ffn_hidden_size": fields.require(width),
         "normalization": "rmsnorm",
         "norm_epsilon": fields.get("rms_norm_eps", norm_epsilon),
         "activation": _GATED[hidden_act],
@@ -147,12 +151,19 @@ def with_experts(
 
 
 def with_separate_experts(model: ModelConfig, router: str, gate: str, up: str, down: str) -> list[Weight]:
-    """Return the weights of a decoder whose experts have separate published tensors, with `{expert}` in their names."""
+    """Return the weights of a decoder whose experts have separate published tensors, with `{expert}` in their names.
+
+    Later versions of `transformers` also write one tensor for all experts; both forms are read.
+    """
 
     def of_each(*names: str) -> tuple[str, ...]:
         return tuple(name.replace("{expert}", str(i)) for i in range(model.num_moe_experts or 0) for name in names)
 
-    return with_experts(decoder_weights(model), router, (of_each(gate, up), EXPERTS_GATE_UP), (of_each(down), EXPERTS))
+    forms = (of_each(gate, up), EXPERTS_GATE_UP), (of_each(down), EXPERTS)
+    block = gate.partition("{expert}")[0]
+    stacked = {f"{_EXPERTS}1.weight": f"{block}gate_up_proj", f"{_EXPERTS}2.weight": f"{block}down_proj"}
+    weights = with_experts(decoder_weights(model), router, *forms)
+    return [replace(each, stacked=stacked.get(each.name)) for each in weights]
 
 
 def require_head_sizes(fields: Fields) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import ModelConfig, check_model, check_value, layer_list
 from ..core.errors import refuse
-from .fields import Fields
+from .fields import Fields, of_text
 from .weights import Weight
 
 # Keys of `ModelConfig` that do not change the function that a model computes.
@@ -35,7 +35,7 @@ class Family:
         weights: returns the weights of a model of this family.
         constants: fields with a single supported value, which is the default of `transformers`.
         keys: keys of `ModelConfig` with the same value in all models of this family.
-        dropped: the beginning of names of published tensors that a model does not need; imports leave them out.
+        dropped: beginnings of names of published tensors that a model does not need; imports leave them out.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Family:
     weights: Callable[[ModelConfig], Sequence[Weight]]
     constants: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)
-    dropped: str | None = None
+    dropped: tuple[str, ...] = ()
 
     def model_of(self, config: Mapping[str, Any]) -> tuple[ModelConfig, int]:
         """Return the model that a `config.json` describes, and the longest sequence that it was made for.
@@ -53,7 +53,7 @@ class Family:
         Raises:
             ValueError: names the first field that is missing or unknown, or whose value is not supported.
         """
-        fields = Fields(config)
+        fields = Fields(of_text(config))
         vocab_size, seq_length = fields.require("vocab_size"), fields.require("max_position_embeddings")
         keys = {"name": self.name, "vocab_size": vocab_size, "init_std": fields.get("initializer_range", 0.02)}
         for name, value in self.constants.items():

@@ -17,7 +17,27 @@ HARMLESS = frozenset((
     *("transformers.js_config",),
     *("do_sample", "temperature", "top_p", "top_k", "max_length"),
 ))  # fmt: skip
+# Fields of models with images beside the text model's own.
+_OF_IMAGES = ("text_config", "vision_config", "language_model_only", "image_token_id", "video_token_id",
+              "vision_start_token_id", "vision_end_token_id")  # fmt: skip
 RESTORE = "Take the config.json that was published with the model."
+
+
+def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the text model of a `config.json`; a model for images has them in `text_config`.
+
+    Raises:
+        ValueError: a field has two values.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    outer = {name: value for name, value in config.items() if name not in _OF_IMAGES and value is not None}
+    for name in outer.keys() & text.keys() - HARMLESS:
+        if text[name] not in (None, outer[name]):
+            expected = f"{outer[name]}, as beside text_config"
+            raise refuse_field(f"text_config.{name}", text[name], expected, RESTORE)
+    return {**text, **outer}
 
 
 class Fields:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 from .source import CONFIG_FILES, FLOATS, TOKENIZER_FILES, TensorInfo, matching_files, read_json, require_package
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_OF_TEXT = re.compile(r"^model\.language_model\.")  # the text model in one that reads images, too
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 # gpt-oss is published in MXFP4: blocks of 32 numbers of 4 bits with a common power of two (OCP Microscaling Formats
 # (MX) v1.0, section 5.3.3). NAME_blocks has two numbers per byte, the first in the low bits; NAME_scales has the
@@ -29,7 +31,7 @@ class HuggingFaceFolder:
 
     Attributes:
         config: the content of its `config.json`.
-        tensors: keyed by the published names that families use.
+        tensors: keyed by the published names that families use, which are those of a text model.
 
     Raises:
         ValueError: a file is missing or damaged, or a tensor does not hold floating-point numbers.
@@ -55,9 +57,14 @@ class HuggingFaceFolder:
             if self._shard_of.get(name) != shard:
                 expected = f"the tensor {name}, as in {INDEX}"
                 raise ValueError(f"{folder / shard}: expected {expected}. Fetch the file again.")
+        self._names = {_OF_TEXT.sub("model.", name): name for name in self.tensors}
+        if len(self._names) < len(self.tensors):
+            raise ValueError(f"{folder}: expected tensors model.language_model.* or model.*, not one under both names.")
+        self.tensors = {key: self.tensors[name] for key, name in self._names.items()}
 
     def read(self, name: str) -> Tensor:
         """Read a tensor from disk."""
+        name = self._names[name]
         if name + _BLOCKS in self._shard_of:
             return _dequantize_mxfp4(self._read(name + _BLOCKS), self._read(name + _SCALES))
         return self._read(name)

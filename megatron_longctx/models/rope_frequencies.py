@@ -28,6 +28,8 @@ _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
+# The kind, and how pairs are divided among the positions of images, which are equal for text.
+_NO_PARAMETERS = ("rope_type", "type", "mrope_section", "mrope_interleaved")
 _KEYS = {_LENGTH: "original_length"}  # the other parameters have the names of `RopeScaling`
 
 
@@ -88,7 +90,7 @@ def read_scaling(parameters: Mapping[str, Any], lengths: tuple[int | None, int],
         ValueError: a kind that is unknown or depends on a sequence's length (dynamic, longrope), a parameter that is
             missing or that the kind does not have.
     """
-    values = {key: value for key, value in parameters.items() if value is not None and key not in ("rope_type", "type")}
+    values = {key: value for key, value in parameters.items() if value is not None and key not in _NO_PARAMETERS}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _PARAMETERS:
         expected = "rope_type " + " or ".join(_PARAMETERS)

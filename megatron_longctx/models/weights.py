@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -121,15 +121,17 @@ def _gated_qkv() -> Form:
     return Form(join, split)
 
 
-def _delta_convolution() -> Form:
-    """The taps of queries, keys and values, published as `[c, 1, taps]`, grouped by key head here."""
+def _delta(*others: str) -> Form:
+    """One tensor with the rows of queries, of keys and of values, then `others`, grouped by key head."""
+    mixed = ("delta_keys", "delta_keys", "delta_values")
+    grouped = _grouped("linear_num_key_heads", *mixed, *others)
 
     def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        sizes = [dims.sizes[rows] for rows in ("delta_keys", "delta_keys", "delta_values")]
-        return _DELTA_MIXED.join(torch.split(parts[0][:, 0], sizes), dims)
+        return grouped.join([*torch.split(parts[0], [dims.sizes[rows] for rows in mixed]), *parts[1:]], dims)
 
     def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        return [torch.cat(list(_DELTA_MIXED.split(whole, dims))).unsqueeze(1)]
+        parts = grouped.split(whole, dims)
+        return [torch.cat(list(parts[:3])), *parts[3:]]
 
     return Form(join, split)
 
@@ -177,8 +179,14 @@ _GATED_ROWS = _grouped("num_kv_heads", "queries_and_gates", "key_value", "key_va
 GATED_QKV = _gated_qkv()
 # Of gated delta nets: published as one projection with the rows of each key head together, and one of gates.
 DELTA = _grouped("linear_num_key_heads", "delta_qkvz", "delta_gates")
-_DELTA_MIXED = _grouped("linear_num_key_heads", "delta_keys", "delta_keys", "delta_values")
-DELTA_CONVOLUTION = _delta_convolution()
+# The same published as four projections: queries, keys and values; output gates; each of the two gates of the rule.
+SEPARATE_DELTA = _delta("delta_values", "delta_heads", "delta_heads")
+# The taps of queries, keys and values, published as `[c, 1, taps]`.
+_TAPS = _delta()
+DELTA_CONVOLUTION = Form(
+    lambda parts, dims: _TAPS.join([parts[0].squeeze(1)], dims),
+    lambda whole, dims: (_TAPS.split(whole, dims)[0].unsqueeze(1),),
+)
 # A row for every token, padded with zeros to the rows of Megatron's embedding.
 VOCAB = Form(_join_vocabulary, lambda whole, dims: (whole[: dims.vocab],))
 EXPERTS, EXPERTS_GATE_UP = _experts(UNCHANGED, 1), _experts(GATE_UP, 2)
@@ -198,6 +206,7 @@ class Weight:
         form: how the parameter consists of the published tensors.
         in_expert_layers: True: only layers of experts have it; False: only dense layers; None: all layers.
         in_recurrent_layers: the same of layers with a gated delta net, and with attention.
+        stacked: the published name of the parameter as it is, in files that do not divide it by expert.
     """
 
     name: str
@@ -206,6 +215,13 @@ class Weight:
     form: Form = UNCHANGED
     in_expert_layers: bool | None = None
     in_recurrent_layers: bool | None = None
+    stacked: str | None = None
+
+    def found_in(self, names: Iterable[str]) -> Weight:
+        """Return this weight as files with tensors of these names have it."""
+        if self.stacked is None or not any(name.endswith(self.stacked.partition(_LAYER)[2]) for name in names):
+            return self
+        return replace(self, published=(self.stacked,), form=UNCHANGED)
 
     @property
     def per_layer(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -43,6 +44,26 @@ def _by_key_head(*parts: Tensor) -> Tensor:
     return torch.cat([part.reshape(KEY_HEADS, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
 
 
+def _check_initial_values(layer: GatedDeltaNet, config: Any) -> None:
+    """Check the ranges of Megatron's own `GatedDeltaNet`, and that any number of ranks draws the same values."""
+    (lowest, highest), bound = layer.conv_weight.aminmax(), TAPS**-0.5
+    assert -bound <= lowest < -0.8 * bound and 0.8 * bound < highest <= bound
+    assert layer.decay_log.exp().min() >= 1 and 4 < layer.decay_log.exp().max() <= 16
+    assert layer.decay_bias.eq(1).all() and layer.norm_weight.eq(1).all()
+    spread = [each.weight.std().item() for each in (layer.linear_proj, layer.linear_qkv)]
+    assert spread[0] == pytest.approx(spread[1] / 2, rel=0.1), "there are two layers"
+    group, whole = layer.tp_group, dict[str, Tensor]()
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        torch.manual_seed(3)
+        layer.tp_group = SimpleNamespace(size=partial(int, size), rank=partial(int, rank))
+        layer._add_parameters(config)
+        for name in ("conv_weight", "decay_log"):
+            own = getattr(layer, name)
+            assert torch.equal(own, whole.setdefault(name, own).chunk(size)[rank]) and own.tensor_model_parallel
+    layer.tp_group = group
+    layer._add_parameters(config)
+
+
 def _compare(rank: int, root: Path) -> None:
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -64,6 +85,7 @@ def _compare(rank: int, root: Path) -> None:
     spec = block_spec(megatron, sequence, transformer_engine=False).layer_specs[0].submodules.self_attention
     own = build_module(spec, config=megatron, layer_number=1, pg_collection=collection)
     assert type(own) is GatedDeltaNet
+    _check_initial_values(own, megatron)
     keys = KEY_HEADS * KEY
     with torch.no_grad():
         published.norm.weight.uniform_(0.5, 1.5)
@@ -141,6 +163,8 @@ def _by_stand_ins(rank: int, root: Path) -> None:
     sequence, megatron = build_sequence(config, collection.cp), transformer_config(config)
     spec = block_spec(megatron, sequence, transformer_engine=False).layer_specs[0].submodules.self_attention
     layer = build_module(spec, config=megatron, layer_number=1, pg_collection=collection)
+    with pytest.raises(ValueError, match=r"layout=contiguous: expected .*, in which Megatron slices batches"):
+        layer(torch.zeros(LENGTH // 3, 1, HIDDEN))
     packs: Sequence[Sequence[int]] = ((LENGTH,), (29, 1, 1, 32, 27), (30, 30, 30), (1,) * 31 + (4, 55))
     for documents in packs:
         pack = sequence.pack(documents)

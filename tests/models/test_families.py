@@ -19,6 +19,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
 )
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from megatron_longctx.config import ModelConfig, RopeScaling
 from megatron_longctx.models import FAMILIES, Dims, Family, family_of_model, family_of_source, in_file_order
@@ -34,6 +36,12 @@ MODEL = ModelConfig(
     vocab_size=50,
     rope_base=1e4,
 )
+DELTA_NETS: dict[str, Any] = {
+    "qk_norm": True, "zero_centered_norms": True, "attention_output_gate": True, "rotary_percent": 0.5,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+}  # fmt: skip
+SHARED_EXPERT: dict[str, Any] = {"moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 12}
 # Keys that a model of the family must have, keyed by family.
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -51,10 +59,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_layer_freq": "[1,0,1]",
     },
     "qwen3_next": {
-        "qk_norm": True, "zero_centered_norms": True, "attention_output_gate": True, "moe_shared_expert_gate": True,
-        "num_moe_experts": 3, "moe_ffn_hidden_size": 20, "moe_shared_expert_intermediate_size": 12,
-        "moe_layer_freq": "[1,0,1]", "pattern": "GE*-GE", "rotary_percent": 0.5, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3,
+        **DELTA_NETS, **SHARED_EXPERT, "num_moe_experts": 3, "moe_ffn_hidden_size": 20, "moe_layer_freq": "[1,0,1]",
+        "pattern": "GE*-GE",
+    },
+    "qwen3_5_text": {**DELTA_NETS, "pattern": "G-*-G-"},
+    "qwen3_5_moe_text": {
+        **DELTA_NETS, **SHARED_EXPERT, "num_moe_experts": 3, "moe_ffn_hidden_size": 24, "pattern": "GEGE*E",
     },
     "gpt_oss": {
         "activation": "swiglu_oai", "bias": True, "sinks": "learnable", "num_moe_experts": 3, "moe_router_topk": 3,
@@ -172,6 +182,14 @@ def test_harmless_fields_and_nulls_are_ignored(family: Family) -> None:
         ("qwen3_next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0: expected at"),
         ("qwen3_next", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.5: expected 0.2"),
         ("qwen3_next", {"linear_key_head_dim": None}, "linear_key_head_dim=None: expected an integer"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate=False: expected True"),
+        ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type=sigmoid: expected swish"),
+        ("qwen3_5_text", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: expected \[\]"),
+        ("qwen3_5_text", {"text_config": {"num_hidden_layers": 9}}, "text_config.num_hidden_layers=9: expected 3, as"),
+        ("qwen3_5_text", {"audio_config": {}}, "audio_config={}: expected fields that this family is known to have"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob=False: expected True"),
+        ("qwen3_5_moe_text", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
+        ("qwen3_5_moe_text", {"moe_intermediate_size": None}, "moe_intermediate_size=None: expected an integer"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: expected 7.0"),
         ("gpt_oss", {"layer_types": None}, "layer_types=None: expected 3, as num_hidden_layers"),
     ],
@@ -191,6 +209,8 @@ PUBLISHED: dict[str, tuple[Any, set[str]]] = {
     "mixtral": (MixtralConfig, {"output_router_logits"}),
     "qwen3_moe": (Qwen3MoeConfig, {"output_router_logits", "max_window_layers", "sliding_window"}),
     "qwen3_next": (Qwen3NextConfig, {"output_router_logits", "full_attention_interval"}),
+    "qwen3_5_text": (Qwen3_5TextConfig, set()),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, {"output_router_logits"}),
     "gpt_oss": (GptOssConfig, {"output_router_logits"}),
 }
 
@@ -210,6 +230,20 @@ def test_every_field_of_transformers_is_converted_harmless_or_refused(family: Fa
             assert other != model, name
 
 
+@by_name
+def test_absent_fields_have_the_defaults_of_transformers(family: Family) -> None:
+    published, _ = PUBLISHED[family.name]
+    default = published().to_dict() | {"architectures": [family.architectures[0]]}
+    for name in default.keys() - HARMLESS:
+        fields = {key: value for key, value in default.items() if key != name}
+        try:
+            model = family.model_of(fields)
+        except ValueError as error:
+            assert "=None: expected" in str(error), (name, error)
+        else:
+            assert model == family.model_of(published.from_dict(fields).to_dict()), name
+
+
 def test_both_names_of_a_field_may_have_the_same_value() -> None:
     """`transformers` 5 reads the first files of Gemma 3, and writes them with both names."""
     old = {"num_hidden_layers": 6, "sliding_window_pattern": 3, "rope_theta": 2e6, "rope_local_base_freq": 3e4,
@@ -219,6 +253,31 @@ def test_both_names_of_a_field_may_have_the_same_value() -> None:
     model, _ = BY_NAME["gemma3_text"].model_of(written)
     assert (model.window_pattern, model.rope_base, model.window_rope_base) == (3, 2e6, 3e4)
     assert model.rope_scaling.factor == 8.0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_the_fields_of_a_text_model_are_taken_out_of_those_of_one_for_images(name: str, tied: bool) -> None:
+    """The fields are those of published files, also those that `transformers` does not know."""
+    family, (config, _) = BY_NAME[name], PUBLISHED[name]
+    text = config(num_hidden_layers=8, partial_rotary_factor=0.25).to_dict()
+    published = text | {
+        "attn_output_gate": True, "output_gate_type": "swish", "mlp_only_layers": [], "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "full_attention_interval": 4,
+        "intermediate_size": text.get("intermediate_size", 512), "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+            "rope_theta": 1e7, "rope_type": "default"},
+    }  # fmt: skip
+    del published["tie_word_embeddings"]
+    whole = {
+        "architectures": [family.architectures[1]], "model_type": name.removesuffix("_text"), "text_config": published,
+        "vision_config": {"depth": 27}, "image_token_id": 1, "tie_word_embeddings": tied, "language_model_only": False,
+    }  # fmt: skip
+    assert family_of_source(whole) is family
+    model, length = family.model_of(whole)
+    assert (model, length) == family.model_of(published | {"tie_word_embeddings": tied})
+    assert model.pattern == ("GEGEGE*E" if "moe" in name else "G-G-G-*-") and model.tie_embeddings is tied
+    assert (model.rope_base, model.rotary_percent, model.rope_scaling.kind) == (1e7, 0.25, "none")
 
 
 def _other_value(value: Any) -> Any:
@@ -240,7 +299,7 @@ def _other_value(value: Any) -> Any:
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "They cap logits"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Its images are not supported"),
         ({"architectures": ["NemotronHForCausalLM"]}, "Its recurrent layers are of another kind: Mamba-2"),
-        ({"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "Its gated delta nets have separate projections"),
+        ({"architectures": ["OlmoHybridForCausalLM"]}, "Its layers of attention have norms of whole queries and keys"),
     ],
 )
 def test_unknown_architectures_are_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:

@@ -27,6 +27,7 @@ LENGTH = 98
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 512}
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+LINEAR = ["linear_attention"]
 # Sequences are longer than windows, and than the original contexts of scaled RoPE.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
@@ -49,6 +50,13 @@ MODELS: dict[str, dict[str, Any]] = {
                    "shared_expert_intermediate_size": 24, "mlp_only_layers": [2], "linear_num_key_heads": 2,
                    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
                    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12},
+    "qwen3_5_text": {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
+                     "linear_value_head_dim": 12, "layer_types": [*LINEAR, "full_attention", *LINEAR],
+                     "rope_parameters": YARN | {"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}},
+    "qwen3_5_moe_text": {"num_experts": 6, "moe_intermediate_size": 40, "num_experts_per_tok": 3, "head_dim": 32,
+                         "shared_expert_intermediate_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                         "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+                         "num_hidden_layers": 2, "layer_types": ["full_attention", *LINEAR]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "head_dim": 32,
                 "rope_parameters": YARN | {"truncate": False}},
 }  # fmt: skip
@@ -59,7 +67,8 @@ CASES: dict[int, tuple[dict[str, int], ...]] = {
 }
 # Generated tokens, keyed by the number of ranks, for the last of their cases.
 GENERATED = {1: 40, 3: 12, 4: 12}
-FORWARD_ONLY = ("qwen3_next",)  # generation does not support it: its likeliest tokens are those of whole sequences
+# Generation does not support these: their likeliest tokens are those of whole sequences.
+FORWARD_ONLY = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 TOKENS = torch.randint(5, 290, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 
 

@@ -45,12 +45,26 @@ def write_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def write_model(folder: Path, family: str, dtype: torch.dtype, shard_size: str = "5GB", **fields: Any) -> Any:
-    """A random model of a family, with its tokenizer; the model of `transformers` itself comes back."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def write_model(
+    folder: Path,
+    family: str,
+    dtype: torch.dtype,
+    shard_size: str = "5GB",
+    vision: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Any:
+    """A random model of a family, with its tokenizer; the model of `transformers` itself comes back.
+
+    vision: its layers for images, whose family has them.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(len(family))
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | fields), dtype=dtype)
+    if vision is None:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | fields), dtype=dtype)
+    else:
+        config = AutoConfig.for_model(family, text_config=SIZES | fields, vision_config=vision)
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases begin as ones and zeros, which would hide where they are put

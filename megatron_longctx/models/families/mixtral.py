@@ -13,6 +13,7 @@ from ..weights import Weight
 
 def _read(fields: Fields) -> dict[str, Any]:
     fields.expect("router_jitter_noise", 0.0)
+    fields.require("num_key_value_heads")
     keys = common.read(fields, norm_epsilon=1e-5, rope_base=1e6)
     window = common.read_one_window(fields.get("sliding_window", None, int), keys["num_layers"])
     return keys | window | common.read_experts(fields, fields.require("num_local_experts"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,28 +11,34 @@ from .. import common
 from ..common import ATTENTION, FULL, MLP, PUBLISHED_MLP
 from ..family import Family
 from ..fields import RESTORE, Fields, refuse_field
-from ..weights import DELTA, DELTA_CONVOLUTION, GATE_UP, GATED_QKV, Weight
+from ..weights import DELTA, DELTA_CONVOLUTION, GATE_UP, GATED_QKV, Form, Weight
 from . import qwen3_moe
 
+SHARED_WIDTH = "shared_expert_intermediate_size"
 _LINEAR = "linear_attention"
 _PUBLISHED = "model.layers.{layer}.linear_attn."
-_SHARED = "moe_shared_expert_intermediate_size"
+_OF_EXPERTS = {"num_layers", "num_moe_experts", "moe_layer_freq"}
 _QKV = f"{ATTENTION}linear_qkv."
 
 
 def _read(fields: Fields) -> dict[str, Any]:
     common.require_head_sizes(fields)
     keys = common.read(fields, partial_rotary=0.25)
-    keys |= qwen3_moe.read_experts(fields, keys["num_layers"], norm_topk_prob=True)
-    keys[_SHARED] = fields.require("shared_expert_intermediate_size")
+    experts = qwen3_moe.read_experts(fields, keys["num_layers"], norm_topk_prob=True)
+    experts |= {"moe_shared_expert_intermediate_size": fields.require(SHARED_WIDTH)}
+    return keys | experts | read_mixers(fields, keys | experts)
+
+
+def read_mixers(fields: Fields, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the sizes of gated delta nets, and which layers have them. keys: the model's others."""
     sizes = {key: fields.require(key) for key in RECURRENT_KEYS}
     recurrent = _read_layers(fields, keys["num_layers"])
     if not any(recurrent):
         raise refuse_field("layer_types", FULL, f"a layer of {_LINEAR}", "Such models are not known to be published.")
-    of_experts = ModelConfig(**{key: keys[key] for key in ("num_layers", "num_moe_experts", "moe_layer_freq")})
+    of_experts = ModelConfig(**{key: keys[key] for key in _OF_EXPERTS & keys.keys()})
     pairs = ["*G"[mixer] + "-E"[mlp] for mixer, mlp in zip(recurrent, of_experts.expert_layers, strict=True)]
     period = next(n for n in range(1, len(pairs) + 1) if len(pairs) % n == 0 and pairs == pairs[:n] * (len(pairs) // n))
-    return keys | sizes | {"pattern": "".join(pairs[:period])}
+    return sizes | {"pattern": "".join(pairs[:period])}
 
 
 def _read_layers(fields: Fields, num_layers: int) -> list[bool]:
@@ -47,40 +54,51 @@ def _read_layers(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
+    shared = {SHARED_WIDTH: model.moe_shared_expert_intermediate_size}
+    return {**qwen3_moe.write(model), **shared, **write_mixers(model)}
+
+
+def write_mixers(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that `read_mixers` reads, and the share of heads that RoPE rotates."""
     return {
-        **qwen3_moe.write(model),
         **{key: getattr(model, key) for key in RECURRENT_KEYS},
         "layer_types": [_LINEAR if recurrent else FULL for recurrent in model.recurrent_layers],
         "partial_rotary_factor": model.rotary_percent,
-        "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
     }
 
 
 def _weights(model: ModelConfig) -> list[Weight]:
+    projections = ("in_proj_qkvz", "in_proj_ba")
+    return with_mixers([*qwen3_moe.weights(model), *shared_expert_weights()], projections, DELTA)
+
+
+def with_mixers(plain: Sequence[Weight], projections: Sequence[str], form: Form) -> list[Weight]:
+    """Return the weights of a model with gated delta nets, and with output gates of attention.
+
+    Args:
+        plain: of the same model with plain attention in all layers.
+        projections, form: the published names of the delta net's input projections, and their form.
+    """
     weights = []
-    for each in qwen3_moe.weights(model):
+    for each in plain:
         if each.name == f"{_QKV}weight":
             each = replace(each, form=GATED_QKV)
         of_attention = each.name.startswith(ATTENTION) and each.name != f"{_QKV}layer_norm_weight"
         weights.append(replace(each, in_recurrent_layers=False) if of_attention else each)
-    return [*weights, *_delta_net_weights(), *_shared_expert_weights()]
-
-
-def _delta_net_weights() -> list[Weight]:
-    projections = (f"{_PUBLISHED}in_proj_qkvz.weight", f"{_PUBLISHED}in_proj_ba.weight")
+    published = tuple(f"{_PUBLISHED}{name}.weight" for name in projections)
     convolution, shape = (f"{_PUBLISHED}conv1d.weight",), ("delta_mixed", "delta_taps")
-    weights = [
-        Weight(f"{_QKV}weight", projections, ("delta_rows", "hidden"), DELTA),
+    delta_net = [
+        Weight(f"{_QKV}weight", published, ("delta_rows", "hidden"), form),
         Weight(f"{ATTENTION}linear_proj.weight", (f"{_PUBLISHED}out_proj.weight",), ("hidden", "delta_values")),
         Weight(f"{ATTENTION}conv_weight", convolution, shape, DELTA_CONVOLUTION),
         Weight(f"{ATTENTION}decay_log", (f"{_PUBLISHED}A_log",), ("delta_heads",)),
         Weight(f"{ATTENTION}decay_bias", (f"{_PUBLISHED}dt_bias",), ("delta_heads",)),
         Weight(f"{ATTENTION}norm_weight", (f"{_PUBLISHED}norm.weight",), ("delta_value",)),
     ]
-    return [replace(each, in_recurrent_layers=True) for each in weights]
+    return [*weights, *(replace(each, in_recurrent_layers=True) for each in delta_net)]
 
 
-def _shared_expert_weights() -> list[Weight]:
+def shared_expert_weights() -> list[Weight]:
     own, published = f"{MLP}shared_experts.", f"{PUBLISHED_MLP}shared_expert"
     gate_up = (f"{published}.gate_proj.weight", f"{published}.up_proj.weight")
     weights = [
@@ -91,9 +109,8 @@ def _shared_expert_weights() -> list[Weight]:
     return [replace(each, in_expert_layers=True) for each in weights]
 
 
+KEYS = {"qk_norm": True, "zero_centered_norms": True, "attention_output_gate": True}
 FAMILY = Family(
     "qwen3_next", ("Qwen3NextForCausalLM",), _read, _write, _weights,
-    constants={"attention_bias": False},
-    keys={"qk_norm": True, "zero_centered_norms": True, "attention_output_gate": True, "moe_shared_expert_gate": True},
-    dropped="mtp.",
+    constants={"attention_bias": False}, keys=KEYS | {"moe_shared_expert_gate": True}, dropped=("mtp.",),
 )  # fmt: skip
