@@ -79,20 +79,24 @@ def a_pass_that_fails_changes_nothing(engine: LongContextEngine) -> None:
 
 
 def forks_and_dropped_sessions_go_on_from_a_state_that_is_kept(engine: LongContextEngine) -> None:
+    engine.cache_manager.drop_cached()
     parent = engine.open()
     parent.append(PROMPT)
     parent.append(PROMPT[:4])
-    logits, page = engine.next_logits([parent]), engine.cache_manager.page_tokens
-    fork, shorter = parent.fork(), parent.fork(32)
-    assert (fork.cached_tokens, shorter.cached_tokens) == (33 // page * page, (29 // page) * page)
+    logits = engine.next_logits([parent])
+    fork, at_page, shorter = parent.fork(), parent.fork(32), parent.fork(31)
+    assert [each.cached_tokens for each in (fork, at_page, shorter)] == [32, 32, 28]
+    fresh = engine.open()
+    fresh.append(at_page.tokens)
+    torch.testing.assert_close(engine.next_logits([at_page]), engine.next_logits([fresh]))
     torch.testing.assert_close(engine.next_logits([fork]), logits)
     engine.cache_manager.evict(parent.number)
     parent.next_token = None
     torch.testing.assert_close(engine.next_logits([parent]), logits)
-    shorter.append(parent.tokens[32:])
+    shorter.append(parent.tokens[31:])
     torch.testing.assert_close(engine.next_logits([shorter]), logits)
     assert parent.generate(Sampling(max_new_tokens=6)) == fork.generate(Sampling(max_new_tokens=6))
-    for session in (parent, fork, shorter):
+    for session in (parent, fork, at_page, shorter, fresh):
         session.close()
 
 
