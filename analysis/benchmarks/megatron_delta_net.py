@@ -17,12 +17,12 @@ from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_longctx.mcore import delta_rule
 from megatron_longctx.mcore.delta_net import GatedDeltaNet
 from megatron_longctx.mcore.norms import RMSNorm
 from megatron_longctx.mcore.pack import Pack
 from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.mcore.version import copy_spec
+from megatron_longctx.models import delta_rule
 
 
 def with_megatrons(layer: ModuleSpec, sequence: ShardedSequence) -> ModuleSpec:

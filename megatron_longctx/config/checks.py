@@ -193,7 +193,7 @@ def _check_parallelism(config: Config, training: bool) -> None:
         with names_as_keys():
             mode = configured_mode(par)
             mode.layout_of(causal(0), config.layout)
-        if model.recurrent and cp > 1 and par.layout == "auto" and mode.layout != config.layout:
+        if training and model.recurrent and cp > 1 and par.layout == "auto" and mode.layout != config.layout:
             remedy = "Set parallelism.schedule=helper, or parallelism.layout=contiguous to run it unbalanced."
             expected = "one that balances contiguous tokens, which the layers G of model.pattern need"
             raise refuse("parallelism.schedule", par.schedule, expected, remedy)

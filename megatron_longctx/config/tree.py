@@ -199,6 +199,9 @@ class InferenceConfig:
     cache_tokens: int | None = number(None, 1, 10**10)
     # Maximum number of new tokens per sequence computed at once; null: 65,536 per rank, over all sequences.
     prefill_chunk: int | None = number(None, 1, _MAX_COUNT)
+    # States of recurrent layers that every context-parallel rank holds, beside the cache. A sequence takes up to three
+    # while it is computed; the others are for prefixes that later prompts may continue.
+    recurrent_states: int = number(48, 3, 10**6)
     evict: bool = False  # if the cache is full, drop idle sessions and recompute them later, instead of refusing
     # A file with a Jinja template for chats; null: the tokenizer's own, else plain text with one message per
     # line.

@@ -143,6 +143,10 @@ class CacheManager:
     def length(self, session: int) -> int:
         return sum(shard.tokens for shard in self.shards(session))
 
+    def page_numbers(self, session: int) -> list[int]:
+        """Return the numbers of the session's first pages, as far as they are in the index."""
+        return self._held(session).numbers
+
     def held_pages(self, sessions: Iterable[int], rank: int) -> int:
         """Return the number of pages that any of these sessions holds, each counted once."""
         return len(set().union(*(self.shards(session)[rank].pages for session in sessions)))

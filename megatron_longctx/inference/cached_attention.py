@@ -44,6 +44,7 @@ from .paged import (
 from .peer_merge import PeerMerge
 from .quantize_kv import SCALE_BYTES, Int8KV
 from .scores import PromptScorer
+from .states import RecurrentStates
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class CachedAttention:
 
     Attributes:
         on_layer: called before every layer, but not when a CUDA graph is replayed. It may raise to end the pass.
+        states: of the model's recurrent layers; None without any.
 
     Args:
         group: the context-parallel process group, or None for one rank.
@@ -150,6 +152,7 @@ class CachedAttention:
         )
         self._shapes = Shapes(shape.workload, shape.dtype, device, shape.kv, shape.kv)
         self.on_layer: Callable[[], None] = lambda: None
+        self.states: RecurrentStates | None = None
         self._merge: PeerMerge | None = None
         self._passes: dict[int | None, Pass] = {}  # keyed by the window of layers
         self._new_slots: slice | Tensor = slice(0, 0)
@@ -215,6 +218,8 @@ class CachedAttention:
                 "batch", f"of {batch.n} ranks", f"one of {self.world}", "Append to this group's cache manager."
             )
         self._pages = None
+        if self.states is not None:
+            self.states.begin(batch)
         self._passes = {
             window: Pass(
                 Recorder(batch.with_window(window).plan(mode), self.target(joined, window)),

@@ -40,7 +40,8 @@ this way than by plans (analysis/results/inference_rows_h200.md)."""
 _EAGER = 2
 """The steps that run before one is captured: they compile and choose kernels and set up communicators."""
 _ENDS, _TOKEN, _POSITION, _SLOT, _COUNT, _SKIPPED = range(6)
-"""The fields of a step's inputs; one `_SKIPPED` field per window follows the others."""
+"""The fields of a step's inputs; one `_SKIPPED` field per window follows the others, and then the rows of recurrent
+states that are read and written, if there are any."""
 
 
 class Decoder:
@@ -68,7 +69,9 @@ class Decoder:
             self._max_sequences = float("inf")  # in several steps
         self._graphs = self._max_sequences > 0 and _use_graphs(settings.cuda_graphs, self._attention)
         # Without graphs the host's time dominates. Plans divide its work among the ranks as far as it computes.
-        self._takes_prompts = self._graphs or settings.decode == "replicated"
+        # Recurrent layers take a row for a token of another sequence.
+        self._states = self._attention.states
+        self._takes_prompts = self._states is None and (self._graphs or settings.decode == "replicated")
         if self._max_sequences:
             self._attention.allocate_merge(max(MAX_ROWS, self.max_prompt))
         shape = self._attention.shape
@@ -79,7 +82,7 @@ class Decoder:
         self.max_drafted = MAX_ROWS // self._draft_rows if settings.speculate and self._max_sequences else 0
         tiles = max(MAX_ROWS, self.max_prompt // self._tile) if self._max_sequences else 0
         self._windows = tuple(window for window in shape.distinct_windows if window is not None)
-        num_fields = _SKIPPED + len(self._windows)
+        num_fields = _SKIPPED + len(self._windows) + (0 if self._states is None else 2)
         self._inputs = _StepInputs(self._attention.device, tiles, manager.pages_per_rank, num_fields)
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
         logger.info("decode: %s (%s)", self.name, why)
@@ -159,6 +162,8 @@ class Decoder:
         fields = self._inputs.staging(size)
         fields.zero_()
         fields[_SLOT] = self._attention.unused_slot
+        if self._states is not None:
+            fields[-1] = self._states.unused_row
         fields[_TOKEN:, : len(rows)] = torch.tensor(rows).t()
         fields[_ENDS, : len(ends)] = torch.tensor(ends)
         self._inputs.send(size)
@@ -172,18 +177,19 @@ class Decoder:
 
     def _rows(self, chunk: ScheduledChunk, text: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Yield the fields of every new token: its id, position and slot on this rank, the number of its sequence's
-        tokens on this rank up to it, and how many of these precede each window.
+        tokens on this rank up to it, how many of these precede each window, and the rows of recurrent states.
 
         The counts come from the chunk, because the cache manager may have placed later chunks already."""
         rank = self._attention.rank
         here, slots = set(chain.from_iterable(chunk.new_spans[rank])), chain.from_iterable(chunk.new_slots[rank])
         held = sum(map(len, chunk.cached_slots[rank]))
+        states = () if self._states is None else self._states.rows.moves[chunk.session]
         positions, total = (*chunk.cached_positions[rank], *chunk.new_positions(rank)), held + len(here)
         for i, token in enumerate(text):
             held += i in here
             at = chunk.cached + i
             skipped = (total - _count_from(positions, at - window) for window in self._windows)
-            yield token, at, next(slots) if i in here else self._attention.unused_slot, held, *skipped
+            yield token, at, next(slots) if i in here else self._attention.unused_slot, held, *skipped, *states
 
     @torch.no_grad()
     def _compute(self, size: int, tile: int, ends: int) -> tuple[Tensor, Tensor]:
@@ -191,9 +197,11 @@ class Decoder:
         fields, tiles = self._inputs.fields(size), size // tile
         whole = Pages(self._inputs.pages[:tiles], fields[_COUNT], self._cache_manager.page_tokens, tile)
         pages: dict[int | None, Pages] = {None: whole}
-        for window, skipped in zip(self._windows, fields[_SKIPPED:], strict=True):
+        for window, skipped in zip(self._windows, fields[_SKIPPED:], strict=False):
             pages[window] = replace(whole, window_starts=skipped)
         self._attention.begin_replicated(pages, fields[_SLOT])
+        if self._states is not None:
+            self._states.begin_replicated(*fields[-2:])
         logits = self._model.logits(fields[_TOKEN], fields[_POSITION], fields[_ENDS, :ends])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
         if self._attention.world > 1:

@@ -24,6 +24,7 @@ from .decode import Decoder
 from .sampling import Sampling, no_token, not_finite
 from .scores import PromptScorer, Score
 from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
+from .states import StateRows
 
 MAX_RANK_TOKENS = 65536
 """The most new tokens that a rank computes in one pass, over all sequences, unless a chunk is larger. It bounds the
@@ -50,8 +51,7 @@ class LongContextEngine:
     def __init__(
         self, model: CachedModel, manager: CacheManager, chooser: Chooser, settings: InferenceConfig | None = None
     ) -> None:
-        self.model = model
-        self.cache_manager = manager
+        self.model, self.cache_manager = model, manager
         self.settings = settings or InferenceConfig()
         check_inference(self.settings)
         self.rank_tokens = MAX_RANK_TOKENS
@@ -61,6 +61,8 @@ class LongContextEngine:
         self._chooser = chooser
         self._open: dict[int, Session] = {}
         self._clock = 0
+        self._max_tokens = model.max_positions or math.inf
+        self._states = StateRows(0) if model.attention.states is None else model.attention.states.rows
         self._decoder = Decoder(model, manager, self.settings, chooser.mode)
 
     @property
@@ -92,8 +94,14 @@ class LongContextEngine:
 
     def _new_session(self, number: int, salt: int) -> Session:
         session = self._open[number] = Session(self, number, salt)
+        self._cut(session, session.cached_tokens)
         session.exact_chunks = session.cached_tokens // (self.settings.prefill_chunk or 1)
         return session
+
+    def _cut(self, session: Session, tokens: int) -> None:
+        """Drop all but a session's first cached tokens, and with recurrent layers those after the last kept state."""
+        self.cache_manager.truncate(session.number, tokens)
+        self._states.adopt(session.number, self.cache_manager)
 
     @property
     def unit(self) -> int:
@@ -117,20 +125,16 @@ class LongContextEngine:
         cached = min(count, session.cached_tokens if self.exact_chunk is None else session.exact_tokens)
         shared = self.cache_manager.fork(session.number, cached // self.unit * self.unit)
         fork = self._new_session(shared, session.salt)
-        fork.tokens = session.tokens[:count]
-        fork.last_used = session.last_used
+        fork.tokens, fork.last_used = session.tokens[:count], session.last_used
         return fork
 
     def close(self, session: Session) -> None:
         if not session.closed:
             self.cache_manager.close(session.number)
+            self._states.close(session.number)
             del self._open[session.number]
             session.closed = True
             session.next_token = None
-
-    @property
-    def _max_tokens(self) -> float:
-        return self.model.max_positions or math.inf
 
     def append(self, new: Mapping[Session, Sequence[int]]) -> None:
         """Prefill: add tokens to several sessions and compute them in one batch.
@@ -158,9 +162,9 @@ class LongContextEngine:
             self._check_open(session, begun=True)
         self._compute_pending(sessions)
         rows = torch.zeros(len(sessions), self.model.vocab_size, device=self._attention.device)
-        for i, session in enumerate(sessions):
+        for row, session in zip(rows, sessions, strict=True):
             if session.next_token is not None and session.next_token.logits is not None:
-                rows[i] = session.next_token.logits
+                row.copy_(session.next_token.logits)
         return all_reduce_sum(self._attention.group, rows)
 
     def start(self, session: Session, sampling: Sampling, stream: int = 0) -> Generation:
@@ -212,9 +216,9 @@ class LongContextEngine:
         active = [self.start(session, sampling, i) for i, session in enumerate(sessions)]
         if len(set(sessions)) < len(sessions):
             raise refuse("sessions", [s.number for s in sessions], "each one once", "Leave the repeated ones out.")
-        # The last token is returned and not computed.
         if sampling.max_new_tokens == 0:
             return
+        # The last token is returned and not computed.
         self._reserve({s: int(min(sampling.max_new_tokens, self._max_tokens - len(s.tokens))) - 1 for s in sessions})
         while active:
             emitted = self.step(active)
@@ -259,8 +263,7 @@ class LongContextEngine:
         pending: dict[Session, list[int]] = {}
         for session in sessions:
             if session.tokens and session.next_token is None and session.cached_tokens == len(session.tokens):
-                keep = (session.cached_tokens - 1) // self.unit * self.unit
-                self.cache_manager.truncate(session.number, keep)
+                self._cut(session, (session.cached_tokens - 1) // self.unit * self.unit)
             if session.cached_tokens < len(session.tokens):
                 pending[session] = []
         single = all(len(session.tokens) - session.cached_tokens == 1 and session.scores is None for session in pending)
@@ -296,9 +299,7 @@ class LongContextEngine:
     ) -> tuple[ScheduledChunk, ...]:
         """Place new tokens, and evict sessions that are not `busy` until they fit, if evicting is allowed.
 
-        Args:
-            evicted: collects the evicted sessions, so that the caller can restore them if more has to fit and does not.
-                Without it, they are restored here if the tokens do not fit in the end.
+        They are added to `evicted`, for the caller to restore; without it, they are restored here if nothing fits.
         """
         lost = [] if evicted is None else evicted
         while True:
@@ -327,11 +328,14 @@ class LongContextEngine:
         pending = {session: session.tokens[session.cached_tokens :] + tokens for session, tokens in new.items()}
         reused = {session: session.cached_tokens for session in new}
         exact = {session: session.exact_tokens for session in new}
+        cuts = {s: s.cut(len(pending[s]), self.unit) for s in new} if self._states.total else {}
         placed: list[tuple[list[Session], tuple[ScheduledChunk, ...]]] = []
         evicted: list[Evicted] = []
         try:
-            for counts in passes(self.settings, new, pending, self.rank_tokens * self.cache_manager.n):
+            for counts in passes(self.settings, new, pending, self.rank_tokens * self.cache_manager.n, cuts):
                 placed.append((list(counts), self._place(counts, new, evicted)))
+            kept_at = {session.number: reused[session] + cut for session, cut in cuts.items() if cut}
+            self._states.begin([chunks for _, chunks in placed], kept_at, [lost.session.number for lost in evicted])
             evicted = []  # they cannot be restored any more: their pages are overwritten from here on
             next_tokens: dict[Session, NextToken] = {}
             for sessions, chunks in placed:
@@ -347,6 +351,7 @@ class LongContextEngine:
             for _, chunks in reversed(placed):
                 self.cache_manager.undo(chunks)
             self._restore(evicted)
+            self._states.end(False, self.cache_manager)
             raise
         self._clock += 1
         for session, tokens in new.items():
@@ -358,6 +363,7 @@ class LongContextEngine:
             self.cache_manager.name_pages(session.number, session.tokens, exact_tokens)
             if tokens:
                 session.reused_tokens = reused[session]
+        self._states.end(True, self.cache_manager)
 
     def _forward(
         self,
@@ -369,9 +375,9 @@ class LongContextEngine:
     ) -> dict[Session, NextToken]:
         """Run one pass of the model and return the next tokens of sessions that end in it.
 
-        Args:
-            may_replicate: whether the decoder may compute it, whose results depend on which slots hold the tokens.
+        The decoder, whose results depend on which slots hold the tokens, computes it if it `may_replicate`.
         """
+        self._states.move(chunks)
         if may_replicate and self._decoder.takes(chunks, self._chooser.mode != "auto"):
             decoded = self._decoder(chunks, texts)
             self.mode_counts["replicated"] += 1

@@ -16,6 +16,7 @@ from ..core.errors import refuse
 from ..planner.memory import shapes
 from .cached_attention import CacheShape
 from .engine import MAX_RANK_TOKENS
+from .states import StateShape
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +49,19 @@ def weight_bytes(config: Config, vocab_size: int) -> int:
 
 
 def check_cache(config: Config, vocab_size: int, capacity: int) -> None:
-    """Refuse a cache whose part on a rank does not fit beside the weights into the rank's `capacity` bytes.
+    """Refuse a cache whose part on a rank does not fit beside weights and states into the rank's `capacity` bytes.
 
     Raises:
         ValueError: with the tokens of the cache and how many would fit.
     """
     inference, token, weights = config.inference, cache_shape(config).token_bytes, weight_bytes(config, vocab_size)
+    weights, states = weights + _state_bytes(config), " and recurrent states" * config.model.recurrent
     pages = 1 if inference.cache_tokens is None else pages_per_rank(config)
     if weights + pages * inference.page_tokens * token > capacity:
         tokens = inference.cache_tokens
         most = max(0, capacity - weights) // token * config.parallelism.context_parallel_size
         expected = (
-            f"at most {most} tokens, which fit beside {weights / GIB:.1f} GiB of weights into the "
+            f"at most {most} tokens, which fit beside {weights / GIB:.1f} GiB of weights{states} into the "
             f"{capacity / GIB:.1f} GiB that each rank has"
         )
         remedy = "Lower it, inference.max_new_tokens or inference.page_tokens, or use more context-parallel ranks"
@@ -71,7 +73,7 @@ def cache_shape(config: Config) -> CacheShape:
     """Return the cache of one rank, without its layers' windows."""
     model, par = config.model, config.parallelism
     return CacheShape(
-        num_layers=model.num_layers,
+        num_layers=model.recurrent_layers.count(False),
         num_heads=model.num_attention_heads // par.tensor_parallel_size,
         num_kv_heads=max(1, model.num_kv_heads // par.tensor_parallel_size),
         head_dim=model.kv_channels,
@@ -79,6 +81,24 @@ def cache_shape(config: Config) -> CacheShape:
         # A single rank sends nothing, and stays exact.
         int8=config.attention.kv_int8 and par.context_parallel_size > 1,
     )
+
+
+def state_shape(config: Config) -> StateShape:
+    """Return the states of one rank's recurrent layers, of which there may be none."""
+    model, tp = config.model, config.parallelism.tensor_parallel_size
+    return StateShape(
+        layers=sum(model.recurrent_layers),
+        heads=(model.linear_num_value_heads or 0) // tp,
+        key=model.linear_key_head_dim or 0,
+        value=model.linear_value_head_dim or 0,
+        channels=model.delta_net_columns[0] // tp,
+        taps=model.linear_conv_kernel_dim,
+        dtype=cache_shape(config).dtype,
+    )
+
+
+def _state_bytes(config: Config) -> int:
+    return config.inference.recurrent_states * state_shape(config).row_bytes
 
 
 def pages_per_rank(config: Config) -> int:
@@ -105,7 +125,7 @@ def free_pages(config: Config, length: int, device: torch.device) -> int:
     page_bytes, pages = config.inference.page_tokens * cache_shape(config).token_bytes, 2**31
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(device)[0] // ranks_per_gpu() - _activation_bytes(config)
+        free = torch.cuda.mem_get_info(device)[0] // ranks_per_gpu() - _activation_bytes(config) - _state_bytes(config)
         share, what = _DEVICE_SHARE, "memory that is free beside activations"
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dist.get_world_size()
@@ -131,5 +151,9 @@ def _activation_bytes(config: Config) -> int:
         width = model.moe_router_topk * model.expert_width + (model.moe_shared_expert_intermediate_size or 0)
     shape = cache_shape(config)
     columns = (model.fc1_columns + 1) * width // par.tensor_parallel_size + 6 * model.hidden_size
-    attention = shape.num_heads * shape.head_dim * (2 * shape.dtype.itemsize + 8)
-    return MAX_RANK_TOKENS * (columns * shape.dtype.itemsize + attention)
+    mixer = shape.num_heads * shape.head_dim * (2 * shape.dtype.itemsize + 8)
+    if model.recurrent:  # tokens before and after the convolution, in fp32 inside; queries, keys, values and outputs
+        states = state_shape(config)
+        rule = states.heads * (3 * states.key + 4 * states.value)
+        mixer = max(mixer, 2 * states.channels * (shape.dtype.itemsize + 4) + rule * shape.dtype.itemsize)
+    return MAX_RANK_TOKENS * (columns * shape.dtype.itemsize + mixer)

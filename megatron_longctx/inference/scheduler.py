@@ -287,6 +287,7 @@ class Scheduler:
             self._close(session, coming)
             return None if waits else False
         session.scores = None if top is None else PromptScores(prompt, top)
+        session.keep_at = (len(prompt) - 1) // self.engine.unit * self.engine.unit
         self._active[request.number] = _Active(request, session, prompt[cached:], pages, cached, coming)
         return True
 
@@ -306,6 +307,8 @@ class Scheduler:
         unit = self.engine.unit
         for active in self._active.values():
             end = (active.session.cached_tokens // unit + 1) * unit
+            if self.engine.model.attention.states is not None:  # a prefix is found only where its state is kept
+                end = max(end, active.session.keep_at or 0)
             alike = active.request.salt == request.salt and active.session.scores is None
             if active.left and alike and end < len(request.prompt):
                 # The last tokens first, which are the likeliest to differ.

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise, zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy
@@ -76,6 +77,7 @@ class Session:
         self.next_token: NextToken | None = None  # None: no rank has its logits
         self.ahead: list[tuple[int, NextToken]] = []  # drafted tokens that are cached, and what follows each
         self.exact_chunks = 0  # see `exact_tokens`
+        self.keep_at: int | None = None  # tokens after which a recurrent state is kept; None: before every last page
         self.scores: PromptScores | None = None  # set before the first tokens to collect them
         self._engine = engine
 
@@ -91,6 +93,13 @@ class Session:
         continues, bit for bit, as if it had computed them itself."""
         chunk = self._engine.settings.prefill_chunk or 1
         return min(self.exact_chunks, self.cached_tokens // chunk) * chunk
+
+    def cut(self, new: int, unit: int) -> int:
+        """Return how many of the `new` tokens that follow the cached ones come before the place where a state is kept;
+        0 if it is not among them."""
+        end = self.cached_tokens + new
+        at = (end - 1) // unit * unit if self.keep_at is None else self.keep_at
+        return at - self.cached_tokens if self.cached_tokens < at <= end else 0
 
     def resume(self, text: Sequence[int]) -> None:
         """Take the next tokens of a text, which were cached without having been computed here."""
@@ -240,7 +249,11 @@ class Generation:
 
 
 def passes(
-    settings: InferenceConfig, new: Mapping[Session, list[int]], pending: Mapping[Session, list[int]], most: int
+    settings: InferenceConfig,
+    new: Mapping[Session, list[int]],
+    pending: Mapping[Session, list[int]],
+    most: int,
+    cuts: Mapping[Session, int],
 ) -> Iterator[dict[Session, int]]:
     """Yield the passes of the model in order, as the number of tokens that each of their sessions computes.
 
@@ -252,19 +265,22 @@ def passes(
         new: the tokens that are being appended.
         pending: all tokens to compute.
         most: the most tokens of a pass, over all sessions, unless a chunk is larger.
+        cuts: how many first tokens of `pending` end with a pass.
     """
     together = [list(pending)]
     if settings.exact_reuse:
         decoding = [session for session, tokens in pending.items() if len(tokens) == 1 and not new[session]]
         together = [[session] for session in pending if session not in decoding] + [decoding] * bool(decoding)
-    size = settings.prefill_chunk or most
+    pieces = {}
+    for session, tokens in pending.items():
+        ends = {*range(0, len(tokens), settings.prefill_chunk or most), cuts.get(session, 0), len(tokens)}
+        pieces[session] = [stop - start for start, stop in pairwise(sorted(ends))]
     for sessions in together:
-        for start in range(0, max(len(pending[session]) for session in sessions), size):
+        for counts in zip_longest(*(pieces[session] for session in sessions), fillvalue=0):
             taken: dict[Session, int] = {}
             room = most
-            for session in sessions:
-                count = min(len(pending[session]) - start, size)
-                if count <= 0:
+            for session, count in zip(sessions, counts, strict=True):
+                if not count:
                     continue
                 if taken and count > room:
                     yield taken

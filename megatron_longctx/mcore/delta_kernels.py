@@ -7,6 +7,7 @@ package's function that describes the ranks needs equal numbers of tokens; the k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,6 +82,18 @@ def gated_delta_rule(
         for row in range(len(q))
     ]
     return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def chunked(
+    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the rule for one document with a batch of 1, a `delta_rule.Kernel` without gradients."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    assert len(lengths) == len(q) == 1
+    inputs = (x.contiguous() for x in (q, k, v, g, beta))
+    out, last = chunk_gated_delta_rule(*inputs, initial_state=state.contiguous(), output_final_state=True)
+    return out, last
 
 
 def gated_norm(x: Tensor, gates: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -9,6 +9,7 @@ weights do not depend on their number.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from torch.nn import functional
 
 from ..core.errors import refuse
 from ..core.kernels.no_grad import first_order
-from . import delta_kernels, delta_rule
+from ..inference.states import RecurrentStates
+from ..models import delta_rule
+from . import delta_kernels
 from .pack import Pack
 from .sequence import ShardedSequence
 from .version import copy_spec
@@ -43,6 +46,10 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
 
     Sizes are the configuration's `linear_*` fields.
 
+    Attributes:
+        states: of inference, set once the layer is built; then a call gets new tokens, for which `states` has begun.
+        number: of the layer in `states`.
+
     Args:
         submodules: of attention; `linear_qkv` and `linear_proj` are used.
         sequence: shared by all layers of the model.
@@ -61,6 +68,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         self.layer_number, self._sequence = layer_number, sequence
+        self.states: RecurrentStates | None = None
+        self.number = 0
         self.tp_group, self._cp = pg_collection.tp, pg_collection.cp
         self._key, self._value = config.linear_key_head_dim, config.linear_value_head_dim
         self._heads = config.linear_num_key_heads
@@ -110,27 +119,30 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         """Run the layer: `[s, b, h]` to the same, and the output projection's bias.
 
         Args:
-            packed_seq_params: see `ShardedSequence.pack_of`.
+            packed_seq_params: see `ShardedSequence.pack_of`; not read if there are `states`.
 
         Raises:
             ValueError: a call of Megatron's inference, or a sequence that ranks do not hold in order.
         """
         if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
-            remedy = "The cache has no recurrent states yet: gated delta nets support training and evaluation."
+            remedy = "Its caches have no states over ranks; use `mcore.inference.build_engine`."
             raise refuse("inference_context", "given", "None with gated delta nets", remedy)
         mixed, _ = self.linear_qkv(hidden_states)
         tokens, batch = mixed.shape[:2]
-        packed = kwargs.get("packed_seq_params")
-        pack = self._sequence.pack_of(packed, tokens)
-        self._sequence.check_slices(pack, packed)
+        pack, packed = None, kwargs.get("packed_seq_params")
+        if self.states is None:
+            pack = self._sequence.pack_of(packed, tokens)
+            self._sequence.check_slices(pack, packed)
         sizes = [self._mixed, self._shared * self._value, self._shared, self._shared]
         mixed, gates, beta, decay = torch.split(mixed.view(tokens, batch, -1, sum(sizes)), sizes, dim=-1)
-        # fla-core promises no equal bits from run to run; fp32 is for comparisons, which torch computes exactly.
-        bits16 = mixed.is_cuda and mixed.dtype.itemsize == 2
-        fast = bits16 and not self._sequence.attention.deterministic and pack.place.whole
-        compute = self._by_kernels if fast else self._by_torch
+        fast = self._uses_kernels(mixed) and pack is not None and pack.place.whole
+        compute: Callable[..., Tensor] = self._by_kernels if fast else self._by_torch
         out = compute(mixed.flatten(2), gates, beta.flatten(2), decay.flatten(2), pack)
         return self.linear_proj(out.reshape(tokens, batch, -1))  # type: ignore[no-any-return]
+
+    def _uses_kernels(self, x: Tensor) -> bool:
+        """Whether fla-core computes: it promises no equal bits from run to run, and fp32 is for comparisons."""
+        return x.is_cuda and x.dtype.itemsize == 2 and not self._sequence.attention.deterministic
 
     def _by_kernels(self, mixed: Tensor, gates: Tensor, beta: Tensor, decay: Tensor, pack: Pack) -> Tensor:
         """Compute all between the projections by the kernels of fla-core; `[s, b, ...]` each."""
@@ -141,26 +153,36 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         gates = gates.transpose(0, 1).reshape(out.shape)
         return delta_kernels.gated_norm(out, gates, self._norm_weight(), self.config.layernorm_epsilon).transpose(0, 1)
 
-    def _by_torch(self, mixed: Tensor, gates: Tensor, beta: Tensor, decay: Tensor, pack: Pack) -> Tensor:
-        """Compute all between the projections in torch; `[s, b, ...]` each."""
-        halo = self._halo(mixed, pack)
-        before = mixed.new_zeros(self.conv_weight.shape[1] - 1, *mixed.shape[1:]) if halo is None else halo
-        mixed = delta_rule.convolved(mixed, before, self.conv_weight, pack.positions(mixed.device))
+    def _by_torch(self, mixed: Tensor, gates: Tensor, beta: Tensor, decay: Tensor, pack: Any) -> Tensor:
+        """Compute all between the projections in torch, over `states` if there are any; `[s, b, ...]` each."""
+        if self.states is not None:
+            mixed = self.states.convolved(self.number, mixed, self.conv_weight)
+        else:
+            halo = self._halo(mixed, pack)
+            before = mixed.new_zeros(self.conv_weight.shape[1] - 1, *mixed.shape[1:]) if halo is None else halo
+            mixed = delta_rule.convolved(mixed, before, self.conv_weight, pack.positions(mixed.device))
         q, k, v = self._heads_of(functional.silu(mixed))
         q, k = (_normalized(x).repeat_interleave(self._shared, dim=2) for x in (q, k))
         # A copy: a view would keep the whole projection until backward.
         gates = gates.reshape(v.shape).contiguous()
         rule = [x.transpose(0, 1).contiguous() for x in (q, k, v, *self._gates(beta, decay))]
-        place = pack.place
-        own = delta_rule.section(place.lengths, place.continues, delta_rule.chunked, *rule)
-        out = own.out
-        if place.exchanges:
-            lasts = self._gathered(own.last.unsqueeze(0))
-            out = _Joint.apply(delta_rule.finish(own, lasts, place.first_rank, place.rank), lasts)  # type: ignore[no-untyped-call]
+        if self.states is not None:
+            kernel = delta_kernels.chunked if self._uses_kernels(mixed) else delta_rule.chunked
+            out = self.states.rule(self.number, kernel, *rule)
+        else:
+            out = self._over_ranks(rule, pack.place)
         wide, epsilon = torch.promote_types(out.dtype, torch.float32), self.config.layernorm_epsilon
         out, weight = out.transpose(0, 1).to(wide), self._norm_weight().to(wide)
         normed = functional.rms_norm(out, out.shape[-1:], weight, epsilon)
         return (normed * functional.silu(gates.to(wide))).to(gates.dtype)
+
+    def _over_ranks(self, rule: Sequence[Tensor], place: delta_rule.Place) -> Tensor:
+        """Return the rule's outputs `[b, s, h, v]`."""
+        own = delta_rule.section(place.lengths, place.continues, delta_rule.chunked, *rule)
+        if not place.exchanges:
+            return own.out
+        lasts = self._gathered(own.last.unsqueeze(0))
+        return _Joint.apply(delta_rule.finish(own, lasts, place.first_rank, place.rank), lasts)  # type: ignore[no-any-return, no-untyped-call]
 
     def _heads_of(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Divide the last dimension into queries and keys of the key heads, and values of the value heads."""

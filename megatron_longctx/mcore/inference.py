@@ -6,6 +6,7 @@ Megatron's own inference refuses context parallelism, so the model runs a plain 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,16 +25,18 @@ from ..config import Config, ModelConfig, ParallelismConfig, RecomputeConfig, tr
 from ..config.cluster import GIB
 from ..core.errors import refuse
 from ..core.plans.mask import Window
-from ..inference.cache_manager import CacheManager
+from ..inference.cache_manager import MAX_CONTIGUOUS, CacheManager
 from ..inference.cached_attention import CachedAttention
 from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
-from ..inference.memory import cache_shape, free_pages, pages_per_rank, with_shared_weights
+from ..inference.memory import cache_shape, free_pages, pages_per_rank, state_shape, with_shared_weights
 from ..inference.scores import PromptScorer
+from ..inference.states import RecurrentStates
 from ..lowbit.crossover import Timings
 from ..lowbit.reduction import ReductionPolicy
 from . import checkpoint
 from .core_attention import layer_window
+from .delta_net import GatedDeltaNet
 from .direct import AttentionFn, DirectLayer, why_not_direct
 from .fp8_weights import check_fp8, quantize_layers, stored_bytes
 from .groups import share_weights
@@ -57,13 +60,13 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
     """Attention over the cache, in place of a built layer's core attention.
 
     Attributes:
-        layer: the layer's number, from 0.
+        layer: the layer's number among those with attention, from 0.
         rotations: RoPE of the current pass's new tokens, or None.
     """
 
-    def __init__(self, original: Any, attention: CachedAttention, shares: SharedWeights | None) -> None:
+    def __init__(self, original: Any, layer: int, attention: CachedAttention, shares: SharedWeights | None) -> None:
         super().__init__(config=original.config)
-        self.layer = original.layer_number - 1
+        self.layer = layer
         window, expected = original.window[0], attention.shape.window(self.layer)
         if window != expected:
             remedy = "Build the cache with the windows of the model's layers."
@@ -109,10 +112,16 @@ class CachedGPT:
         self.max_positions = max_positions
         self.attention = attention
         self._gpt, self._shares = gpt, shares
+        self._cores: list[CachedCoreAttention] = []
+        self._mixers: list[CachedCoreAttention | GatedDeltaNet] = []
         for layer in gpt.decoder.layers:
-            inner = layer.self_attention
-            inner.core_attention = CachedCoreAttention(inner.core_attention, attention, shares)
-        self._cores = [layer.self_attention.core_attention for layer in gpt.decoder.layers]
+            inner, number = layer.self_attention, len(self._cores)
+            if isinstance(inner, GatedDeltaNet):
+                inner.states, inner.number = attention.states, len(self._mixers) - number
+            else:
+                inner.core_attention = CachedCoreAttention(inner.core_attention, number, attention, shares)
+                self._cores.append(inner.core_attention)
+            self._mixers.append(inner if isinstance(inner, GatedDeltaNet) else inner.core_attention)
         gpt.post_process = False  # return hidden states: the logits of all tokens of a long prompt would not fit
         gpt.eval()
         self._layers = self._direct_layers(gpt)
@@ -220,10 +229,13 @@ class CachedGPT:
         shape, device = self.attention.shape, self.attention.device
         q = torch.empty(0, 1, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
         kv = torch.empty(0, 1, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
-        for number, core in enumerate(self._cores):
+        for number, mixer in enumerate(self._mixers):
             if self._shares is not None:
                 self._shares.layer(number)
-            core(q, kv, kv)
+            if isinstance(mixer, CachedCoreAttention):
+                mixer(q, kv, kv)
+            elif mixer.states is not None:
+                mixer.states.without_tokens(mixer.number, mixer.conv_weight)
 
 
 def inference_config(config: Config) -> Config:
@@ -238,12 +250,9 @@ def inference_config(config: Config) -> Config:
     if config.model.latent:
         remedy = "MLA supports training and evaluation by `loss_by_position` only."
         raise refuse("model.kv_lora_rank", config.model.kv_lora_rank, "null for inference", remedy)
-    if config.model.recurrent:
-        remedy = (
-            "The cache has no recurrent states and no tokens of convolutions yet: gated delta nets support training "
-            "and evaluation by `loss_by_position` only."
-        )
-        raise refuse("model.pattern", config.model.pattern, "null or without G for inference", remedy)
+    if all(config.model.recurrent_layers):
+        remedy = "Without attention there is no cache: train and evaluate it by `loss_by_position`."
+        raise refuse("model.pattern", config.model.pattern, "a layer * for inference", remedy)
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if config.inference.transport == "peer":
             raise refuse("inference.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
@@ -333,11 +342,14 @@ def build_engine(
     gpt, tokenizer = load_model(of_model, groups, build_sequence(of_model, groups.cp), checkpoints, iteration)
     longest = inference.max_model_len or config.data.seq_length
     pages = free_pages(config, longest, device) if inference.cache_tokens is None else pages_per_rank(config)
-    manager = CacheManager(n, pages, inference.page_tokens, repeatable=inference.exact_reuse)
-    windows = tuple(layer_window(gpt.config, number)[0] for number in range(1, model.num_layers + 1))
-    shape = replace(cache_shape(config), windows=windows)
+    contiguous = sys.maxsize if model.recurrent else MAX_CONTIGUOUS  # recurrent layers read tokens in order
+    manager = CacheManager(n, pages, inference.page_tokens, contiguous, repeatable=inference.exact_reuse)
+    numbers = (number for number, recurrent in enumerate(model.recurrent_layers, 1) if not recurrent)
+    shape = replace(cache_shape(config), windows=tuple(layer_window(gpt.config, number)[0] for number in numbers))
     slots, kernel = manager.slots_per_rank, config.attention.kernel
     attention = CachedAttention(cache_group, shape, slots, device, kernel, inference.transport, shared is not None)
+    if model.recurrent:
+        attention.states = RecurrentStates(cache_group, state_shape(config), inference.recurrent_states, device)
     most = inference.max_model_len
     if model.position_embedding == "learned":
         most = min(most or config.data.seq_length, config.data.seq_length)

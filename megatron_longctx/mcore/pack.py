@@ -17,7 +17,7 @@ from ..core.errors import refuse
 from ..core.layout import Layout
 from ..core.plans import Mask, mask
 from ..core.plans.mask import Window
-from .delta_rule import Place
+from ..models.delta_rule import Place
 
 T = TypeVar("T")
 UNBOUNDED: Window = (None, None)

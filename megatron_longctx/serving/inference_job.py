@@ -33,7 +33,14 @@ from ..mcore.model import RETRAINABLE, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..training.compose import RESOLVED, check_names, load_config, override_config
 from ..training.local_ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
-from ..training.preflight import check_kernel, check_saved_weights, device_bytes, device_type, host_bytes
+from ..training.preflight import (
+    check_delta_kernels,
+    check_kernel,
+    check_saved_weights,
+    device_bytes,
+    device_type,
+    host_bytes,
+)
 from ..training.rendezvous import RankInfo, connect_store, host_store, join_group, listen, rendezvous_store
 from ..training.signals import blocked
 
@@ -159,6 +166,7 @@ def build_job(
     job = InferenceJob(config, run / "checkpoints", iteration, options)
     device = device_type(config)
     check_kernel(config, device)
+    check_delta_kernels(config, device, backward=False)
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # the choice of modes will need it: refuse it here if it cannot be read

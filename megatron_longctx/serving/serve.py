@@ -25,6 +25,7 @@ from ..inference.host_cache import HostCache
 from ..inference.pace import Pace
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Request, Scheduler
+from ..inference.states import ROWS_OF_SEQUENCE
 from ..inference.warm_up import warm_up
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize, max_token_chars
 from ..models.chat import load_chat
@@ -77,6 +78,10 @@ def job_of(words: Sequence[str]) -> InferenceJob:
     job = build_job(own, settings, os.path.basename(os.path.abspath(own.get("checkpoint", ""))))  # also a name for `.`
     refuse_unread(settings)
     build_access(job.config.serve, os.environ)
+    most = job.config.inference.recurrent_states // ROWS_OF_SEQUENCE
+    if job.config.model.recurrent and job.config.serve.max_active > most:
+        expected = f"at most {most}, a third of inference.recurrent_states"
+        raise refuse("serve.max_active", job.config.serve.max_active, expected, "Lower it, or raise the other.")
     data = job.config.data
     load_chat(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
     check_memory(job)

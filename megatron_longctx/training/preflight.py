@@ -89,9 +89,7 @@ def check(config: Config, world_size: int) -> tuple[int | None, Identity]:
         _check_fp8(config, device)
     if config.model.builder == "hybrid":
         require_hybrid_model()
-    fast = device == "cuda" and config.train.precision == "bf16" and not config.attention.deterministic
-    if config.model.recurrent and fast:
-        _check_delta_kernels(config.model.pattern)
+    check_delta_kernels(config, device)
     check_mode(config, config.data.seq_length, "data.seq_length", needs_tokens=config.data.packing != "best_fit")
     check_corpus(config.data)
     if config.train.eval_interval is not None:
@@ -141,13 +139,21 @@ def _check_fp8(config: Config, device: str) -> None:
     require_fp8(fp8)
 
 
-def _check_delta_kernels(pattern: str | None) -> None:
-    """Refuse layers G on GPUs without fla-core, or with a Triton with which its gradients are wrong there."""
+def check_delta_kernels(config: Config, device: str, backward: bool = True) -> None:
+    """Refuse layers G on GPUs without fla-core, or for `backward` with a Triton with which gradients are wrong."""
+    fast, pattern = device == "cuda" and config.train.precision == "bf16", config.model.pattern
+    if not (config.model.recurrent and fast) or config.attention.deterministic:
+        return
     if importlib.util.find_spec("fla") is None:
         expected = "null without the package fla-core, whose kernels compute layers G on GPUs"
         remedy = "Run pip install fla-core, which is part of the extra gpu."
         raise refuse("model.pattern", pattern, expected, remedy)
-    if for_other_nodes() or importlib.util.find_spec("tilelang") or torch.cuda.get_device_capability()[0] != 9:
+    if (
+        not backward
+        or for_other_nodes()
+        or importlib.util.find_spec("tilelang")
+        or torch.cuda.get_device_capability()[0] != 9
+    ):
         return
     # fla-org/flash-linear-attention#640: fla-core itself refuses them, but only in the first backward pass.
     if Version("3.4") <= Version(found := version("triton")) < Version("3.7.1"):

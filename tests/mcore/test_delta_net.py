@@ -16,11 +16,12 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
-from megatron_longctx.mcore import delta_rule, groups
+from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.delta_net import GatedDeltaNet, _normalized
 from megatron_longctx.mcore.model import transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.spec import block_spec
+from megatron_longctx.models import delta_rule
 from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.training import tiny_config
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.mcore.delta_kernels import gated_delta_rule
-from megatron_longctx.mcore.delta_rule import Place, chunked, convolved, finish, section
 from megatron_longctx.mcore.pack import Pack
+from megatron_longctx.models.delta_rule import Place, chunked, convolved, finish, section
 
 BATCH, HEADS, KEY, VALUE, TAPS = 2, 3, 8, 5, 4
 

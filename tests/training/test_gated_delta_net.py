@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_longctx.config.gpus import other_nodes
-from megatron_longctx.mcore.inference import inference_config
 from megatron_longctx.mcore.version import RELEASE
 from megatron_longctx.planner.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
@@ -96,11 +95,9 @@ def test_settings_that_recurrent_layers_exclude_are_refused(
         tiny_config(tmp_path, "refused", {**HYBRID, **settings})
 
 
-def test_packs_are_contiguous_and_inference_is_refused(tmp_path: Path) -> None:
+def test_packs_are_contiguous(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {**HYBRID, CP: 2, "data.packing": "best_fit"})
     assert (config.layout, config.parallelism.layout) == ("contiguous", "auto")
-    with pytest.raises(ValueError, match=r"model.pattern=G-\*-: expected null or without G for inference"):
-        inference_config(config)
 
 
 def test_flops_of_a_recurrent_layer_grow_with_tokens_alone(tmp_path: Path) -> None:
@@ -124,15 +121,22 @@ def test_flops_of_a_recurrent_layer_grow_with_tokens_alone(tmp_path: Path) -> No
     ],
 )
 def test_wrong_gradients_of_kernels_are_refused(
-    monkeypatch: pytest.MonkeyPatch, triton: str, capability: tuple[int, int], packages: tuple[str, ...], refused: bool
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    triton: str,
+    capability: tuple[int, int],
+    packages: tuple[str, ...],
+    refused: bool,
 ) -> None:
+    config = tiny_config(tmp_path, "run", {**HYBRID, "train.precision": "bf16"})
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name in packages or None)
     monkeypatch.setattr(preflight, "version", lambda name: triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     with other_nodes(8):
-        preflight._check_delta_kernels("G-*-")
+        preflight.check_delta_kernels(config, "cuda")
+    preflight.check_delta_kernels(config, "cuda", backward=False)
     if not refused:
-        preflight._check_delta_kernels("G-*-")
+        preflight.check_delta_kernels(config, "cuda")
         return
     with pytest.raises(ValueError, match=f"model.pattern=G-.*null on Hopper with Triton {triton}.*triton>=3.7.1"):
-        preflight._check_delta_kernels("G-*-")
+        preflight.check_delta_kernels(config, "cuda")

@@ -37,7 +37,7 @@ Kernel = Callable[[Sequence[int], Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 returns the outputs `[b, s, h, v]` in v's dtype, and the state after the last token."""
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def precision(x: Tensor) -> torch.dtype:
     """Return the precision inside: at least fp32, and fp64 on CPUs, whose results are the reference of all others."""
     return torch.promote_types(x.dtype, torch.float32) if x.is_cuda else torch.float64
 
@@ -71,7 +71,7 @@ class _Chunked(torch.autograd.Function):
 def _chunked(
     lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    tokens, wide = q.shape[1], _wide(q)
+    tokens, wide = q.shape[1], precision(q)
     documents = torch.arange(len(lengths), device=q.device).repeat_interleave(torch.tensor(lengths, device=q.device))
     missing = -tokens % CHUNK  # further tokens of the last document, which change nothing
     documents = functional.pad(documents, (0, missing), value=len(lengths) - 1).view(-1, CHUNK)
@@ -116,7 +116,15 @@ class Section(NamedTuple):
 
 
 def section(
-    lengths: Sequence[int], continues: bool, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    lengths: Sequence[int],
+    continues: bool,
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
 ) -> Section:
     """Compute a rank's section; it exchanges nothing.
 
@@ -124,15 +132,16 @@ def section(
         lengths: of the parts of documents in this section.
         continues: whether the first one began in an earlier section.
         q, k, v, g, beta: as for a `Kernel`, but s may be 0.
+        state: from which the first one goes on if it began in no earlier section; None for zeros.
     """
     (batch, _, heads, rows), columns = k.shape, v.shape[-1]
-    states = torch.zeros(batch, heads, rows, columns + rows, dtype=_wide(q), device=q.device)
+    states = torch.zeros(batch, heads, rows, columns + rows, dtype=precision(q), device=q.device)
     if continues or not lengths:
         states[..., columns:].diagonal(dim1=-2, dim2=-1).fill_(1)
     if not lengths:
         return Section(v, None, states)
     if not continues:
-        out, last = kernel(lengths, states[..., :columns], q, k, v, g, beta)
+        out, last = kernel(lengths, states[..., :columns] if state is None else state, q, k, v, g, beta)
         return Section(out, None, functional.pad(last, (0, rows)))
     first, *others = lengths
     inputs = [torch.split(x, [first, sum(others)], dim=1) for x in (q, k, v, g, beta)]
@@ -156,14 +165,39 @@ def finish(own: Section, lasts: Tensor, first: int, rank: int) -> Tensor:
     """
     if own.queries is None:
         return own.out
-    columns = own.out.shape[-1]
-    state, *later = lasts[first:rank, ..., :columns].unbind(0)
-    for number, last in enumerate(later, first + 1):
-        state = last + lasts[number, ..., columns:] @ state
+    state = joined(lasts[first:rank], own.out.shape[-1])
     tokens = own.queries.shape[1]
     read = torch.einsum("bshk,bhkv->bshv", own.queries.to(state.dtype), state)
     head, tail = torch.split(own.out, [tokens, own.out.shape[1] - tokens], dim=1)
     return torch.cat(((head + read).to(head.dtype), tail), dim=1)
+
+
+def joined(lasts: Tensor, columns: int) -> Tensor:
+    """Return the state `[b, h, k, v]` after sections of a document, the first of which begins it.
+
+    Args:
+        lasts: their `Section.last`, `[n, b, h, k, v + k]`.
+        columns: v.
+    """
+    state, *later = lasts.unbind(0)
+    state = state[..., :columns]
+    for last in later:
+        state = last[..., :columns] + last[..., columns:] @ state
+    return state
+
+
+def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the rule for a token of each of b sequences; return the outputs `[b, h, v]` and the states after it.
+
+    Args:
+        state: the states before it, `[b, h, k, v]` in fp32.
+        q, k, v, g, beta: as for a `Kernel`, without s.
+    """
+    q, k, v = (x.to(state.dtype) for x in (q, k, v))
+    state = g.exp()[..., None, None] * state
+    correction = beta.unsqueeze(-1) * (v - torch.einsum("bhkv,bhk->bhv", state, k))
+    state = state + k.unsqueeze(-1) * correction.unsqueeze(-2)
+    return torch.einsum("bhkv,bhk->bhv", state, q) * k.shape[-1] ** -0.5, state
 
 
 def convolved(x: Tensor, before: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
@@ -185,7 +219,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(whole, weight, positions)
         taps, tokens, total, positions = weight.shape[1], len(positions), whole.new_zeros(()), positions.view(-1, 1, 1)
         for tap in range(taps):
-            product = whole[tap : tap + tokens].to(_wide(whole)) * weight[:, tap]
+            product = whole[tap : tap + tokens].to(precision(whole)) * weight[:, tap]
             total = total + product.masked_fill(positions < taps - 1 - tap, 0)
         return total.to(whole.dtype)
 
@@ -193,7 +227,7 @@ class _Convolution(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         whole, weight, positions = ctx.saved_tensors
-        taps, tokens, wide, positions = weight.shape[1], len(positions), _wide(whole), positions.view(-1, 1, 1)
+        taps, tokens, wide, positions = weight.shape[1], len(positions), precision(whole), positions.view(-1, 1, 1)
         grad_whole = torch.zeros_like(whole, dtype=wide)
         grad_weight = torch.empty_like(weight, dtype=wide)
         for tap in range(taps):
