@@ -54,7 +54,7 @@ class LongContextEngine:
         self.cache_manager = manager
         self.settings = settings or InferenceConfig()
         check_inference(self.settings)
-        self.rank_tokens = MAX_RANK_TOKENS
+        self.rank_tokens = int(min(MAX_RANK_TOKENS, manager.pass_tokens))
         self.grammars: Grammars | None = None
         self.mode_counts: Counter[str] = Counter()
         self._attention = model.attention
@@ -115,7 +115,7 @@ class LongContextEngine:
         if not 0 <= count <= total:
             raise refuse("tokens", count, f"at most the {total} of session {session.number}", "Take fewer.")
         cached = min(count, session.cached_tokens if self.exact_chunk is None else session.exact_tokens)
-        shared = self.cache_manager.fork(session.number, cached // self.unit * self.unit)
+        shared = self.cache_manager.fork(session.number, cached // self.unit * self.unit, self.unit)
         fork = self._new_session(shared, session.salt)
         fork.tokens = session.tokens[:count]
         fork.last_used = session.last_used
@@ -259,7 +259,7 @@ class LongContextEngine:
         for session in sessions:
             if session.tokens and session.next_token is None and session.cached_tokens == len(session.tokens):
                 keep = (session.cached_tokens - 1) // self.unit * self.unit
-                self.cache_manager.truncate(session.number, keep)
+                self.cache_manager.truncate(session.number, keep, self.unit)
             if session.cached_tokens < len(session.tokens):
                 pending[session] = []
         single = all(len(session.tokens) - session.cached_tokens == 1 and session.scores is None for session in pending)
@@ -288,10 +288,14 @@ class LongContextEngine:
     def _reserve(self, more: Mapping[Session, int]) -> None:
         """Check that `more[session]` further tokens of every session will fit, evicting others if that is allowed."""
         counts = {s: len(s.tokens) - s.cached_tokens + count for s, count in more.items()}
-        self.cache_manager.undo(self._place({s: count for s, count in counts.items() if count}, more))
+        self._place({s: count for s, count in counts.items() if count}, more, only_check=True)
 
     def _place(
-        self, counts: Mapping[Session, int], busy: Collection[Session], evicted: list[Evicted] | None = None
+        self,
+        counts: Mapping[Session, int],
+        busy: Collection[Session],
+        evicted: list[Evicted] | None = None,
+        only_check: bool = False,
     ) -> tuple[ScheduledChunk, ...]:
         """Place new tokens, and evict sessions that are not `busy` until they fit, if evicting is allowed.
 
@@ -302,7 +306,11 @@ class LongContextEngine:
         lost = [] if evicted is None else evicted
         while True:
             try:
-                return self.cache_manager.append({session.number: count for session, count in counts.items()})
+                numbers = {session.number: count for session, count in counts.items()}
+                if not only_check:
+                    return self.cache_manager.append(numbers)
+                self.cache_manager.check(numbers)
+                return ()
             except CacheFull:
                 idle = [s for s in self._open.values() if s not in busy and s.cached_tokens]
                 if not (self.settings.evict and idle):
@@ -377,8 +385,9 @@ class LongContextEngine:
             return {s: next_token for s, next_token, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
         exact, widest = self.settings.exact_reuse, self._attention.shape.widest_window
-        batch = Batch(self.cache_manager.n, self.cache_manager.slots_per_rank, chunks, widest)
-        mode = self._chooser.choose(batch, self._attention.target(exact, widest)).mode
+        manager = self.cache_manager
+        batch = Batch(manager.n, manager.slots_per_rank, chunks, windowed_slots=manager.windowed_slots_per_rank)
+        mode = self._chooser.choose(batch.with_window(widest), self._attention.target(exact, widest)).mode
         self._attention.begin(batch, mode, joined=exact)
         self.mode_counts[mode] += 1
         tokens, positions = local_rows(chunks, texts, rank)

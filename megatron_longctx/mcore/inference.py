@@ -28,7 +28,7 @@ from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention
 from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
-from ..inference.memory import cache_shape, free_pages, pages_per_rank, with_shared_weights
+from ..inference.memory import cache_shape, free_pages, pages_per_rank, windows_of, with_shared_weights
 from ..inference.scores import PromptScorer
 from ..lowbit.crossover import Timings
 from ..lowbit.reduction import ReductionPolicy
@@ -333,11 +333,21 @@ def build_engine(
     gpt, tokenizer = load_model(of_model, groups, build_sequence(of_model, groups.cp), checkpoints, iteration)
     longest = inference.max_model_len or config.data.seq_length
     pages = free_pages(config, longest, device) if inference.cache_tokens is None else pages_per_rank(config)
-    manager = CacheManager(n, pages, inference.page_tokens, repeatable=inference.exact_reuse)
+    kept = windows_of(config, pages)
+    manager = CacheManager(n, pages, inference.page_tokens, repeatable=inference.exact_reuse, windows=kept)
     windows = tuple(layer_window(gpt.config, number)[0] for number in range(1, model.num_layers + 1))
     shape = replace(cache_shape(config), windows=windows)
     slots, kernel = manager.slots_per_rank, config.attention.kernel
-    attention = CachedAttention(cache_group, shape, slots, device, kernel, inference.transport, shared is not None)
+    attention = CachedAttention(
+        cache_group,
+        shape,
+        slots,
+        device,
+        kernel,
+        inference.transport,
+        shared is not None,
+        manager.windowed_slots_per_rank,
+    )
     most = inference.max_model_len
     if model.position_embedding == "learned":
         most = min(most or config.data.seq_length, config.data.seq_length)
