@@ -39,12 +39,12 @@ class LongContextEngine:
 
     Args:
         model: its attention holds the cache's tensors.
-        manager: with as many slots per rank as the attention.
+        manager: with as many slots per rank as the attention, in layers with and without windows.
         chooser: chooses the mode of every batch.
         settings: of these the engine reads `prefill_chunk`, `evict`, `exact_reuse`, `decode` and `cuda_graphs`.
 
     Raises:
-        ValueError: a setting is out of range, or `exact_reuse` is set without `prefill_chunk`.
+        ValueError: a setting is out of range, `exact_reuse` is set without `prefill_chunk`, or slots differ.
     """
 
     def __init__(
@@ -54,6 +54,10 @@ class LongContextEngine:
         self.cache_manager = manager
         self.settings = settings or InferenceConfig()
         check_inference(self.settings)
+        slots = tuple(group.num_pages * manager.page_tokens for group in (manager.groups[0], manager.groups[-1]))
+        if slots != model.attention.unused_slots:
+            expected = f"{model.attention.unused_slots}, as in the attention, without and with windows"
+            raise refuse("slots of the cache manager", slots, expected, "Give both the same pages.")
         self.rank_tokens = int(min(MAX_RANK_TOKENS, manager.pass_tokens))
         self.grammars: Grammars | None = None
         self.mode_counts: Counter[str] = Counter()

@@ -16,7 +16,7 @@ from ..core.errors import refuse
 from ..planner.memory import shapes
 from .cache_manager import Windows
 from .cached_attention import CacheShape
-from .decode import MAX_PROMPT_ROWS
+from .decode import MAX_ROWS
 from .engine import MAX_RANK_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def windows_of(config: Config, pages: int) -> Windows | None:
         return None
     new = _PASS_TOKENS
     if inference.prefill_chunk is not None:
-        new = max(MAX_PROMPT_ROWS, -(-inference.prefill_chunk // config.parallelism.context_parallel_size))
+        new = max(MAX_ROWS, -(-inference.prefill_chunk // config.parallelism.context_parallel_size))
     return Windows.for_sequences(window, config.serve.max_active, new, inference.page_tokens, pages)
 
 

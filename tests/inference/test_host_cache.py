@@ -105,11 +105,12 @@ def with_engines(rank: int, config: Config, exact: Config) -> list[int]:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("n", [1, 2])
-def test_prompts_find_what_rests_on_the_host(tmp_path: Path, n: int) -> None:
-    config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
+@pytest.mark.parametrize(("n", "window"), [(1, None), (2, None), (2, 10)])
+def test_prompts_find_what_rests_on_the_host(tmp_path: Path, n: int, window: int | None) -> None:
+    windows = {} if window is None else {"model.window": window, "model.window_pattern": 2, "serve.max_active": 2}
+    config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128, **windows})
     exact = parallel(config, n, prefill_chunk=16, exact_reuse=True)
-    found = run_distributed(with_engines, n, parallel(config, n), exact)
+    found = run_distributed(with_engines, n, parallel(config, n, prefill_chunk=128 if window else None), exact)
     assert all(tokens == found[0] for tokens in found)
 
 
