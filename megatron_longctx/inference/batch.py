@@ -17,7 +17,7 @@ from ..core.plans import Block, Document, Kind, Mask, Plan, Slice
 from ..core.plans.cache_modes import CACHE_MODES
 from ..core.plans.slices import FAR, band_between
 from ..core.plans.visibility import Visibility
-from .cache_manager import ScheduledChunk
+from .placement import ScheduledChunk
 
 
 @dataclass(frozen=True)

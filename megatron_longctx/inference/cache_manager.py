@@ -6,88 +6,19 @@ exchange nothing.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ..core.errors import refuse
 from .pages import Copy, Group, Held, Key, Place, Shard
-
-MAX_CONTIGUOUS = 512
-"""The number of new tokens per rank up to which each rank gets one contiguous part.
-
-The last rank then sees more of the new tokens than the first: at most `MAX_CONTIGUOUS` times `n * MAX_CONTIGUOUS / 2`
-pairs more than the mean, or 0.03 ms in FlashAttention-2 with 32 heads of 128 on 4 H200s (330 TFLOP/s). Two parts per
-rank need more kernel calls and merges for the same keys, and the host takes about 0.15 ms for each
-(`schedules.Costs.of_cluster`): for 66 tokens over a long cache, 15 operations per layer instead of 9, with `one_hop` on
-4 ranks."""
+from .placement import MAX_CONTIGUOUS, ScheduledChunk, assign
+from .window_pages import WindowPages, Windows, most_pages
 
 
 class CacheFull(ValueError):
     """Raised for tokens that do not fit into the cache; nothing has changed then."""
-
-
-class Windows(NamedTuple):
-    """The cache of layers with windows, which give up the tokens that no later token sees.
-
-    Attributes:
-        tokens: before itself that a query sees, in the layers of these that see most.
-        pages: of each rank, at most as many as other layers have.
-        sequences, pass_tokens: if these have fewer, the most sequences, and new tokens of a rank in a pass, for which
-            there is certainly room.
-    """
-
-    tokens: int
-    pages: int
-    sequences: int
-    pass_tokens: int
-
-    @classmethod
-    def for_sequences(
-        cls, tokens: int, sequences: int, pass_tokens: int, page_tokens: int, most: int = 2**31
-    ) -> Windows:
-        """Return those with room for some sequences and a pass. most: the pages that other layers have."""
-        pages = sequences * most_windowed(tokens, page_tokens) + -(-pass_tokens // page_tokens)
-        return cls(tokens, min(pages, most), sequences, pass_tokens)
-
-
-def most_windowed(window: int, page_tokens: int) -> int:
-    """Return the most pages of a rank that a sequence has in layers with windows, apart from the tokens of a pass."""
-    return window // page_tokens + 5
-
-
-@dataclass(frozen=True)
-class ScheduledChunk:
-    """New tokens of one session, with their places in the cache.
-
-    Attributes:
-        cached: the number of tokens cached before, at positions `0..cached-1`; the new tokens follow.
-        new: the number of new tokens.
-        new_spans: per rank, its new tokens, counted from 0.
-        cached_slots, new_slots: per rank, the slots of its cached and of its new tokens, in the order of positions.
-        cached_positions: per rank, the positions of its cached tokens, in the order of `cached_slots`.
-        windowed: the same tokens in layers with windows, with the cached ones that these keep; None if all layers have
-            the same pages.
-    """
-
-    session: int
-    cached: int
-    new: int
-    new_spans: tuple[tuple[range, ...], ...]
-    cached_slots: tuple[tuple[range, ...], ...]
-    new_slots: tuple[tuple[range, ...], ...]
-    cached_positions: tuple[tuple[range, ...], ...]
-    windowed: ScheduledChunk | None = None
-
-    def num_new(self, rank: int) -> int:
-        return sum(map(len, self.new_spans[rank]))
-
-    def new_positions(self, rank: int) -> list[range]:
-        return [range(span.start + self.cached, span.stop + self.cached) for span in self.new_spans[rank]]
 
 
 class CacheManager:
@@ -107,8 +38,8 @@ class CacheManager:
 
     The index is of one model's keys and values. What else they depend on belongs into `salt`.
 
-    Layers with windows have pages of their own, on the same ranks and with the same keys. A session releases them when
-    no later token sees them. A prefix can be used where the pages that its next token sees are still there.
+    Layers with windows have pages of their own (`window_pages`). A prefix can be used where those that its next token
+    sees are still there.
 
     Args:
         n: ranks of the context-parallel group.
@@ -135,9 +66,10 @@ class CacheManager:
         self.page_tokens = page_tokens
         self.pages_per_rank = pages_per_rank
         self._max_contiguous, self._repeatable = max_contiguous, repeatable
-        self.windows = windows
-        self.groups = [Group(n, pages_per_rank)] + ([] if windows is None else [Group(n, windows.pages)])
-        self._index, self._pools = self.groups[0].index, self.groups[0].pools
+        whole = Group(n, pages_per_rank)
+        self._windowed = WindowPages(windows, page_tokens, whole)
+        self.windows, self.groups = windows, [whole, *self._windowed.groups]
+        self._index, self._pools = whole.index, whole.pools
         self._sessions: dict[int, Held] = {}
         self._opened = self._named = 0
 
@@ -150,22 +82,9 @@ class CacheManager:
         return self.pages_per_rank * self.page_tokens
 
     @property
-    def windowed_slots_per_rank(self) -> int | None:
-        return None if self.windows is None else self.windows.pages * self.page_tokens
-
-    @property
-    def most_sequences(self) -> float:
-        """The most sequences that layers with windows certainly have room for."""
-        return self.windows.sequences if self._few_windowed and self.windows else math.inf
-
-    @property
-    def pass_tokens(self) -> float:
-        """The most new tokens of a rank in a pass that layers with windows certainly have room for."""
-        return self.windows.pass_tokens if self._few_windowed and self.windows else math.inf
-
-    @property
-    def _few_windowed(self) -> bool:
-        return self.groups[-1].num_pages < self.pages_per_rank
+    def windowed_slots_per_rank(self) -> int:
+        """The slots of layers with windows."""
+        return self.groups[-1].num_pages * self.page_tokens
 
     def free_pages(self, rank: int) -> int:
         """Return the number of pages that no session holds."""
@@ -193,13 +112,8 @@ class CacheManager:
         """
         return self._held(session).shards
 
-    def pages(self, session: int, rank: int) -> tuple[list[int], list[int]]:
-        """Return the session's pages on a rank in layers without and with windows. They change with the session."""
-        groups = self._held(session).groups
-        return groups[0][rank].pages, groups[-1][rank].pages
-
     def length(self, session: int) -> int:
-        return sum(shard.tokens for shard in self.shards(session))
+        return self._held(session).tokens
 
     def held_pages(self, sessions: Iterable[int], rank: int) -> int:
         """Return the number of pages that any of these sessions holds, each counted once."""
@@ -207,7 +121,7 @@ class CacheManager:
 
     def fits(self, most: Mapping[int, int]) -> bool:
         """Whether sessions can grow to `most[session]` pages on every rank; shared pages are counted once."""
-        return len(most) <= self.most_sequences and all(
+        return (self.windows is None or len(most) <= self.windows.sequences) and all(
             self.held_pages(most, rank) + sum(p - len(self.shards(s)[rank].pages) for s, p in most.items())
             <= self.pages_per_rank
             for rank in range(self.n)
@@ -223,7 +137,8 @@ class CacheManager:
         for copy in ahead:
             counts[copy.rank] += 1
         spread = max(1, max(counts) - min(counts))
-        return -(-(self._pages(self.length(session) + more) + spread * (self.n - 1)) // self.n)
+        pages = -(-(self.length(session) + more) // self.page_tokens)
+        return -(-(pages + spread * (self.n - 1)) // self.n)
 
     def open(self, tokens: Sequence[int] = (), salt: int = 0, multiple: int = 1) -> int:
         """Open a session with the longest prefix of `tokens` in the cache, and return its number.
@@ -235,7 +150,8 @@ class CacheManager:
         found: list[Place] = []
         while place := self._index.get(self._key(salt, found[-1].number if found else 0, tokens, len(found))):
             found.append(place)
-        return self._open(salt, [place[:2] for place in found], [place.number for place in found], {}, multiple)
+        pages, numbers = [place[:2] for place in found], [place.number for place in found]
+        return self._open(self._hold(self._opened, salt, pages, numbers, {}, multiple))
 
     def copies_of(self, session: int, tokens: Sequence[int], multiple: int = 1) -> list[Copy]:
         """Return the copies of the pages that follow those of a session, which has only complete ones, in its text.
@@ -248,17 +164,13 @@ class CacheManager:
         while copy := self.groups[0].copies.get(self._key(held.salt, before, tokens, cached + len(found))):
             found.append(copy)
             before = copy.number
-        if self.windows is None:
-            return found[: (cached + len(found)) // multiple * multiple - cached]
-        others = [self.groups[1].copies.get(copy.key) for copy in found]
-        others = [
-            other if other and other.rank == copy.rank else None for copy, other in zip(found, others, strict=True)
-        ]
-        count = self._usable(cached + len(found), multiple, lambda i: i < cached or others[i - cached] is not None)
-        seen = self._first_seen(count * self.page_tokens) - cached
+        others = [group.copies.get(copy.key) for group in self.groups[1:] for copy in found]
+        count = self._windowed.usable(cached + len(found), multiple, lambda i: i < cached or bool(others[i - cached]))
+        seen = self._windowed.first_seen(count * self.page_tokens) - cached
+        del found[count - cached :]
         return [
-            copy._replace(windowed=other.page if other and i >= seen else None)
-            for i, (copy, other) in enumerate(zip(found[: count - cached], others, strict=False))
+            copy._replace(windowed=other.page) if other and i >= seen else copy
+            for i, (copy, other) in enumerate(zip(found, others or [None] * len(found), strict=False))
         ]
 
     def add_page(self, session: int, copy: Copy) -> list[tuple[int, bool]]:
@@ -269,7 +181,7 @@ class CacheManager:
         """
         held, added = self._held(session), []
         if self.windows is not None and copy.windowed is None:
-            self._leave(held, len(held.pages))
+            self._windowed.leave(held, len(held.pages))
             held.left += 1
         for group, shards in zip(self.groups[: 1 + (copy.windowed is not None)], held.groups, strict=False):
             pool, place = group.pools[copy.rank], group.index.get(copy.key)
@@ -293,78 +205,40 @@ class CacheManager:
         Args:
             multiple: of tokens that it must have.
         """
-        source, count = self._held(session), tokens // self.page_tokens
-        own = {} if self.windows is None else source.windowed()
-        return self._open(source.salt, source.pages[:count], source.numbers[:count], own, multiple)
+        return self._open(self._first(self._opened, self._held(session), tokens, multiple))
 
-    def _open(
-        self, salt: int, pages: Sequence[tuple[int, int]], numbers: Sequence[int], own: Mapping[int, int], multiple: int
-    ) -> int:
-        """Open a session with the most of these pages that it can go on from. own: see `_windowed`."""
-        number = self._opened
+    def _open(self, held: Held) -> int:
+        self._sessions[held.opened] = held
         self._opened += 1
-        held = self._sessions[number] = self._empty(number, salt)
+        return held.opened
+
+    def _first(self, opened: int, held: Held, tokens: int, multiple: int) -> Held:
+        """Hold the complete pages of a session's first tokens again, as those of session `opened`: see `_hold`."""
+        cut = tokens // self.page_tokens
+        return self._hold(opened, held.salt, held.pages[:cut], held.numbers[:cut], held.windowed(), multiple)
+
+    def _hold(
+        self,
+        opened: int,
+        salt: int,
+        pages: Sequence[tuple[int, int]],
+        numbers: Sequence[int],
+        own: Mapping[int, int],
+        multiple: int,
+    ) -> Held:
+        """Hold the most of some complete pages that a session can go on from, so that its tokens are a multiple of
+        `multiple`. own: see `WindowPages.find`."""
+        held = self._empty(opened, salt)
         unit = math.lcm(multiple, self.page_tokens) // self.page_tokens
-        held.found = self._usable(len(pages), unit, lambda i: self._windowed(pages, i, own) is not None)
+        held.found = self._windowed.usable(
+            len(pages), unit, lambda index: self._windowed.find(pages, index, own) is not None
+        )
         for rank, page in pages[: held.found]:
             self._pools[rank].hold([page])
             held.add_full(rank, page)
         held.numbers += numbers[: held.found]
-        self._see(held, own)
-        return number
-
-    def _usable(self, count: int, unit: int, has: Callable[[int], bool]) -> int:
-        """Return the most of `count` complete pages, a multiple of `unit`, from which a session can go on.
-
-        Args:
-            has: whether layers with windows have a page, by its number.
-        """
-        count = at = count // unit * unit
-        while self.windows is not None and at > self._first_seen(count * self.page_tokens):
-            at -= 1
-            if not has(at):
-                count = at = at // unit * unit
-        return count
-
-    def _first_seen(self, tokens: int, ahead: int = 0) -> int:
-        """Return the number of the first page that layers with windows see after some tokens. One more page is kept, so
-        that the last one can be computed again."""
-        assert self.windows is not None
-        return max(0, tokens - self.windows.tokens - ahead) // self.page_tokens
-
-    def _windowed(self, pages: Sequence[tuple[int, int]], index: int, own: Mapping[int, int]) -> int | None:
-        """Return the page number `index` in layers with windows, if it is there.
-
-        Args:
-            pages: of a session.
-            own: pages that it has.
-        """
-        rank, page = pages[index]
-        key = self._pools[rank].key(page)
-        place = None if key is None else self.groups[1].index.get(key)
-        return own.get(index, place.page if place is not None and place.rank == rank else None)
-
-    def _see(self, held: Held, own: Mapping[int, int]) -> None:
-        """Let a session that has only complete pages hold those that layers with windows see next."""
-        if self.windows is None:
-            return
-        held.groups[1] = self._no_shards()
-        held.left = self._first_seen(len(held.pages) * self.page_tokens)
-        if held.left and self._windowed(held.pages, held.left - 1, own) is not None:
-            held.left -= 1
-        for index in range(held.left, len(held.pages)):
-            rank, page = held.pages[index][0], self._windowed(held.pages, index, own)
-            assert page is not None
-            self.groups[1].pools[rank].hold([page])
-            held.groups[1][rank].add_full(page, index)
-
-    def _leave(self, held: Held, left: int) -> None:
-        """Release the pages before number `left` in layers with windows. Those that the session computed itself make
-        room first: it is less likely that another prompt goes on from there than from the end of a text."""
-        for index in range(held.left, left):
-            rank = held.pages[index][0]
-            self.groups[1].pools[rank].release([held.groups[1][rank].remove_first()], first=index >= held.found)
-        held.left = max(held.left, left)
+        self._windowed.see(held, own)
+        return held
 
     def name_pages(self, session: int, tokens: Sequence[int], most: int | None = None) -> None:
         """Enter the session's complete pages into the index, so that other sessions find them.
@@ -375,9 +249,7 @@ class CacheManager:
         """
         held, length = self._held(session), self.length(session)
         complete = (length if most is None else min(most, length)) // self.page_tokens
-        if len(held.numbers) >= complete:
-            return
-        own = {} if self.windows is None else held.windowed()
+        own = held.windowed() if len(held.numbers) < complete else {}
         while (count := len(held.numbers)) < complete:
             key = self._key(held.salt, held.numbers[-1] if count else 0, tokens, count)
             (rank, page), place, copy = held.pages[count], self._index.get(key), self.groups[0].copies.get(key)
@@ -386,7 +258,7 @@ class CacheManager:
                 self._named += 1
             held.numbers.append(self._named if number is None else number.number)
             # A page takes the place of one that nobody holds, or from which layers with windows cannot go on.
-            lost = count in own and place is not None and self._windowed([place[:2]], 0, {}) is None
+            lost = count in own and place is not None and self._windowed.find([place[:2]], 0, {}) is None
             if place is None or lost or self._pools[place.rank].cached(place.page):
                 self.groups[0].name(rank, page, key, held.numbers[-1])
                 if count in own:
@@ -399,41 +271,36 @@ class CacheManager:
                 for page in shard.pages:
                     pool.forget(page)
 
-    def check(self, counts: Mapping[int, int]) -> None:
-        """Raise CacheFull if `counts[session]` more tokens of every session do not fit, a few at a time."""
-        self._fit(counts, at_once=False)
-
-    def append(self, counts: Mapping[int, int]) -> tuple[ScheduledChunk, ...]:
+    def append(self, counts: Mapping[int, int], later: bool = False) -> tuple[ScheduledChunk, ...]:
         """Place `counts[session]` new tokens of every session: all of them or none.
+
+        Args:
+            later: only find out whether they fit, in passes of any sizes.
 
         Raises:
             ValueError: a session is not open, or gets fewer than 1 token.
             CacheFull: they do not fit.
         """
-        for session in counts:
-            if self.windows is not None:
-                kept = self._first_seen(self.length(session), self.page_tokens)
-                self._leave(self._held(session), kept)
-        parts = self._fit(counts, at_once=True)
-        return tuple(self._place(session, count, *parts[session]) for session, count in counts.items())
+        parts = self._fit(counts, later)
+        return () if later else tuple(self._place(each, count, *parts[each]) for each, count in counts.items())
 
-    def _fit(self, counts: Mapping[int, int], at_once: bool) -> dict[int, tuple[list[list[range]], list[int]]]:
-        """Return `_assign` of every session, if there is room for all of them."""
-        parts = {}
-        need = [[0] * self.n for _ in self.groups]
+    def _fit(self, counts: Mapping[int, int], later: bool) -> dict[int, tuple[list[list[range]], list[int]]]:
+        """Return `assign` of every session, if there is room for all of them."""
+        for held in self._sessions.values():  # also of a pass that was placed before this one: it is computed before it
+            self._windowed.leave(held, self._windowed.first_seen(held.tokens, self.page_tokens))
+        parts, need = {}, [[0] * self.n for _ in self.groups]
         for session, count in counts.items():
             held = self._held(session)
             if count < 1:
                 raise refuse("new tokens", count, "1 or more", "Give the session some tokens.")
-            parts[session] = self._assign(held, self.length(session), count)
+            first = held.pages[0][0] if held.pages and self._repeatable else held.opened % self.n
+            parts[session] = assign(held, count, self._max_contiguous, first)
             for rank, shards in enumerate(zip(*held.groups, strict=True)):
                 pages = parts[session][1].count(rank)
                 need[0][rank] += pages
                 if self.windows is not None:
-                    if not at_once:
-                        most = most_windowed(self.windows.tokens, self.page_tokens)
-                        pages = min(pages, max(0, most - len(shards[1].pages)))
-                    need[1][rank] += pages
+                    most = most_pages(self.windows.tokens, self.page_tokens)
+                    need[1][rank] += min(pages, max(0, most - len(shards[1].pages))) if later else pages
         for group, of_group in zip(self.groups, need, strict=True):
             for rank, pages in enumerate(of_group):
                 if pages > (free := group.pools[rank].available):
@@ -458,23 +325,19 @@ class CacheManager:
         It keeps fewer tokens, a multiple of `multiple` and of the page, if layers with windows do not have those that
         the next token sees.
         """
-        held, length = self._held(session), self.length(session)
-        released = None
-        if self.windows is not None and self._first_seen(tokens) < held.left:
-            own, unit = held.windowed(), math.lcm(multiple, self.page_tokens) // self.page_tokens
-            count = self._usable(
-                tokens // self.page_tokens, unit, lambda i: self._windowed(held.pages, i, own) is not None
-            )
-            tokens, released = count * self.page_tokens, held.groups.pop()
-        cut = tokens // self.page_tokens
+        held, length, cut = self._held(session), self.length(session), tokens // self.page_tokens
+        if self._windowed.first_seen(tokens) < held.left:
+            self._sessions[session] = self._first(held.opened, held, tokens, multiple)
+            self._release(held)
+            return
         while length > tokens:
             rank, _ = held.pages[-1]
             stop = max(tokens, (length - 1) // self.page_tokens * self.page_tokens)
-            for group, shards in zip(self.groups, held.groups, strict=False):
+            for group, shards in zip(self.groups, held.groups, strict=True):
                 unused = shards[rank].remove_last(length - stop)
                 group.pools[rank].release(unused)
             length = stop
-            if length % self.page_tokens == 0:
+            if unused:
                 held.pages.pop()
         if tokens % self.page_tokens and cut < len(held.numbers):  # its last slots will be written again
             rank, _ = held.pages[-1]
@@ -482,26 +345,22 @@ class CacheManager:
                 group.pools[rank].forget(shards[rank].last_page)
         del held.numbers[cut:]
         held.found = min(held.found, cut)
-        if released is not None:
-            held.groups.append([])
-            self._see(held, own)
-            for pool, shard in zip(self.groups[1].pools, released, strict=True):
-                pool.release(shard.pages)
+
+    def _release(self, held: Held) -> None:
+        for group, shards in zip(self.groups, held.groups, strict=True):
+            group.release(shards)
 
     def evict(self, session: int) -> Held:
         """Release a session's pages and return what it held. It stays open, with nothing cached."""
         held = self._held(session)
-        for group, shards in zip(self.groups, held.groups, strict=True):
-            for pool, shard in zip(group.pools, shards, strict=True):
-                pool.release(shard.pages)
+        self._release(held)
         self._sessions[session] = self._empty(held.opened, held.salt)
         return held
 
     def restore(self, session: int, held: Held) -> None:
         """Undo an `evict`, after every later placement was undone without having been computed."""
         for group, shards in zip(self.groups, held.groups, strict=True):
-            for pool, shard in zip(group.pools, shards, strict=True):
-                pool.hold(shard.pages)
+            group.hold(shards)
         self._sessions[session] = held
 
     def close(self, session: int) -> None:
@@ -515,36 +374,12 @@ class CacheManager:
         return self._sessions[session]
 
     def _empty(self, opened: int, salt: int) -> Held:
-        return Held(opened, salt, [self._no_shards() for _ in self.groups])
-
-    def _no_shards(self) -> list[Shard]:
-        return [Shard(self.page_tokens) for _ in range(self.n)]
+        return Held(opened, salt, [[Shard(self.page_tokens) for _ in range(self.n)] for _ in self.groups])
 
     def _key(self, salt: int, before: int, tokens: Sequence[int], index: int) -> Key:
         """Return the key of page number `index`; one that no page has if the tokens do not fill it."""
         start = index * self.page_tokens
         return Key(salt, before, array("i", tokens[start : start + self.page_tokens]).tobytes())
-
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self.page_tokens)
-
-    def _assign(self, held: Held, cached: int, count: int) -> tuple[list[list[range]], list[int]]:
-        """Return every rank's part of new tokens, and the ranks of the pages that they begin, in order: the larger
-        parts for ranks that hold fewer pages of the session."""
-        parts: list[list[range]] = [[] for _ in range(self.n)]
-        head = min(count, -cached % self.page_tokens)  # goes into the last page
-        if head:
-            parts[held.pages[-1][0]].append(range(head))
-        homes = [0] * self._pages(count - head)
-        pieces = split_pages(self.n, len(homes), count <= self._max_contiguous * self.n)
-        first = held.pages[0][0] if held.pages and self._repeatable else held.opened % self.n
-        ranks = sorted(range(self.n), key=lambda r: (len(held.shards[r].pages), (r - first) % self.n))
-        for rank, spans in zip(ranks, sorted(pieces, key=lambda spans: -sum(map(len, spans))), strict=True):
-            for span in filter(None, spans):
-                homes[span.start : span.stop] = [rank] * len(span)
-                start, stop = (head + at * self.page_tokens for at in (span.start, span.stop))
-                parts[rank].append(range(start, min(stop, count)))
-        return parts, homes
 
     def _place(self, session: int, count: int, parts: list[list[range]], homes: list[int]) -> ScheduledChunk:
         held, cached = self._held(session), self.length(session)
@@ -564,13 +399,3 @@ class CacheManager:
             new_slots = tuple(s.slots(b, s.tokens) for s, b in zip(shards, before, strict=True))
             chunks.append(ScheduledChunk(session, cached, count, spans, cached_slots, new_slots, positions))
         return chunks[0] if len(chunks) == 1 else replace(chunks[0], windowed=chunks[1])
-
-
-@functools.lru_cache(maxsize=64)  # decode asks for the parts of a page, or of none, over and over
-def split_pages(n: int, pages: int, few: bool) -> tuple[tuple[range, ...], ...]:
-    """Cut new pages into n parts, whose sizes differ by at most one: contiguous for `few` tokens, otherwise zigzag,
-    whose parts have equal causal work."""
-    size, larger = divmod(pages, n if few else 2 * n)
-    cuts = (i * size + min(i, larger) for i in range((n if few else 2 * n) + 1))
-    pieces = [range(start, stop) for start, stop in itertools.pairwise(cuts)]
-    return tuple((pieces[i],) if few else (pieces[i], pieces[-1 - i]) for i in range(n))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 from typing import Protocol
 
 import torch
@@ -26,22 +26,12 @@ from ..core.comm import (
     gather_objects,
 )
 from ..core.errors import refuse
-from ..core.kernels import KernelRequest, Partial, choose_kernel, merge_partials
+from ..core.kernels import KernelRequest, choose_kernel
 from ..core.plans import Kind, Recorder, Target, Workload
-from ..core.plans.sums import MAX_PARTIALS
 from .batch import Batch
-from .cache_manager import ScheduledChunk
-from .paged import (
-    FUSED_DTYPES,
-    PackedPartials,
-    Pages,
-    attend_pages,
-    attend_splits,
-    compile_decode,
-    has_fused_kernels,
-    merge_ranks,
-)
+from .paged import FUSED_DTYPES, PackedPartials, Pages, attend_pages, attend_splits, has_fused_kernels, merge_ranks
 from .peer_merge import PeerMerge
+from .placement import ScheduledChunk
 from .quantize_kv import SCALE_BYTES, Int8KV
 from .scores import PromptScorer
 
@@ -196,17 +186,6 @@ class CachedAttention:
         windowed = [window is not None for window in self.shape.windows or [None] * self.shape.num_layers]
         kinds = (False, True) if any(windowed) else (False,)
         return [[x for x, its in zip(self._layers, windowed, strict=True) if its == kind] for kind in kinds]
-
-    def compile_kernels(self, page_tokens: int) -> None:
-        """Compile our own kernels for prompts and for decode over pages of `page_tokens`; CPUs have none."""
-        if self.device.type == "cuda":
-            compile_merges(self.shape.num_heads, self.shape.head_dim, self.shape.dtype, self.device)
-            q = torch.empty(0, self.shape.num_heads, self.shape.head_dim, dtype=self.shape.dtype, device=self.device)
-            windows = {window is not None for window in self.shape.distinct_windows}
-            compile_decode(q, self._storage[0][:, :, 0], page_tokens, windows)
-            if self._merge is not None:
-                heads = self.shape.num_heads // self._parts
-                self._merge.compile(heads, self.shape.head_dim, self.shape.dtype, self.device)
 
     @property
     def is_replicated(self) -> bool:
@@ -404,18 +383,3 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
     total = torch.logaddexp(lse, sink.to(lse.dtype))
     out.mul_(torch.exp(lse - total).unsqueeze(-1))
     lse.copy_(total)
-
-
-def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile the merges of prompts: every number of partial outputs, in every combination of precisions.
-
-    Partials are kernels' results in `dtype`; the first may be an earlier merge, in fp32. The result is in `dtype`, or
-    in fp32 if it will be merged again. The number of partials depends on how a prompt's tokens are distributed over the
-    ranks. Without this, the first prompts of some lengths would each wait for Triton to compile another variant.
-    """
-    precisions = dict.fromkeys((dtype, torch.float32))
-    for into, first, count in product(precisions, precisions, range(1, MAX_PARTIALS + 1)):
-        values = [torch.zeros(2, 1, num_heads, head_dim, dtype=each, device=device) for each in (first, dtype, into)]
-        lse = torch.zeros(2, 1, num_heads, dtype=torch.float32, device=device)
-        parts = [Partial(0, 0, values[min(i, 1)], lse) for i in range(count)]
-        merge_partials(parts, values[2], torch.empty_like(lse))

@@ -24,9 +24,10 @@ from torch import Tensor
 from ..config import InferenceConfig
 from ..core.comm import gather_objects
 from ..core.errors import refuse
-from .cache_manager import CacheManager, ScheduledChunk
+from .cache_manager import CacheManager
 from .cached_attention import CachedAttention, CachedModel
 from .paged import FUSED_DTYPES, Pages, has_fused_kernels, max_queries_per_tile
+from .placement import ScheduledChunk
 from .session import NOT_FINITE, NextToken
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,11 @@ class Decoder:
             ends += range(len(rows) - (len(text) if every else 1), len(rows))
             unused = 0, 0, *chain.from_iterable((slot, 0) for slot in self._unused), *[0] * len(self._windows)
             rows += [unused] * (-len(rows) % tile)
-            pages = self._cache_manager.pages(chunk.session, self._attention.rank)
+            pages = [self._cache_manager.shards(chunk.session)[self._attention.rank].pages]
+            if chunk.windowed is not None:  # later chunks may have left some of them already
+                pages.append(chunk.windowed.pages(self._attention.rank, self._cache_manager.page_tokens))
+            elif self._windows:
+                pages *= 2
             for index in range(first, len(rows) // tile):
                 self._inputs.set_pages(index, pages)
         size = _padded(len(rows), tile)
@@ -277,7 +282,7 @@ class _StepInputs:
 
     def set_pages(self, index: int, pages: Sequence[Sequence[int]]) -> None:
         """Set the pages of a tile in every group of layers; only numbers that differ are written."""
-        for table, of_group, new in zip(self.pages, self._held, pages, strict=False):
+        for table, of_group, new in zip(self.pages, self._held, pages, strict=True):
             held = of_group[index]
             if held == new:
                 continue

@@ -17,10 +17,11 @@ from ..config import InferenceConfig, check_inference
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
 from .batch import Batch
-from .cache_manager import CacheFull, CacheManager, ScheduledChunk
+from .cache_manager import CacheFull, CacheManager
 from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
 from .decode import Decoder
+from .placement import ScheduledChunk
 from .sampling import Sampling, not_finite
 from .scores import PromptScorer, Score
 from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
@@ -54,11 +55,10 @@ class LongContextEngine:
         self.cache_manager = manager
         self.settings = settings or InferenceConfig()
         check_inference(self.settings)
-        slots = tuple(group.num_pages * manager.page_tokens for group in (manager.groups[0], manager.groups[-1]))
-        if slots != model.attention.unused_slots:
+        if (slots := (manager.slots_per_rank, manager.windowed_slots_per_rank)) != model.attention.unused_slots:
             expected = f"{model.attention.unused_slots}, as in the attention, without and with windows"
             raise refuse("slots of the cache manager", slots, expected, "Give both the same pages.")
-        self.rank_tokens = int(min(MAX_RANK_TOKENS, manager.pass_tokens))
+        self.rank_tokens = min(MAX_RANK_TOKENS, manager.windows.pass_tokens if manager.windows else MAX_RANK_TOKENS)
         self.grammars: Grammars | None = None
         self.mode_counts: Counter[str] = Counter()
         self._attention = model.attention
@@ -292,29 +292,26 @@ class LongContextEngine:
     def _reserve(self, more: Mapping[Session, int]) -> None:
         """Check that `more[session]` further tokens of every session will fit, evicting others if that is allowed."""
         counts = {s: len(s.tokens) - s.cached_tokens + count for s, count in more.items()}
-        self._place({s: count for s, count in counts.items() if count}, more, only_check=True)
+        self._place({s: count for s, count in counts.items() if count}, more, later=True)
 
     def _place(
         self,
         counts: Mapping[Session, int],
         busy: Collection[Session],
         evicted: list[Evicted] | None = None,
-        only_check: bool = False,
+        later: bool = False,
     ) -> tuple[ScheduledChunk, ...]:
         """Place new tokens, and evict sessions that are not `busy` until they fit, if evicting is allowed.
 
         Args:
+            later: see `CacheManager.append`.
             evicted: collects the evicted sessions, so that the caller can restore them if more has to fit and does not.
                 Without it, they are restored here if the tokens do not fit in the end.
         """
         lost = [] if evicted is None else evicted
         while True:
             try:
-                numbers = {session.number: count for session, count in counts.items()}
-                if not only_check:
-                    return self.cache_manager.append(numbers)
-                self.cache_manager.check(numbers)
-                return ()
+                return self.cache_manager.append({session.number: count for session, count in counts.items()}, later)
             except CacheFull:
                 idle = [s for s in self._open.values() if s not in busy and s.cached_tokens]
                 if not (self.settings.evict and idle):
@@ -341,6 +338,8 @@ class LongContextEngine:
         placed: list[tuple[list[Session], tuple[ScheduledChunk, ...]]] = []
         evicted: list[Evicted] = []
         try:
+            if self.cache_manager.windows is not None:  # nothing is lost then if a later pass does not fit
+                self._place({session: len(tokens) for session, tokens in pending.items()}, new, evicted, later=True)
             for counts in passes(self.settings, new, pending, self.rank_tokens * self.cache_manager.n):
                 placed.append((list(counts), self._place(counts, new, evicted)))
             evicted = []  # they cannot be restored any more: their pages are overwritten from here on
@@ -389,8 +388,8 @@ class LongContextEngine:
             return {s: next_token for s, next_token, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
         exact, widest = self.settings.exact_reuse, self._attention.shape.widest_window
-        manager = self.cache_manager
-        batch = Batch(manager.n, manager.slots_per_rank, chunks, windowed_slots=manager.windowed_slots_per_rank)
+        slots, windowed_slots = self._attention.unused_slots
+        batch = Batch(self._attention.world, slots, chunks, windowed_slots=windowed_slots)
         mode = self._chooser.choose(batch.with_window(widest), self._attention.target(exact, widest)).mode
         self._attention.begin(batch, mode, joined=exact)
         self.mode_counts[mode] += 1

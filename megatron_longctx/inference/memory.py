@@ -14,10 +14,10 @@ from ..config.cluster import GIB
 from ..config.gpus import ranks_per_gpu
 from ..core.errors import refuse
 from ..planner.memory import shapes
-from .cache_manager import Windows
 from .cached_attention import CacheShape
 from .decode import MAX_ROWS
 from .engine import MAX_RANK_TOKENS
+from .window_pages import UNBOUNDED, Windows
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ _HOST_SHARE, _SEQUENCES = 1 / 8, 4
 """On CPUs: the share of the host's memory, and the longest sequences that the cache has at most."""
 _PASS_TOKENS = 8192
 """The most new tokens of a rank in a pass of a model with windows, whose layers with windows must hold all of them."""
-_MOST_PAGES = 2**31
 
 
 def with_shared_weights(config: Config) -> Config:
@@ -108,12 +107,12 @@ def cache_bytes(config: Config, pages: int) -> int:
 
 def _fitting(config: Config, capacity: int) -> int:
     """Return the most pages whose `cache_bytes` are at most some capacity."""
-    (full, windowed), windows = cache_shape(config).group_bytes, windows_of(config, _MOST_PAGES)
+    (full, windowed), windows = cache_shape(config).group_bytes, windows_of(config, UNBOUNDED)
     tokens = capacity // config.inference.page_tokens
     pages = tokens // (full + windowed)
     if windows is None or pages <= windows.pages:
         return pages
-    return (tokens - windows.pages * windowed) // full if full else _MOST_PAGES
+    return (tokens - windows.pages * windowed) // full if full else UNBOUNDED
 
 
 def pages_per_rank(config: Config) -> int:
@@ -137,7 +136,7 @@ def free_pages(config: Config, length: int, device: torch.device) -> int:
     Raises:
         ValueError: no memory is left beside the weights, which are on the device already.
     """
-    pages = _MOST_PAGES
+    pages = UNBOUNDED
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0] // ranks_per_gpu() - _activation_bytes(config)

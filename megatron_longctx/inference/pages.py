@@ -184,6 +184,16 @@ class Group:
         """The number of pages that no session holds and later ones may find."""
         return sum(pool.num_cached for pool in self.pools)
 
+    def hold(self, shards: Sequence[Shard]) -> None:
+        """Add a holder to the pages of every rank's shard."""
+        for pool, shard in zip(self.pools, shards, strict=True):
+            pool.hold(shard.pages)
+
+    def release(self, shards: Sequence[Shard]) -> None:
+        """Remove it again."""
+        for pool, shard in zip(self.pools, shards, strict=True):
+            pool.release(shard.pages)
+
     def name(self, rank: int, page: int, key: Key, number: int) -> None:
         """Give a held page its key, which another page may lose."""
         if (place := self.index.get(key)) is not None:
@@ -284,10 +294,15 @@ class Held:
         """The shards of all tokens."""
         return self.groups[0]
 
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
     def windowed(self) -> dict[int, int]:
         """Return the pages of layers with windows, keyed by their number in the session."""
-        pages = [iter(shard.pages) for shard in self.groups[-1]]
-        return {index: next(pages[rank]) for index, (rank, _) in enumerate(self.pages[self.left :], self.left)}
+        pages = [iter(shard.pages) for shards in self.groups[1:] for shard in shards]
+        last = self.pages[self.left :] if pages else []
+        return {index: next(pages[rank]) for index, (rank, _) in enumerate(last, self.left)}
 
     def add_full(self, rank: int, page: int) -> None:
         """Add a page of a rank that holds all of its tokens; those before it are complete."""

@@ -9,15 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.inference.cache_manager import (
-    MAX_CONTIGUOUS,
-    CacheFull,
-    CacheManager,
-    ScheduledChunk,
-    Windows,
-    split_pages,
-)
+from megatron_longctx.inference.cache_manager import CacheFull, CacheManager
 from megatron_longctx.inference.pages import PagePool
+from megatron_longctx.inference.placement import MAX_CONTIGUOUS, ScheduledChunk, split_pages
+from megatron_longctx.inference.window_pages import Windows
 from tests.inference.histories import slots_of
 
 
@@ -110,7 +105,7 @@ class Memory:
             held = set().union(*(self.pages(session, rank) for session in self.tokens))
             assert manager.held_pages(self.tokens, rank) == len(held)
             assert manager.free_pages(rank) == manager.pages_per_rank - len(held), "pages have leaked"
-            windowed = set().union(*(manager.pages(session, rank)[1] for session in self.tokens))
+            windowed = set().union(*(manager._held(session).groups[-1][rank].pages for session in self.tokens))
             assert manager.groups[-1].pools[rank].available == manager.groups[-1].num_pages - len(windowed)
 
 

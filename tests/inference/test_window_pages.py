@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.config import Config
-from megatron_longctx.inference.cache_manager import CacheFull, CacheManager, Windows, most_windowed
+from megatron_longctx.inference.cache_manager import CacheFull, CacheManager
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.memory import cache_bytes, check_cache, weight_bytes
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import Session
+from megatron_longctx.inference.window_pages import Windows, most_pages
 from megatron_longctx.mcore.inference import CachedGPT
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import dense, engine_of, parallel
@@ -29,14 +30,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "every second, with sinks": {"model.window": 5, "model.window_pattern": 2, "model.sinks": "learnable"},
     "all": {"model.window": 9},
 }
-WAYS: dict[str, dict[str, Any]] = {
-    "pass_kv": {"mode": "pass_kv"},
-    "pass_q": {"mode": "pass_q", "cache_tokens": 2400},
-    "one_hop": {"mode": "one_hop"},
-    "replicated": {"decode": "replicated"},
-    "drafts": {"decode": "replicated", "speculate": 3},
-    "exact": {"mode": "pass_kv", "prefill_chunk": 40, "exact_reuse": True},
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pass_kv": ("five of six", {"mode": "pass_kv"}),
+    "pass_q": ("every second, with sinks", {"mode": "pass_q"}),
+    "one_hop": ("all", {"mode": "one_hop"}),
+    "replicated": ("every second, with sinks", {"decode": "replicated"}),
+    "drafts": ("five of six", {"decode": "replicated", "speculate": 3}),
+    "exact": ("five of six", {"mode": "pass_kv", "prefill_chunk": 40, "exact_reuse": True}),
 }
+NUMBERS = {1: ("pass_q", "drafts"), 2: tuple(WAYS), 3: ("pass_kv", "one_hop", "replicated")}
 SOURCE = random.Random(2)
 TEXT, OTHER = (SOURCE.choices(range(97, 105), k=size) for size in (333, 700))
 
@@ -55,7 +57,7 @@ def converse(engine: LongContextEngine) -> Iterator[tuple[list[int], Tensor]]:
     manager = engine.cache_manager
     group, windows = manager.groups[1], manager.windows
     assert windows is not None and group.num_pages == windows.pages < manager.pages_per_rank
-    most = most_windowed(windows.tokens, manager.page_tokens) * manager.n
+    most = most_pages(windows.tokens, manager.page_tokens) * manager.n
 
     def logits(session: Session) -> tuple[list[int], Tensor]:
         return list(session.tokens), engine.next_logits([session])[0].clone()
@@ -112,13 +114,10 @@ def truths(rank: int, texts: list[tuple[Config, list[list[int]]]]) -> list[list[
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", NUMBERS)
 def test_logits_are_those_of_the_training_forward_pass(n: int, tmp_path: Path) -> None:
-    configs = [tiny_config(tmp_path, name, settings) for name, settings in MODELS.items()]
-    ways = list(WAYS)[:: 2 if n == 1 else 1] if n < 3 else ["pass_q", "one_hop", "drafts"]
-    cases = [
-        (configs[i % len(configs)], small(configs[i % len(configs)], n, **WAYS[way])) for i, way in enumerate(ways)
-    ]
+    configs = {name: tiny_config(tmp_path, "x", settings) for name, settings in MODELS.items()}
+    cases = [(configs[WAYS[way][0]], small(configs[WAYS[way][0]], n, **WAYS[way][1])) for way in NUMBERS[n]]
     ranks = run_distributed(with_engines, n, [config for _, config in cases])
     texts = [(base, [text for text, _ in found]) for (base, _), found in zip(cases, ranks[0], strict=True)]
     exact = run_distributed(truths, 1, texts)[0]
@@ -131,7 +130,7 @@ def test_logits_are_those_of_the_training_forward_pass(n: int, tmp_path: Path) -
 
 def grown(window: int | None, n: int, length: int) -> CacheManager:
     """The cache after a session of some length: a prompt in chunks, and then single tokens."""
-    windows = None if window is None else Windows.for_sequences(window, 2, 64, 4)
+    windows = None if window is None else Windows.for_sequences(window, 2, 64, 4, length)
     manager = CacheManager(n, length, 4, windows=windows)
     session = manager.open()
     while manager.length(session) < length:
