@@ -14,7 +14,7 @@ from dataclasses import replace
 from ..core.errors import refuse
 from .pages import Copy, Group, Held, Key, Place, Shard
 from .placement import MAX_CONTIGUOUS, ScheduledChunk, assign
-from .window_pages import WindowPages, Windows, most_pages
+from .window_pages import UNBOUNDED, WindowPages, Windows, most_pages
 
 
 class CacheFull(ValueError):
@@ -82,9 +82,14 @@ class CacheManager:
         return self.pages_per_rank * self.page_tokens
 
     @property
-    def windowed_slots_per_rank(self) -> int:
-        """The slots of layers with windows."""
-        return self.groups[-1].num_pages * self.page_tokens
+    def slots(self) -> tuple[int, int]:
+        """The slots per rank of layers without and with windows."""
+        return self.slots_per_rank, self.groups[-1].num_pages * self.page_tokens
+
+    @property
+    def pass_tokens(self) -> int:
+        """The most new tokens of a rank in a pass."""
+        return UNBOUNDED if self.windows is None else self.windows.pass_tokens
 
     def free_pages(self, rank: int) -> int:
         """Return the number of pages that no session holds."""
@@ -100,9 +105,8 @@ class CacheManager:
 
     def drop_cached(self) -> None:
         """Free the pages that no session holds."""
-        for group in self.groups:
-            for pool in group.pools:
-                pool.drop_cached()
+        for pool in (pool for group in self.groups for pool in group.pools):
+            pool.drop_cached()
 
     def shards(self, session: int) -> list[Shard]:
         """Return the session's pages and positions on every rank. They change with the session.
@@ -184,15 +188,7 @@ class CacheManager:
             self._windowed.leave(held, len(held.pages))
             held.left += 1
         for group, shards in zip(self.groups[: 1 + (copy.windowed is not None)], held.groups, strict=False):
-            pool, place = group.pools[copy.rank], group.index.get(copy.key)
-            found = place is not None and place.rank == copy.rank
-            if place is not None and found:
-                page = place.page
-                pool.hold([page])
-            else:
-                (page,) = pool.allocate(1, shards[copy.rank].last_page)
-                if self._index.get(copy.key, copy).rank == copy.rank:
-                    group.name(copy.rank, page, copy.key, copy.number)
+            page, found = group.page_of(copy, shards[copy.rank].last_page, self._index.get(copy.key, copy).rank)
             shards[copy.rank].add_full(page, len(held.pages))
             added.append((page, found))
         held.pages.append((copy.rank, added[0][0]))
@@ -267,9 +263,7 @@ class CacheManager:
     def forget(self, session: int) -> None:
         """Remove the session's pages from the index."""
         for group, shards in zip(self.groups, self._held(session).groups, strict=True):
-            for pool, shard in zip(group.pools, shards, strict=True):
-                for page in shard.pages:
-                    pool.forget(page)
+            group.forget(shards)
 
     def append(self, counts: Mapping[int, int], later: bool = False) -> tuple[ScheduledChunk, ...]:
         """Place `counts[session]` new tokens of every session: all of them or none.

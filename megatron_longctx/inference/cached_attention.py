@@ -111,11 +111,10 @@ class CachedAttention:
 
     Args:
         group: the context-parallel process group, or None for one rank.
-        slots: the number of tokens that fit into this rank's cache.
+        slots: the number of tokens that fit into this rank's cache, in layers without and with windows if they differ.
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
         transport: how blocks are sent, as for `comm.choose_transport`.
         divides_heads: whether each rank gets its part of the heads of replicated tokens' outputs, or all of them.
-        windowed_slots: the same as `slots` for layers with windows; None for as many.
 
     Raises:
         ValueError: no kernel takes this shape, the transport is unknown, or the cache does not fit into the device's
@@ -126,12 +125,11 @@ class CachedAttention:
         self,
         group: dist.ProcessGroup | None,
         shape: CacheShape,
-        slots: int,
+        slots: int | tuple[int, int],
         device: torch.device,
         kernel: str = "auto",
         transport: str = "p2p",
         divides_heads: bool = False,
-        windowed_slots: int | None = None,
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -159,7 +157,7 @@ class CachedAttention:
         self._num_new = 0
         self._pages: Mapping[int | None, Pages] | None = None  # of replicated tokens
         # One more slot than there are; nobody reads it.
-        self.unused_slots = slots, slots if windowed_slots is None else windowed_slots
+        self.unused_slots = slots if isinstance(slots, tuple) else (slots, slots)
         sizes = [self.unused_slots[shape.window(layer) is not None] for layer in range(shape.num_layers)]
         like = shape.kv.spec(1, 1, shape.num_kv_heads, device)
         try:
@@ -168,7 +166,7 @@ class CachedAttention:
             gib = sum(sizes) * shape.layer_bytes / GIB
             raise refuse(
                 "inference.cache_tokens",
-                slots * self.world,
+                self.unused_slots[0] * self.world,
                 f"a cache that fits into memory; this one takes {gib:.2f} GiB per rank ({error})",
                 "Lower it, or use more context-parallel ranks.",
             ) from error

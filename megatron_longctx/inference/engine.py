@@ -40,7 +40,7 @@ class LongContextEngine:
 
     Args:
         model: its attention holds the cache's tensors.
-        manager: with as many slots per rank as the attention, in layers with and without windows.
+        manager: with as many slots per rank as the attention.
         chooser: chooses the mode of every batch.
         settings: of these the engine reads `prefill_chunk`, `evict`, `exact_reuse`, `decode` and `cuda_graphs`.
 
@@ -55,10 +55,9 @@ class LongContextEngine:
         self.cache_manager = manager
         self.settings = settings or InferenceConfig()
         check_inference(self.settings)
-        if (slots := (manager.slots_per_rank, manager.windowed_slots_per_rank)) != model.attention.unused_slots:
-            expected = f"{model.attention.unused_slots}, as in the attention, without and with windows"
-            raise refuse("slots of the cache manager", slots, expected, "Give both the same pages.")
-        self.rank_tokens = min(MAX_RANK_TOKENS, manager.windows.pass_tokens if manager.windows else MAX_RANK_TOKENS)
+        if (slots := model.attention.unused_slots) != manager.slots:
+            raise refuse("slots of the cache manager", manager.slots, f"the attention's {slots}", "Make them equal.")
+        self.rank_tokens = min(MAX_RANK_TOKENS, manager.pass_tokens)
         self.grammars: Grammars | None = None
         self.mode_counts: Counter[str] = Counter()
         self._attention = model.attention
@@ -119,8 +118,7 @@ class LongContextEngine:
         if not 0 <= count <= total:
             raise refuse("tokens", count, f"at most the {total} of session {session.number}", "Take fewer.")
         cached = min(count, session.cached_tokens if self.exact_chunk is None else session.exact_tokens)
-        shared = self.cache_manager.fork(session.number, cached // self.unit * self.unit, self.unit)
-        fork = self._new_session(shared, session.salt)
+        fork = self._new_session(self.cache_manager.fork(session.number, cached, self.unit), session.salt)
         fork.tokens = session.tokens[:count]
         fork.last_used = session.last_used
         return fork
@@ -216,10 +214,12 @@ class LongContextEngine:
         active = [self.start(session, sampling, i) for i, session in enumerate(sessions)]
         if len(set(sessions)) < len(sessions):
             raise refuse("sessions", [s.number for s in sessions], "each one once", "Leave the repeated ones out.")
-        # The last token is returned and not computed.
         if sampling.max_new_tokens == 0:
             return
-        self._reserve({s: int(min(sampling.max_new_tokens, self._max_tokens - len(s.tokens))) - 1 for s in sessions})
+        # The last token is returned and not computed.
+        ends = {s: min(len(s.tokens) + sampling.max_new_tokens, self._max_tokens) - 1 for s in sessions}
+        more = {s: int(end) - s.cached_tokens for s, end in ends.items() if end > s.cached_tokens}
+        self._place(more, sessions, later=True)
         while active:
             emitted = self.step(active)
             if any(generation.finish_reason == "error" for generation in active):
@@ -288,11 +288,6 @@ class LongContextEngine:
             session.ahead = list(zip(draft, following[1:], strict=True))
             session.last_used = self._clock
             self.cache_manager.name_pages(session.number, session.tokens, len(session.tokens))
-
-    def _reserve(self, more: Mapping[Session, int]) -> None:
-        """Check that `more[session]` further tokens of every session will fit, evicting others if that is allowed."""
-        counts = {s: len(s.tokens) - s.cached_tokens + count for s, count in more.items()}
-        self._place({s: count for s, count in counts.items() if count}, more, later=True)
 
     def _place(
         self,
@@ -364,8 +359,7 @@ class LongContextEngine:
             session.next_token = next_tokens.get(session, NextToken())
             session.exact_chunks = exact[session] // (self.settings.prefill_chunk or 1)
             session.last_used = self._clock
-            exact_tokens = None if self.exact_chunk is None else exact[session]
-            self.cache_manager.name_pages(session.number, session.tokens, exact_tokens)
+            self.cache_manager.name_pages(session.number, session.tokens, exact[session] if self.exact_chunk else None)
             if tokens:
                 session.reused_tokens = reused[session]
 

@@ -194,6 +194,27 @@ class Group:
         for pool, shard in zip(self.pools, shards, strict=True):
             pool.release(shard.pages)
 
+    def forget(self, shards: Sequence[Shard]) -> None:
+        for pool, shard in zip(self.pools, shards, strict=True):
+            for page in shard.pages:
+                pool.forget(page)
+
+    def page_of(self, copy: Copy, after: int, rank: int) -> tuple[int, bool]:
+        """Hold a page for the contents of a copy, and return whether it has them already.
+
+        Args:
+            after: see `PagePool.allocate`.
+            rank: the copy's if the page is to have its key.
+        """
+        pool, place = self.pools[copy.rank], self.index.get(copy.key)
+        if place is not None and place.rank == copy.rank:
+            pool.hold([place.page])
+            return place.page, True
+        (page,) = pool.allocate(1, after)
+        if rank == copy.rank:
+            self.name(copy.rank, page, copy.key, copy.number)
+        return page, False
+
     def name(self, rank: int, page: int, key: Key, number: int) -> None:
         """Give a held page its key, which another page may lose."""
         if (place := self.index.get(key)) is not None:

@@ -337,17 +337,8 @@ def build_engine(
     manager = CacheManager(n, pages, inference.page_tokens, repeatable=inference.exact_reuse, windows=kept)
     windows = tuple(layer_window(gpt.config, number)[0] for number in range(1, model.num_layers + 1))
     shape = replace(cache_shape(config), windows=windows)
-    slots, kernel = manager.slots_per_rank, config.attention.kernel
-    attention = CachedAttention(
-        cache_group,
-        shape,
-        slots,
-        device,
-        kernel,
-        inference.transport,
-        shared is not None,
-        manager.windowed_slots_per_rank,
-    )
+    slots, kernel = manager.slots, config.attention.kernel
+    attention = CachedAttention(cache_group, shape, slots, device, kernel, inference.transport, shared is not None)
     most = inference.max_model_len
     if model.position_embedding == "learned":
         most = min(most or config.data.seq_length, config.data.seq_length)

@@ -26,8 +26,8 @@ DOCUMENT, OTHER = (tuple(SOURCE.choices(range(256), k=size)) for size in (200, 5
 def host_of(engine: LongContextEngine, pages: int, in_round: int) -> HostCache:
     """Host memory for some pages per rank, of which a round stores and fetches a few."""
     attention, manager = engine.model.attention, engine.cache_manager
-    page_bytes = manager.page_tokens * sum(layer[0].nbytes for layer in attention.layers)
-    host = HostCache(manager, attention.groups, attention.rank, pages * page_bytes / GIB)
+    cache_bytes = sum(layer.nbytes for layer in attention.layers)
+    host = HostCache(manager, attention.groups, attention.rank, -(-pages * cache_bytes // manager.pages_per_rank) / GIB)
     host.fetched = in_round
     for store in host.stores:
         store.stored = in_round
