@@ -97,10 +97,11 @@ class WindowPages:
                 shards[rank].add_full(page, index)
 
     def leave(self, held: Held, left: int) -> None:
-        """Release the pages before number `left`. Those that the session computed itself make room first: it is less
-        likely that another prompt goes on from there than from the end of a text."""
+        """Release the pages before number `left`. They make room first unless the session found them, or can be found
+        up to there: it is less likely that another prompt goes on from inside a text."""
+        end = self.first_seen(len(held.numbers) * self._page_tokens)
         for index in range(held.left, left):
             rank = held.pages[index][0]
             page = held.groups[1][rank].remove_first()
-            self.groups[0].pools[rank].release([page], first=index >= held.found)
+            self.groups[0].pools[rank].release([page], first=held.found <= index < end)
         held.left = max(held.left, left)
