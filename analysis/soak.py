@@ -60,7 +60,7 @@ def serve(rank: int, config: Config, requests: int) -> list[tuple[int, float, fl
     collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=1)
     engine, _ = build_engine(config, collection, None)
     attention, source = engine.model.attention, random.Random(1)
-    host = HostCache(engine.cache_manager, attention.layers, attention.rank, 2**-12)
+    host = HostCache(engine.cache_manager, attention.groups, attention.rank, 2**-12)
     scheduler = Scheduler(engine, max_active=6, pace=Pace(64), host=host)
     texts = [tuple(source.choices(range(256), k=size)) for size in (40, 300, 500)]
     ended: Counter[str] = Counter()
@@ -90,7 +90,7 @@ def serve(rank: int, config: Config, requests: int) -> list[tuple[int, float, fl
     scheduler.close()
     assert ended.total() == requests, ended
     assert all(ended[reason] for reason in ("length", "cancelled", "error")), ended
-    assert engine.cache_manager.used_pages() == 0 and not engine.cache_manager.sessions and not host._claims
+    assert engine.cache_manager.used_pages() == 0 and not engine.cache_manager.sessions and not host.stores[0].claims
     assert not scheduler._overtaken_by
     answered = [(request, answer) for request, answer in compared.values() if answer]
     for request, answer in answered:

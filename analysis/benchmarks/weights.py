@@ -363,7 +363,7 @@ def _use(attention: CachedAttention, pool: Sequence[Tensor], slots: int) -> None
     size = torch.Size(like.shape).numel()
     attention._storage = [layer[:size].view(like.shape) for layer in pool]
     attention._layers = [storage[:slots] for storage in attention._storage]
-    attention.unused_slot = slots
+    attention.unused_slots = slots, slots
 
 
 def _in_ms(medians: dict[str, float]) -> str:

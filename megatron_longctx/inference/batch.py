@@ -7,7 +7,7 @@ block is therefore a range of slots in place: nothing is gathered before a plan 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -17,20 +17,23 @@ from ..core.plans import Block, Document, Kind, Mask, Plan, Slice
 from ..core.plans.cache_modes import CACHE_MODES
 from ..core.plans.slices import FAR, band_between
 from ..core.plans.visibility import Visibility
-from .cache_manager import ScheduledChunk
+from .placement import ScheduledChunk
 
 
 @dataclass(frozen=True)
 class Batch:
     """Chunks that `n` ranks with `slots` cache slots each compute together.
 
-    window: tokens before itself that a query sees; None for all.
+    Attributes:
+        window: tokens before itself that a query sees; None for all.
+        windowed_slots: of each rank in layers with windows; None for the same ones.
     """
 
     n: int
     slots: int
     chunks: tuple[ScheduledChunk, ...]
     window: int | None = None
+    windowed_slots: int | None = None
 
     @property
     def new(self) -> int:
@@ -44,8 +47,12 @@ class Batch:
         return sum(min(chunk.cached, most) for chunk in self.chunks)
 
     def with_window(self, window: int | None) -> Batch:
-        """Return the batch as layers with another window see it."""
-        return self if window == self.window else replace(self, window=window)
+        """Return the batch, which has no window, as layers with one see it."""
+        if window not in self._windowed:
+            slots = self.slots if self.windowed_slots is None else self.windowed_slots
+            chunks = tuple(chunk.windowed or chunk for chunk in self.chunks)
+            self._windowed[window] = Batch(self.n, slots, chunks, window)
+        return self._windowed[window]
 
     @cached_property
     def row_starts(self) -> tuple[tuple[int, ...], ...]:
@@ -114,6 +121,10 @@ class Batch:
         if mode not in self._plans:
             self._plans[mode] = CACHE_MODES[mode](self._visibility, self.key_blocks)
         return self._plans[mode]
+
+    @cached_property
+    def _windowed(self) -> dict[int | None, Batch]:
+        return {self.window: self}
 
     @cached_property
     def _plans(self) -> dict[str, Plan]:

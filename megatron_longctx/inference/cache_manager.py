@@ -6,55 +6,19 @@ exchange nothing.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ..core.errors import refuse
-from .pages import Copy, Held, Key, PagePool, Place, Shard
-
-MAX_CONTIGUOUS = 512
-"""The number of new tokens per rank up to which each rank gets one contiguous part.
-
-The last rank then sees more of the new tokens than the first: at most `MAX_CONTIGUOUS` times `n * MAX_CONTIGUOUS / 2`
-pairs more than the mean, or 0.03 ms in FlashAttention-2 with 32 heads of 128 on 4 H200s (330 TFLOP/s). Two parts per
-rank need more kernel calls and merges for the same keys, and the host takes about 0.15 ms for each
-(`schedules.Costs.of_cluster`): for 66 tokens over a long cache, 15 operations per layer instead of 9, with `one_hop` on
-4 ranks."""
+from .pages import Copy, Group, Held, Key, Place, Shard
+from .placement import MAX_CONTIGUOUS, ScheduledChunk, assign
+from .window_pages import UNBOUNDED, WindowPages, Windows, most_pages
 
 
 class CacheFull(ValueError):
     """Raised for tokens that do not fit into the cache; nothing has changed then."""
-
-
-@dataclass(frozen=True)
-class ScheduledChunk:
-    """New tokens of one session, with their places in the cache.
-
-    Attributes:
-        cached: the number of tokens cached before, at positions `0..cached-1`; the new tokens follow.
-        new: the number of new tokens.
-        new_spans: per rank, its new tokens, counted from 0.
-        cached_slots, new_slots: per rank, the slots of its cached and of its new tokens, in the order of positions.
-        cached_positions: per rank, the positions of its cached tokens, in the order of `cached_slots`.
-    """
-
-    session: int
-    cached: int
-    new: int
-    new_spans: tuple[tuple[range, ...], ...]
-    cached_slots: tuple[tuple[range, ...], ...]
-    new_slots: tuple[tuple[range, ...], ...]
-    cached_positions: tuple[tuple[range, ...], ...]
-
-    def num_new(self, rank: int) -> int:
-        return sum(map(len, self.new_spans[rank]))
-
-    def new_positions(self, rank: int) -> list[range]:
-        return [range(span.start + self.cached, span.stop + self.cached) for span in self.new_spans[rank]]
 
 
 class CacheManager:
@@ -74,12 +38,16 @@ class CacheManager:
 
     The index is of one model's keys and values. What else they depend on belongs into `salt`.
 
+    Layers with windows have pages of their own (`window_pages`). A prefix can be used where those that its next token
+    sees are still there.
+
     Args:
         n: ranks of the context-parallel group.
         pages_per_rank, page_tokens: the size of each rank's cache.
         max_contiguous: new tokens per rank up to which the parts are contiguous.
         repeatable: the order starts from the rank of the session's first page if it has any. Relative to that rank,
             places then depend only on the history of the tokens, but sessions with a common prefix go on on one rank.
+        windows: None if all layers keep all tokens.
     """
 
     def __init__(
@@ -89,6 +57,7 @@ class CacheManager:
         page_tokens: int,
         max_contiguous: int = MAX_CONTIGUOUS,
         repeatable: bool = False,
+        windows: Windows | None = None,
     ) -> None:
         for name, value in (("n", n), ("pages_per_rank", pages_per_rank), ("page_tokens", page_tokens)):
             if value < 1:
@@ -97,15 +66,12 @@ class CacheManager:
         self.page_tokens = page_tokens
         self.pages_per_rank = pages_per_rank
         self._max_contiguous, self._repeatable = max_contiguous, repeatable
-        self._index: dict[Key, Place] = {}
-        self._pools = [PagePool(pages_per_rank, self._index, rank) for rank in range(n)]
+        whole = Group(n, pages_per_rank)
+        self._windowed = WindowPages(windows, page_tokens, whole)
+        self.windows, self.groups = windows, [whole, *self._windowed.groups]
+        self._index, self._pools = whole.index, whole.pools
         self._sessions: dict[int, Held] = {}
-        self.copies: Mapping[Key, Copy] = {}  # of pages, elsewhere
         self._opened = self._named = 0
-
-    @property
-    def pools(self) -> Sequence[PagePool]:
-        return self._pools
 
     @property
     def sessions(self) -> tuple[int, ...]:
@@ -115,21 +81,31 @@ class CacheManager:
     def slots_per_rank(self) -> int:
         return self.pages_per_rank * self.page_tokens
 
+    @property
+    def slots(self) -> tuple[int, int]:
+        """The slots per rank of layers without and with windows."""
+        return self.slots_per_rank, self.groups[-1].num_pages * self.page_tokens
+
+    @property
+    def pass_tokens(self) -> int:
+        """The most new tokens of a rank in a pass."""
+        return UNBOUNDED if self.windows is None else self.windows.pass_tokens
+
     def free_pages(self, rank: int) -> int:
         """Return the number of pages that no session holds."""
         return self._pools[rank].available
 
     def used_pages(self) -> int:
         """Return the number of pages that sessions hold on all ranks, shared ones counted once."""
-        return sum(self.pages_per_rank - pool.available for pool in self._pools)
+        return self.groups[0].used
 
     def cached_pages(self) -> int:
         """Return the number of pages on all ranks that no session holds and later ones may find."""
-        return sum(pool.num_cached for pool in self._pools)
+        return self.groups[0].cached
 
     def drop_cached(self) -> None:
         """Free the pages that no session holds."""
-        for pool in self._pools:
+        for pool in (pool for group in self.groups for pool in group.pools):
             pool.drop_cached()
 
     def shards(self, session: int) -> list[Shard]:
@@ -141,7 +117,7 @@ class CacheManager:
         return self._held(session).shards
 
     def length(self, session: int) -> int:
-        return sum(shard.tokens for shard in self.shards(session))
+        return self._held(session).tokens
 
     def page_numbers(self, session: int) -> list[int]:
         """Return the numbers of the session's first pages, as far as they are in the index."""
@@ -150,6 +126,14 @@ class CacheManager:
     def held_pages(self, sessions: Iterable[int], rank: int) -> int:
         """Return the number of pages that any of these sessions holds, each counted once."""
         return len(set().union(*(self.shards(session)[rank].pages for session in sessions)))
+
+    def fits(self, most: Mapping[int, int]) -> bool:
+        """Whether sessions can grow to `most[session]` pages on every rank; shared pages are counted once."""
+        return (self.windows is None or len(most) <= self.windows.sequences) and all(
+            self.held_pages(most, rank) + sum(p - len(self.shards(s)[rank].pages) for s, p in most.items())
+            <= self.pages_per_rank
+            for rank in range(self.n)
+        )
 
     def max_pages(self, session: int, more: int, ahead: Iterable[Copy] = ()) -> int:
         """Return the most pages that the session can hold on a rank after `more` tokens, in chunks of any sizes.
@@ -161,7 +145,8 @@ class CacheManager:
         for copy in ahead:
             counts[copy.rank] += 1
         spread = max(1, max(counts) - min(counts))
-        return -(-(self._pages(self.length(session) + more) + spread * (self.n - 1)) // self.n)
+        pages = -(-(self.length(session) + more) // self.page_tokens)
+        return -(-(pages + spread * (self.n - 1)) // self.n)
 
     def open(self, tokens: Sequence[int] = (), salt: int = 0, multiple: int = 1) -> int:
         """Open a session with the longest prefix of `tokens` in the cache, and return its number.
@@ -173,52 +158,87 @@ class CacheManager:
         found: list[Place] = []
         while place := self._index.get(self._key(salt, found[-1].number if found else 0, tokens, len(found))):
             found.append(place)
-        unit = math.lcm(multiple, self.page_tokens) // self.page_tokens
-        del found[len(found) // unit * unit :]
-        return self._open(salt, [place[:2] for place in found], [place.number for place in found])
+        pages, numbers = [place[:2] for place in found], [place.number for place in found]
+        return self._open(self._hold(self._opened, salt, pages, numbers, {}, multiple))
 
-    def copies_of(self, session: int, tokens: Sequence[int]) -> list[Copy]:
-        """Return the copies of the pages that follow those of a session, which has only complete ones, in its text."""
+    def copies_of(self, session: int, tokens: Sequence[int], multiple: int = 1) -> list[Copy]:
+        """Return the copies of the pages that follow those of a session, which has only complete ones, in its text.
+
+        Args:
+            multiple: of pages that the session has then.
+        """
         held, found = self._held(session), list[Copy]()
-        before = held.numbers[-1] if held.numbers else 0
-        while copy := self.copies.get(self._key(held.salt, before, tokens, len(held.pages) + len(found))):
+        before, cached = held.numbers[-1] if held.numbers else 0, len(held.pages)
+        while copy := self.groups[0].copies.get(self._key(held.salt, before, tokens, cached + len(found))):
             found.append(copy)
             before = copy.number
-        return found
+        others = [group.copies.get(copy.key) for group in self.groups[1:] for copy in found]
+        count = self._windowed.usable(cached + len(found), multiple, lambda i: i < cached or bool(others[i - cached]))
+        seen = self._windowed.first_seen(count * self.page_tokens) - cached
+        del found[count - cached :]
+        return [
+            copy._replace(windowed=other.page) if other and i >= seen else copy
+            for i, (copy, other) in enumerate(zip(found, others or [None] * len(found), strict=False))
+        ]
 
-    def add_page(self, session: int, copy: Copy) -> tuple[int, bool]:
-        """Add a copy's page to a session, which has only complete ones; return it, and whether it has its contents."""
-        held, pool, place = self._held(session), self._pools[copy.rank], self._index.get(copy.key)
-        found = place is not None and place.rank == copy.rank and not held.twice
-        if place is not None and found:
-            page = place.page
-            pool.hold([page])
-        else:
-            (page,) = pool.allocate(1, held.shards[copy.rank].last_page)
-            held.twice = held.twice or place is not None
-        held.add_full(copy.rank, page)
-        if not held.twice:
-            held.numbers.append(copy.number)
-            if not found:
-                pool.name(page, copy.key, copy.number)
-        return page, found
+    def add_page(self, session: int, copy: Copy) -> list[tuple[int, bool]]:
+        """Add a copy's page to a session, which has only complete ones.
 
-    def fork(self, session: int, tokens: int) -> int:
-        """Open a session with the complete pages of another's first tokens, and return its number."""
-        source, count = self._held(session), tokens // self.page_tokens
-        fork = self._open(source.salt, source.pages[:count], source.numbers[:count])
-        self._sessions[fork].twice = len(source.numbers) < count
-        return fork
+        Returns:
+            the page of every group of layers that have a copy, and whether it has its contents.
+        """
+        held, added = self._held(session), []
+        if self.windows is not None and copy.windowed is None:
+            self._windowed.leave(held, len(held.pages))
+            held.left += 1
+        for group, shards in zip(self.groups[: 1 + (copy.windowed is not None)], held.groups, strict=False):
+            page, found = group.page_of(copy, shards[copy.rank].last_page, self._index.get(copy.key, copy).rank)
+            shards[copy.rank].add_full(page, len(held.pages))
+            added.append((page, found))
+        held.pages.append((copy.rank, added[0][0]))
+        held.numbers.append(copy.number)
+        return added
 
-    def _open(self, salt: int, pages: Sequence[tuple[int, int]], numbers: Sequence[int]) -> int:
-        number = self._opened
+    def fork(self, session: int, tokens: int, multiple: int = 1) -> int:
+        """Open a session with the complete pages of another's first tokens, and return its number.
+
+        Args:
+            multiple: of tokens that it must have.
+        """
+        return self._open(self._first(self._opened, self._held(session), tokens, multiple))
+
+    def _open(self, held: Held) -> int:
+        self._sessions[held.opened] = held
         self._opened += 1
-        held = self._sessions[number] = self._empty(number, salt)
-        for rank, page in pages:
+        return held.opened
+
+    def _first(self, opened: int, held: Held, tokens: int, multiple: int) -> Held:
+        """Hold the complete pages of a session's first tokens again, as those of session `opened`: see `_hold`."""
+        cut = tokens // self.page_tokens
+        return self._hold(opened, held.salt, held.pages[:cut], held.numbers[:cut], held.windowed(), multiple)
+
+    def _hold(
+        self,
+        opened: int,
+        salt: int,
+        pages: Sequence[tuple[int, int]],
+        numbers: Sequence[int],
+        own: Mapping[int, int],
+        multiple: int,
+    ) -> Held:
+        """Hold the most of some complete pages that a session can go on from, so that its tokens are a multiple of
+        `multiple`. own: see `WindowPages.find`."""
+        held = self._empty(opened, salt)
+        unit = math.lcm(multiple, self.page_tokens) // self.page_tokens
+        held.found = self._windowed.usable(
+            len(pages), unit, lambda index: self._windowed.find(pages, index, own) is not None
+        )
+        for rank, page in pages[: held.found]:
             self._pools[rank].hold([page])
             held.add_full(rank, page)
-        held.numbers += numbers
-        return number
+        held.numbers += numbers[: held.found]
+        self._windowed.see(held, own)
+        return held
 
     def name_pages(self, session: int, tokens: Sequence[int], most: int | None = None) -> None:
         """Enter the session's complete pages into the index, so that other sessions find them.
@@ -229,80 +249,116 @@ class CacheManager:
         """
         held, length = self._held(session), self.length(session)
         complete = (length if most is None else min(most, length)) // self.page_tokens
-        while (count := len(held.numbers)) < complete and not held.twice:
+        own = held.windowed() if len(held.numbers) < complete else {}
+        while (count := len(held.numbers)) < complete:
             key = self._key(held.salt, held.numbers[-1] if count else 0, tokens, count)
-            held.twice = key in self._index
-            if not held.twice:
+            (rank, page), place, copy = held.pages[count], self._index.get(key), self.groups[0].copies.get(key)
+            number = place or copy  # which keep it, so that the pages that follow are found
+            if number is None:
                 self._named += 1
-                # A page that has a copy keeps its number, so that those that follow it are found.
-                number = self.copies[key].number if key in self.copies else self._named
-                rank, page = held.pages[count]
-                self._pools[rank].name(page, key, number)
-                held.numbers.append(number)
+            held.numbers.append(self._named if number is None else number.number)
+            # A page takes the place of one that nobody holds, or from which layers with windows cannot go on.
+            lost = count in own and place is not None and self._windowed.find([place[:2]], 0, {}) is None
+            if place is None or lost or self._pools[place.rank].cached(place.page):
+                self.groups[0].name(rank, page, key, held.numbers[-1])
+                if count in own:
+                    self.groups[1].name(rank, own[count], key, held.numbers[-1])
 
     def forget(self, session: int) -> None:
         """Remove the session's pages from the index."""
-        for rank, page in self._held(session).pages:
-            self._pools[rank].forget(page)
+        for group, shards in zip(self.groups, self._held(session).groups, strict=True):
+            group.forget(shards)
 
-    def append(self, counts: Mapping[int, int]) -> tuple[ScheduledChunk, ...]:
+    def append(self, counts: Mapping[int, int], later: bool = False) -> tuple[ScheduledChunk, ...]:
         """Place `counts[session]` new tokens of every session: all of them or none.
+
+        Args:
+            later: only find out whether they fit, in passes of any sizes.
 
         Raises:
             ValueError: a session is not open, or gets fewer than 1 token.
             CacheFull: they do not fit.
         """
-        parts = {}
-        need = [0] * self.n
+        parts = self._fit(counts, later)
+        return () if later else tuple(self._place(each, count, *parts[each]) for each, count in counts.items())
+
+    def _fit(self, counts: Mapping[int, int], later: bool) -> dict[int, tuple[list[list[range]], list[int]]]:
+        """Return `assign` of every session, if there is room for all of them."""
+        for held in self._sessions.values():  # also of a pass that was placed before this one: it is computed before it
+            self._windowed.leave(held, self._windowed.first_seen(held.tokens, self.page_tokens))
+        parts, need = {}, [[0] * self.n for _ in self.groups]
         for session, count in counts.items():
             held = self._held(session)
             if count < 1:
                 raise refuse("new tokens", count, "1 or more", "Give the session some tokens.")
-            parts[session] = self._assign(held, self.length(session), count)
-            for rank in parts[session][1]:
-                need[rank] += 1
-        for rank, pages in enumerate(need):
-            if pages > (free := self.free_pages(rank)):
-                raise CacheFull(
-                    f"{sum(counts.values())} new tokens need {pages} pages of {self.page_tokens} tokens on rank "
-                    f"{rank}: expected at most the {free} of {self.pages_per_rank} that are free. Close sessions, "
-                    "give fewer tokens, or raise inference.cache_tokens."
-                )
-        return tuple(self._place(session, count, *parts[session]) for session, count in counts.items())
+            first = held.pages[0][0] if held.pages and self._repeatable else held.opened % self.n
+            parts[session] = assign(held, count, self._max_contiguous, first)
+            for rank, shards in enumerate(zip(*held.groups, strict=True)):
+                pages = parts[session][1].count(rank)
+                need[0][rank] += pages
+                if self.windows is not None:
+                    most = most_pages(self.windows.tokens, self.page_tokens)
+                    need[1][rank] += min(pages, max(0, most - len(shards[1].pages))) if later else pages
+        for group, of_group in zip(self.groups, need, strict=True):
+            for rank, pages in enumerate(of_group):
+                if pages > (free := group.pools[rank].available):
+                    where, key = "", "inference.cache_tokens"
+                    if group is not self.groups[0]:
+                        where, key = " in layers with windows", "serve.max_active, for which these have room"
+                    raise CacheFull(
+                        f"{sum(counts.values())} new tokens need {pages} pages of {self.page_tokens} tokens on rank "
+                        f"{rank}{where}: expected at most the {free} of {group.num_pages} that are free. Close "
+                        f"sessions, give fewer tokens, or raise {key}."
+                    )
+        return parts
 
     def undo(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Undo the latest `append`, whose tokens were never computed."""
         for chunk in reversed(chunks):
             self.truncate(chunk.session, chunk.cached)
 
-    def truncate(self, session: int, tokens: int) -> None:
-        """Drop all but a session's first `tokens` cached tokens. It must not share a page that is cut in two."""
-        held, length = self._held(session), self.length(session)
-        cut = tokens // self.page_tokens
-        if tokens % self.page_tokens and cut < len(held.numbers):  # its last slots will be written again
-            self._pools[held.pages[cut][0]].forget(held.pages[cut][1])
+    def truncate(self, session: int, tokens: int, multiple: int = 1) -> None:
+        """Drop all but a session's first `tokens` cached tokens. It must not share a page that is cut in two.
+
+        It keeps fewer tokens, a multiple of `multiple` and of the page, if layers with windows do not have those that
+        the next token sees.
+        """
+        held, length, cut = self._held(session), self.length(session), tokens // self.page_tokens
+        if self._windowed.first_seen(tokens) < held.left:
+            self._sessions[session] = self._first(held.opened, held, tokens, multiple)
+            self._release(held)
+            return
         while length > tokens:
             rank, _ = held.pages[-1]
             stop = max(tokens, (length - 1) // self.page_tokens * self.page_tokens)
-            unused = held.shards[rank].remove_last(length - stop)
-            self._pools[rank].release(unused)
+            for group, shards in zip(self.groups, held.groups, strict=True):
+                unused = shards[rank].remove_last(length - stop)
+                group.pools[rank].release(unused)
             length = stop
             if unused:
                 held.pages.pop()
+        if tokens % self.page_tokens and cut < len(held.numbers):  # its last slots will be written again
+            rank, _ = held.pages[-1]
+            for group, shards in zip(self.groups, held.groups, strict=True):
+                group.pools[rank].forget(shards[rank].last_page)
         del held.numbers[cut:]
+        held.found = min(held.found, cut)
+
+    def _release(self, held: Held) -> None:
+        for group, shards in zip(self.groups, held.groups, strict=True):
+            group.release(shards)
 
     def evict(self, session: int) -> Held:
         """Release a session's pages and return what it held. It stays open, with nothing cached."""
         held = self._held(session)
-        for pool, shard in zip(self._pools, held.shards, strict=True):
-            pool.release(shard.pages)
+        self._release(held)
         self._sessions[session] = self._empty(held.opened, held.salt)
         return held
 
     def restore(self, session: int, held: Held) -> None:
         """Undo an `evict`, after every later placement was undone without having been computed."""
-        for pool, shard in zip(self._pools, held.shards, strict=True):
-            pool.hold(shard.pages)
+        for group, shards in zip(self.groups, held.groups, strict=True):
+            group.hold(shards)
         self._sessions[session] = held
 
     def close(self, session: int) -> None:
@@ -316,61 +372,28 @@ class CacheManager:
         return self._sessions[session]
 
     def _empty(self, opened: int, salt: int) -> Held:
-        return Held(opened, salt, [Shard(self.page_tokens) for _ in range(self.n)])
+        return Held(opened, salt, [[Shard(self.page_tokens) for _ in range(self.n)] for _ in self.groups])
 
     def _key(self, salt: int, before: int, tokens: Sequence[int], index: int) -> Key:
         """Return the key of page number `index`; one that no page has if the tokens do not fill it."""
         start = index * self.page_tokens
         return Key(salt, before, array("i", tokens[start : start + self.page_tokens]).tobytes())
 
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self.page_tokens)
-
-    def _assign(self, held: Held, cached: int, count: int) -> tuple[list[list[range]], list[int]]:
-        """Return every rank's part of new tokens, and the ranks of the pages that they begin, in order: the larger
-        parts for ranks that hold fewer pages of the session."""
-        parts: list[list[range]] = [[] for _ in range(self.n)]
-        head = min(count, -cached % self.page_tokens)  # goes into the last page
-        if head:
-            parts[held.pages[-1][0]].append(range(head))
-        homes = [0] * self._pages(count - head)
-        pieces = split_pages(self.n, len(homes), count <= self._max_contiguous * self.n)
-        first = held.pages[0][0] if held.pages and self._repeatable else held.opened % self.n
-        ranks = sorted(range(self.n), key=lambda r: (len(held.shards[r].pages), (r - first) % self.n))
-        for rank, spans in zip(ranks, sorted(pieces, key=lambda spans: -sum(map(len, spans))), strict=True):
-            for span in filter(None, spans):
-                homes[span.start : span.stop] = [rank] * len(span)
-                start, stop = (head + at * self.page_tokens for at in (span.start, span.stop))
-                parts[rank].append(range(start, min(stop, count)))
-        return parts, homes
-
     def _place(self, session: int, count: int, parts: list[list[range]], homes: list[int]) -> ScheduledChunk:
         held, cached = self._held(session), self.length(session)
-        before = [shard.tokens for shard in held.shards]
-        positions = tuple(tuple(shard.positions) for shard in held.shards)
-        own = []
-        for rank, (pool, shard, spans) in enumerate(zip(self._pools, held.shards, parts, strict=True)):
-            shard.extend([range(span.start + cached, span.stop + cached) for span in spans])
-            own.append(pool.allocate(homes.count(rank), shard.last_page))
-            shard.add_pages(own[-1])
-        pages = [iter(each) for each in own]
-        held.pages += [(rank, next(pages[rank])) for rank in homes]
-        return ScheduledChunk(
-            session=session,
-            cached=cached,
-            new=count,
-            new_spans=tuple(map(tuple, parts)),
-            cached_slots=tuple(s.slots(0, h) for s, h in zip(held.shards, before, strict=True)),
-            new_slots=tuple(s.slots(h, s.tokens) for s, h in zip(held.shards, before, strict=True)),
-            cached_positions=positions,
-        )
-
-
-@functools.lru_cache(maxsize=64)  # decode asks for the parts of a page, or of none, over and over
-def split_pages(n: int, pages: int, few: bool) -> tuple[tuple[range, ...], ...]:
-    """Cut new pages into n parts, whose sizes differ by at most one: contiguous for `few` tokens, otherwise zigzag,
-    whose parts have equal causal work."""
-    size, larger = divmod(pages, n if few else 2 * n)
-    cuts = (i * size + min(i, larger) for i in range((n if few else 2 * n) + 1))
-    pieces = [range(start, stop) for start, stop in itertools.pairwise(cuts)]
-    return tuple((pieces[i],) if few else (pieces[i], pieces[-1 - i]) for i in range(n))
+        spans = tuple(map(tuple, parts))
+        chunks: list[ScheduledChunk] = []
+        for group, shards in zip(self.groups, held.groups, strict=True):
+            before, positions = [s.tokens for s in shards], tuple(tuple(shard.positions) for shard in shards)
+            own = []
+            for rank, (pool, shard) in enumerate(zip(group.pools, shards, strict=True)):
+                shard.extend([range(span.start + cached, span.stop + cached) for span in spans[rank]])
+                own.append(pool.allocate(homes.count(rank), shard.last_page))
+                shard.add_pages(own[-1])
+            if not chunks:
+                pages = [iter(each) for each in own]
+                held.pages += [(rank, next(pages[rank])) for rank in homes]
+            cached_slots = tuple(s.slots(0, b) for s, b in zip(shards, before, strict=True))
+            new_slots = tuple(s.slots(b, s.tokens) for s, b in zip(shards, before, strict=True))
+            chunks.append(ScheduledChunk(session, cached, count, spans, cached_slots, new_slots, positions))
+        return chunks[0] if len(chunks) == 1 else replace(chunks[0], windowed=chunks[1])

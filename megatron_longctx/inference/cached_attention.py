@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import chain, pairwise
 from typing import Protocol
 
 import torch
@@ -26,22 +26,12 @@ from ..core.comm import (
     gather_objects,
 )
 from ..core.errors import refuse
-from ..core.kernels import KernelRequest, Partial, choose_kernel, merge_partials
+from ..core.kernels import KernelRequest, choose_kernel
 from ..core.plans import Kind, Recorder, Target, Workload
-from ..core.plans.sums import MAX_PARTIALS
 from .batch import Batch
-from .cache_manager import ScheduledChunk
-from .paged import (
-    FUSED_DTYPES,
-    PackedPartials,
-    Pages,
-    attend_pages,
-    attend_splits,
-    compile_decode,
-    has_fused_kernels,
-    merge_ranks,
-)
+from .paged import FUSED_DTYPES, PackedPartials, Pages, attend_pages, attend_splits, has_fused_kernels, merge_ranks
 from .peer_merge import PeerMerge
+from .placement import ScheduledChunk
 from .quantize_kv import SCALE_BYTES, Int8KV
 from .scores import PromptScorer
 from .states import RecurrentStates
@@ -59,7 +49,7 @@ class CacheShape:
         int8: whether keys and values are stored, sent and attended as 8-bit integers with a scale for every token and
             head (`inference.quantize_kv`).
         windows: per layer, the number of tokens before itself that a query sees, None for all; empty if all layers see
-            all tokens. The cache keeps every token in any case.
+            all tokens.
     """
 
     num_layers: int
@@ -96,9 +86,20 @@ class CacheShape:
         return Workload(*heads, element_bytes=self.dtype.itemsize, kv_row_bytes=self.kv.row_bytes)
 
     @property
+    def layer_bytes(self) -> int:
+        """The bytes of one cached token in a layer."""
+        return self.num_kv_heads * self.kv.row_bytes
+
+    @property
     def token_bytes(self) -> int:
         """The bytes of one cached token in all layers."""
-        return self.num_layers * self.num_kv_heads * self.kv.row_bytes
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def group_bytes(self) -> tuple[int, int]:
+        """The bytes of one cached token in the layers without and with a window."""
+        windowed = sum(window is not None for window in self.windows)
+        return (self.num_layers - windowed) * self.layer_bytes, windowed * self.layer_bytes
 
 
 class CachedAttention:
@@ -112,7 +113,7 @@ class CachedAttention:
 
     Args:
         group: the context-parallel process group, or None for one rank.
-        slots: the number of tokens that fit into this rank's cache.
+        slots: the number of tokens that fit into this rank's cache, in layers without and with windows if they differ.
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
         transport: how blocks are sent, as for `comm.choose_transport`.
         divides_heads: whether each rank gets its part of the heads of replicated tokens' outputs, or all of them.
@@ -126,7 +127,7 @@ class CachedAttention:
         self,
         group: dist.ProcessGroup | None,
         shape: CacheShape,
-        slots: int,
+        slots: int | tuple[int, int],
         device: torch.device,
         kernel: str = "auto",
         transport: str = "p2p",
@@ -155,39 +156,37 @@ class CachedAttention:
         self.states: RecurrentStates | None = None
         self._merge: PeerMerge | None = None
         self._passes: dict[int | None, Pass] = {}  # keyed by the window of layers
-        self._new_slots: slice | Tensor = slice(0, 0)
+        self._new_slots: Sequence[slice | Tensor] = ()  # of layers without and with windows
         self._num_new = 0
         self._pages: Mapping[int | None, Pages] | None = None  # of replicated tokens
-        self.unused_slot = slots  # one more than there are; nobody reads it
-        like = shape.kv.spec(slots + 1, 1, shape.num_kv_heads, device)
+        # One more slot than there are; nobody reads it.
+        self.unused_slots = slots if isinstance(slots, tuple) else (slots, slots)
+        sizes = [self.unused_slots[shape.window(layer) is not None] for layer in range(shape.num_layers)]
+        like = shape.kv.spec(1, 1, shape.num_kv_heads, device)
         try:
-            self._storage = [torch.zeros(like.shape, dtype=like.dtype, device=device) for _ in range(shape.num_layers)]
+            self._storage = [torch.zeros(s + 1, *like.shape[1:], dtype=like.dtype, device=device) for s in sizes]
         except (RuntimeError, MemoryError) as error:  # CPUs have no error type for being out of memory
-            gib = slots * shape.token_bytes / GIB
+            gib = sum(sizes) * shape.layer_bytes / GIB
             raise refuse(
                 "inference.cache_tokens",
-                slots * self.world,
+                self.unused_slots[0] * self.world,
                 f"a cache that fits into memory; this one takes {gib:.2f} GiB per rank ({error})",
                 "Lower it, or use more context-parallel ranks.",
             ) from error
 
-        self._layers = [storage[:slots] for storage in self._storage]
+        self._layers = [storage[:-1] for storage in self._storage]
 
     @property
     def layers(self) -> list[Tensor]:
         """The cache of each layer, `[slots, …]`."""
         return self._layers
 
-    def compile_kernels(self, page_tokens: int) -> None:
-        """Compile our own kernels for prompts and for decode over pages of `page_tokens`; CPUs have none."""
-        if self.device.type == "cuda":
-            compile_merges(self.shape.num_heads, self.shape.head_dim, self.shape.dtype, self.device)
-            q = torch.empty(0, self.shape.num_heads, self.shape.head_dim, dtype=self.shape.dtype, device=self.device)
-            windows = {window is not None for window in self.shape.distinct_windows}
-            compile_decode(q, self._storage[0][:, :, 0], page_tokens, windows)
-            if self._merge is not None:
-                heads = self.shape.num_heads // self._parts
-                self._merge.compile(heads, self.shape.head_dim, self.shape.dtype, self.device)
+    @property
+    def groups(self) -> list[list[Tensor]]:
+        """The cache of the layers without and of those with windows; of all together if there are no windows."""
+        windowed = [window is not None for window in self.shape.windows or [None] * self.shape.num_layers]
+        kinds = (False, True) if any(windowed) else (False,)
+        return [[x for x, its in zip(self._layers, windowed, strict=True) if its == kind] for kind in kinds]
 
     @property
     def is_replicated(self) -> bool:
@@ -230,12 +229,16 @@ class CachedAttention:
             )
             for window in self.shape.distinct_windows
         }
-        runs = [run for chunk in batch.chunks for run in chunk.new_slots[self.rank]]
-        self._num_new = sum(map(len, runs))
+        self._num_new = batch.num_rows(self.rank)
+        chunks = batch.chunks, [chunk.windowed or chunk for chunk in batch.chunks]
+        self._new_slots = [self._slots_of(chunk.new_slots[self.rank] for chunk in each) for each in chunks]
+
+    def _slots_of(self, parts: Iterable[tuple[range, ...]]) -> slice | Tensor:
+        """Return the slots of new tokens: a slice if they are neighbours."""
+        runs = list(chain.from_iterable(parts))
         if all(before.stop == after.start for before, after in pairwise(runs)):
-            self._new_slots = slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
-        else:
-            self._new_slots = _numbers(runs).to(self.device)
+            return slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
+        return _numbers(runs).to(self.device)
 
     def allocate_merge(self, most: int) -> None:
         """Allocate peer memory for merging the results of up to `most` replicated tokens, if ranks have it. Collective.
@@ -253,15 +256,16 @@ class CachedAttention:
                 if self.rank == 0:
                     logger.warning("decode's partial results are gathered, not merged over peer memory: %s", error)
 
-    def begin_replicated(self, pages: Mapping[int | None, Pages], slots: Tensor) -> None:
+    def begin_replicated(self, pages: Mapping[int | None, Pages], slots: Sequence[Tensor]) -> None:
         """Attend for `B` tokens that every rank computes, in the next call of every layer, which reads these tensors.
 
         Args:
             pages: keyed by the window of layers, the tokens on this rank that each row sees: its sequence up to its
                 own token, which is included if it is stored here.
-            slots: int64 `[B]`, the slots for the new keys and values; `unused_slot` for rows that another rank stores.
+            slots: int64 `[B]` for layers without windows and for those with one, the slots for the new keys and values;
+                one of `unused_slots` for rows that another rank stores.
         """
-        self._pages, self._new_slots, self._num_new = pages, slots, slots.numel()
+        self._pages, self._new_slots, self._num_new = pages, slots, slots[0].numel()
 
     def randomize(self) -> None:
         """Fill the cache with random keys and values, for measurements."""
@@ -309,12 +313,13 @@ class CachedAttention:
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
         storage, kv = self._storage[layer], self.shape.kv
-        in_place = isinstance(self._new_slots, slice)
-        new = storage[self._new_slots] if in_place else kv.spec(self._num_new, 1, k.shape[2], self.device).empty()
+        slots = self._new_slots[self.shape.window(layer) is not None]
+        in_place = isinstance(slots, slice)
+        new = storage[slots] if in_place else kv.spec(self._num_new, 1, k.shape[2], self.device).empty()
         for into, source in kv.pairs(new, k, v):
             into.copy_(source)
         if not in_place:
-            storage[self._new_slots] = new
+            storage[slots] = new
 
     def _attend_replicated(self, layer: int, pages: Pages, q: Tensor, scale: float, sink: Tensor | None) -> Tensor:
         """Attend to this rank's keys, on rank 0 also to the sink, and merge the results of all ranks in rank order."""
@@ -381,18 +386,3 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
     total = torch.logaddexp(lse, sink.to(lse.dtype))
     out.mul_(torch.exp(lse - total).unsqueeze(-1))
     lse.copy_(total)
-
-
-def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile the merges of prompts: every number of partial outputs, in every combination of precisions.
-
-    Partials are kernels' results in `dtype`; the first may be an earlier merge, in fp32. The result is in `dtype`, or
-    in fp32 if it will be merged again. The number of partials depends on how a prompt's tokens are distributed over the
-    ranks. Without this, the first prompts of some lengths would each wait for Triton to compile another variant.
-    """
-    precisions = dict.fromkeys((dtype, torch.float32))
-    for into, first, count in product(precisions, precisions, range(1, MAX_PARTIALS + 1)):
-        values = [torch.zeros(2, 1, num_heads, head_dim, dtype=each, device=device) for each in (first, dtype, into)]
-        lse = torch.zeros(2, 1, num_heads, dtype=torch.float32, device=device)
-        parts = [Partial(0, 0, values[min(i, 1)], lse) for i in range(count)]
-        merge_partials(parts, values[2], torch.empty_like(lse))

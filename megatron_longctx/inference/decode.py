@@ -24,9 +24,10 @@ from torch import Tensor
 from ..config import InferenceConfig
 from ..core.comm import gather_objects
 from ..core.errors import refuse
-from .cache_manager import CacheManager, ScheduledChunk
+from .cache_manager import CacheManager
 from .cached_attention import CachedAttention, CachedModel
 from .paged import FUSED_DTYPES, Pages, has_fused_kernels, max_queries_per_tile
+from .placement import ScheduledChunk
 from .session import NOT_FINITE, NextToken
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,10 @@ MAX_PROMPT_ROWS = 512
 this way than by plans (analysis/results/inference_rows_h200.md)."""
 _EAGER = 2
 """The steps that run before one is captured: they compile and choose kernels and set up communicators."""
-_ENDS, _TOKEN, _POSITION, _SLOT, _COUNT, _SKIPPED = range(6)
-"""The fields of a step's inputs; one `_SKIPPED` field per window follows the others, and then the rows of recurrent
-states that are read and written, if there are any."""
+_ENDS, _TOKEN, _POSITION, _PLACES = range(4)
+"""The fields of a step's inputs. From `_PLACES` on there are a slot and a count for the layers without windows, the
+same for those with one, then a number of skipped tokens for every window, and at last the rows of recurrent states that
+are read and written, if there are any."""
 
 
 class Decoder:
@@ -82,8 +84,11 @@ class Decoder:
         self.max_drafted = MAX_ROWS // self._draft_rows if settings.speculate and self._max_sequences else 0
         tiles = max(MAX_ROWS, self.max_prompt // self._tile) if self._max_sequences else 0
         self._windows = tuple(window for window in shape.distinct_windows if window is not None)
-        num_fields = _SKIPPED + len(self._windows) + (0 if self._states is None else 2)
-        self._inputs = _StepInputs(self._attention.device, tiles, manager.pages_per_rank, num_fields)
+        self._unused = self._attention.unused_slots[: 1 + bool(self._windows)]
+        self._skipped = _PLACES + 2 * len(self._unused)
+        num_fields = self._skipped + len(self._windows) + (0 if self._states is None else 2)
+        pages = [manager.groups[0].num_pages, manager.groups[-1].num_pages][: len(self._unused)]
+        self._inputs = _StepInputs(self._attention.device, tiles, pages, num_fields)
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
         logger.info("decode: %s (%s)", self.name, why)
 
@@ -154,14 +159,20 @@ class Decoder:
             first = len(rows) // tile
             rows += self._rows(chunk, text)
             ends += range(len(rows) - (len(text) if every else 1), len(rows))
-            rows += [(0, 0, self._attention.unused_slot, 0, *[0] * len(self._windows))] * (-len(rows) % tile)
-            pages = self._cache_manager.shards(chunk.session)[self._attention.rank].pages
+            unused = 0, 0, *chain.from_iterable((slot, 0) for slot in self._unused), *[0] * len(self._windows)
+            rows += [unused] * (-len(rows) % tile)
+            pages = [self._cache_manager.shards(chunk.session)[self._attention.rank].pages]
+            if chunk.windowed is not None:  # later chunks may have left some of them already
+                pages.append(chunk.windowed.pages(self._attention.rank, self._cache_manager.page_tokens))
+            elif self._windows:
+                pages *= 2
             for index in range(first, len(rows) // tile):
                 self._inputs.set_pages(index, pages)
         size = _padded(len(rows), tile)
         fields = self._inputs.staging(size)
         fields.zero_()
-        fields[_SLOT] = self._attention.unused_slot
+        for group, slot in enumerate(self._unused):
+            fields[_PLACES + 2 * group] = slot
         if self._states is not None:
             fields[-1] = self._states.unused_row
         fields[_TOKEN:, : len(rows)] = torch.tensor(rows).t()
@@ -176,30 +187,39 @@ class Decoder:
         return [NextToken(row, token) for row, token in zip(kept, greedy, strict=True)]
 
     def _rows(self, chunk: ScheduledChunk, text: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Yield the fields of every new token: its id, position and slot on this rank, the number of its sequence's
-        tokens on this rank up to it, how many of these precede each window, and the rows of recurrent states.
+        """Yield the fields of every new token: its id and position; for every group of layers its slot on this rank and
+        the number of its sequence's tokens that are there up to it; how many of these precede each window; and the rows
+        of recurrent states.
 
         The counts come from the chunk, because the cache manager may have placed later chunks already."""
         rank = self._attention.rank
-        here, slots = set(chain.from_iterable(chunk.new_spans[rank])), chain.from_iterable(chunk.new_slots[rank])
-        held = sum(map(len, chunk.cached_slots[rank]))
+        groups = (chunk, chunk.windowed or chunk)[: len(self._unused)]
+        here = set(chain.from_iterable(chunk.new_spans[rank]))
+        slots = [chain.from_iterable(group.new_slots[rank]) for group in groups]
+        held = [sum(map(len, group.cached_slots[rank])) for group in groups]
         states = () if self._states is None else self._states.rows.moves[chunk.session]
-        positions, total = (*chunk.cached_positions[rank], *chunk.new_positions(rank)), held + len(here)
+        positions, total = (*groups[-1].cached_positions[rank], *chunk.new_positions(rank)), held[-1] + len(here)
         for i, token in enumerate(text):
-            held += i in here
-            at = chunk.cached + i
+            at, mine = chunk.cached + i, i in here
+            held = [count + mine for count in held]
+            places = [next(own) if mine else unused for own, unused in zip(slots, self._unused, strict=True)]
             skipped = (total - _count_from(positions, at - window) for window in self._windows)
-            yield token, at, next(slots) if i in here else self._attention.unused_slot, held, *skipped, *states
+            yield token, at, *chain.from_iterable(zip(places, held, strict=True)), *skipped, *states
 
     @torch.no_grad()
     def _compute(self, size: int, tile: int, ends: int) -> tuple[Tensor, Tensor]:
         """Return logits `[ends, vocabulary]`, as many rows as can be wanted, and rank 0's likeliest tokens."""
         fields, tiles = self._inputs.fields(size), size // tile
-        whole = Pages(self._inputs.pages[:tiles], fields[_COUNT], self._cache_manager.page_tokens, tile)
-        pages: dict[int | None, Pages] = {None: whole}
-        for window, skipped in zip(self._windows, fields[_SKIPPED:], strict=False):
-            pages[window] = replace(whole, window_starts=skipped)
-        self._attention.begin_replicated(pages, fields[_SLOT])
+        slots, counts = (fields[_PLACES + i : self._skipped : 2] for i in range(2))
+        page_tokens = self._cache_manager.page_tokens
+        tables = [
+            Pages(table[:tiles], count, page_tokens, tile)
+            for table, count in zip(self._inputs.pages, counts, strict=True)
+        ]
+        pages: dict[int | None, Pages] = {None: tables[0]}
+        for window, skipped in zip(self._windows, fields[self._skipped :], strict=False):
+            pages[window] = replace(tables[-1], window_starts=skipped)
+        self._attention.begin_replicated(pages, (slots[0], slots[-1]))
         if self._states is not None:
             self._states.begin_replicated(*fields[-2:])
         logits = self._model.logits(fields[_TOKEN], fields[_POSITION], fields[_ENDS, :ends])
@@ -243,23 +263,22 @@ class Decoder:
 
 
 class _StepInputs:
-    """The inputs of a step, at fixed addresses: `num_fields` numbers per row, and up to `pages` page numbers for each
-    of `tiles` tiles of rows."""
+    """The inputs of a step, at fixed addresses: `num_fields` numbers per row, and for each of `tiles` tiles of rows, in
+    every group of layers, up to `pages` page numbers."""
 
-    def __init__(self, device: torch.device, tiles: int, pages: int, num_fields: int) -> None:
+    def __init__(self, device: torch.device, tiles: int, pages: Sequence[int], num_fields: int) -> None:
         most = max(MAX_ROWS, MAX_PROMPT_ROWS)
         self._num_fields = num_fields
         with torch.inference_mode(False):  # they outlive the call
-            self.pages = torch.zeros(tiles, pages, dtype=torch.int32, device=device)
+            self.pages = [torch.zeros(tiles, count, dtype=torch.int32, device=device) for count in pages]
             self._fields = torch.zeros(num_fields * most, dtype=torch.int64, device=device)
             self._staging = torch.zeros(num_fields * most, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._held: list[list[int]] = [[] for _ in range(tiles)]
+        self._held: list[list[list[int]]] = [[[] for _ in range(tiles)] for _ in pages]
 
     def fields(self, size: int) -> Tensor:
         """Return the fields on the device, int64 `[num_fields, size]`.
 
-        The first field has per chunk the row whose logits are computed. The others have per row its token, position,
-        slot, the number of its sequence's tokens on this rank up to it, and how many of these precede each window.
+        The first field has per chunk the row whose logits are computed. The others are of rows: see `Decoder._rows`.
         """
         return self._fields[: self._num_fields * size].view(self._num_fields, size)
 
@@ -270,14 +289,15 @@ class _StepInputs:
     def send(self, size: int) -> None:
         self.fields(size).copy_(self.staging(size), non_blocking=True)
 
-    def set_pages(self, index: int, pages: Sequence[int]) -> None:
-        """Set the pages of a tile; only numbers that differ are written."""
-        held = self._held[index]
-        if held == pages:
-            return
-        same = len(held) if held == pages[: len(held)] else 0
-        self.pages[index, same : len(pages)] = torch.tensor(pages[same:], dtype=torch.int32, device=self.pages.device)
-        self._held[index] = list(pages)
+    def set_pages(self, index: int, pages: Sequence[Sequence[int]]) -> None:
+        """Set the pages of a tile in every group of layers; only numbers that differ are written."""
+        for table, of_group, new in zip(self.pages, self._held, pages, strict=True):
+            held = of_group[index]
+            if held == new:
+                continue
+            same = len(held) if held == new[: len(held)] else 0
+            table[index, same : len(new)] = torch.tensor(new[same:], dtype=torch.int32, device=table.device)
+            of_group[index] = list(new)
 
 
 def _count_from(positions: Sequence[range], first: int) -> int:

@@ -17,10 +17,11 @@ from ..config import InferenceConfig, check_inference
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
 from .batch import Batch
-from .cache_manager import CacheFull, CacheManager, ScheduledChunk
+from .cache_manager import CacheFull, CacheManager
 from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
 from .decode import Decoder
+from .placement import ScheduledChunk
 from .sampling import Sampling, no_token, not_finite
 from .scores import PromptScorer, Score
 from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
@@ -45,7 +46,7 @@ class LongContextEngine:
         settings: of these the engine reads `prefill_chunk`, `evict`, `exact_reuse`, `decode` and `cuda_graphs`.
 
     Raises:
-        ValueError: a setting is out of range, or `exact_reuse` is set without `prefill_chunk`.
+        ValueError: a setting is out of range, `exact_reuse` is set without `prefill_chunk`, or slots differ.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class LongContextEngine:
         self.model, self.cache_manager = model, manager
         self.settings = settings or InferenceConfig()
         check_inference(self.settings)
-        self.rank_tokens = MAX_RANK_TOKENS
+        if (slots := model.attention.unused_slots) != manager.slots:
+            raise refuse("slots of the cache manager", manager.slots, f"the attention's {slots}", "Make them equal.")
+        self.rank_tokens = min(MAX_RANK_TOKENS, manager.pass_tokens)
         self.grammars: Grammars | None = None
         self.mode_counts: Counter[str] = Counter()
         self._attention = model.attention
@@ -100,7 +103,7 @@ class LongContextEngine:
 
     def _cut(self, session: Session, tokens: int) -> None:
         """Drop all but a session's first cached tokens, and with recurrent layers those after the last kept state."""
-        self.cache_manager.truncate(session.number, tokens)
+        self.cache_manager.truncate(session.number, tokens, self.unit)
         self._states.adopt(session.number, self.cache_manager)
 
     @property
@@ -123,8 +126,7 @@ class LongContextEngine:
         if not 0 <= count <= total:
             raise refuse("tokens", count, f"at most the {total} of session {session.number}", "Take fewer.")
         cached = min(count, session.cached_tokens if self.exact_chunk is None else session.exact_tokens)
-        shared = self.cache_manager.fork(session.number, cached // self.unit * self.unit)
-        fork = self._new_session(shared, session.salt)
+        fork = self._new_session(self.cache_manager.fork(session.number, cached, self.unit), session.salt)
         fork.tokens, fork.last_used = session.tokens[:count], session.last_used
         return fork
 
@@ -219,7 +221,9 @@ class LongContextEngine:
         if sampling.max_new_tokens == 0:
             return
         # The last token is returned and not computed.
-        self._reserve({s: int(min(sampling.max_new_tokens, self._max_tokens - len(s.tokens))) - 1 for s in sessions})
+        ends = {s: min(len(s.tokens) + sampling.max_new_tokens, self._max_tokens) - 1 for s in sessions}
+        more = {s: int(end) - s.cached_tokens for s, end in ends.items() if end > s.cached_tokens}
+        self._place(more, sessions, later=True)
         while active:
             emitted = self.step(active)
             for generation in active:
@@ -289,22 +293,24 @@ class LongContextEngine:
             session.last_used = self._clock
             self.cache_manager.name_pages(session.number, session.tokens, len(session.tokens))
 
-    def _reserve(self, more: Mapping[Session, int]) -> None:
-        """Check that `more[session]` further tokens of every session will fit, evicting others if that is allowed."""
-        counts = {s: len(s.tokens) - s.cached_tokens + count for s, count in more.items()}
-        self.cache_manager.undo(self._place({s: count for s, count in counts.items() if count}, more))
-
     def _place(
-        self, counts: Mapping[Session, int], busy: Collection[Session], evicted: list[Evicted] | None = None
+        self,
+        counts: Mapping[Session, int],
+        busy: Collection[Session],
+        evicted: list[Evicted] | None = None,
+        later: bool = False,
     ) -> tuple[ScheduledChunk, ...]:
         """Place new tokens, and evict sessions that are not `busy` until they fit, if evicting is allowed.
 
-        They are added to `evicted`, for the caller to restore; without it, they are restored here if nothing fits.
+        Args:
+            later: see `CacheManager.append`.
+            evicted: collects the evicted sessions, for the caller to restore; without it, they are restored here if
+                nothing fits.
         """
         lost = [] if evicted is None else evicted
         while True:
             try:
-                return self.cache_manager.append({session.number: count for session, count in counts.items()})
+                return self.cache_manager.append({session.number: count for session, count in counts.items()}, later)
             except CacheFull:
                 idle = [s for s in self._open.values() if s not in busy and s.cached_tokens]
                 if not (self.settings.evict and idle):
@@ -332,6 +338,8 @@ class LongContextEngine:
         placed: list[tuple[list[Session], tuple[ScheduledChunk, ...]]] = []
         evicted: list[Evicted] = []
         try:
+            if self.cache_manager.windows is not None:  # nothing is lost then if a later pass does not fit
+                self._place({session: len(tokens) for session, tokens in pending.items()}, new, evicted, later=True)
             for counts in passes(self.settings, new, pending, self.rank_tokens * self.cache_manager.n, cuts):
                 placed.append((list(counts), self._place(counts, new, evicted)))
             kept_at = {session.number: reused[session] + cut for session, cut in cuts.items() if cut}
@@ -359,8 +367,7 @@ class LongContextEngine:
             session.next_token = next_tokens.get(session, NextToken())
             session.exact_chunks = exact[session] // (self.settings.prefill_chunk or 1)
             session.last_used = self._clock
-            exact_tokens = None if self.exact_chunk is None else exact[session]
-            self.cache_manager.name_pages(session.number, session.tokens, exact_tokens)
+            self.cache_manager.name_pages(session.number, session.tokens, exact[session] if self.exact_chunk else None)
             if tokens:
                 session.reused_tokens = reused[session]
         self._states.end(True, self.cache_manager)
@@ -384,8 +391,9 @@ class LongContextEngine:
             return {s: next_token for s, next_token, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
         exact, widest = self.settings.exact_reuse, self._attention.shape.widest_window
-        batch = Batch(self.cache_manager.n, self.cache_manager.slots_per_rank, chunks, widest)
-        mode = self._chooser.choose(batch, self._attention.target(exact, widest)).mode
+        slots, windowed_slots = self._attention.unused_slots
+        batch = Batch(self._attention.world, slots, chunks, windowed_slots=windowed_slots)
+        mode = self._chooser.choose(batch.with_window(widest), self._attention.target(exact, widest)).mode
         self._attention.begin(batch, mode, joined=exact)
         self.mode_counts[mode] += 1
         tokens, positions = local_rows(chunks, texts, rank)

@@ -15,8 +15,10 @@ from ..config.gpus import ranks_per_gpu
 from ..core.errors import refuse
 from ..planner.memory import shapes
 from .cached_attention import CacheShape
+from .decode import MAX_ROWS
 from .engine import MAX_RANK_TOKENS
 from .states import StateShape
+from .window_pages import UNBOUNDED, Windows
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,8 @@ _DEVICE_SHARE = 0.9
 """The rest is for messages, CUDA graphs and what other processes take later."""
 _HOST_SHARE, _SEQUENCES = 1 / 8, 4
 """On CPUs: the share of the host's memory, and the longest sequences that the cache has at most."""
+_PASS_TOKENS = 8192
+"""The most new tokens of a rank in a pass of a model with windows, whose layers with windows must hold all of them."""
 
 
 def with_shared_weights(config: Config) -> Config:
@@ -54,15 +58,15 @@ def check_cache(config: Config, vocab_size: int, capacity: int) -> None:
     Raises:
         ValueError: with the tokens of the cache and how many would fit.
     """
-    inference, token, weights = config.inference, cache_shape(config).token_bytes, weight_bytes(config, vocab_size)
-    weights, states = weights + _state_bytes(config), " and recurrent states" * config.model.recurrent
+    inference, weights = config.inference, weight_bytes(config, vocab_size) + _state_bytes(config)
     pages = 1 if inference.cache_tokens is None else pages_per_rank(config)
-    if weights + pages * inference.page_tokens * token > capacity:
+    if weights + cache_bytes(config, pages) > capacity:
         tokens = inference.cache_tokens
-        most = max(0, capacity - weights) // token * config.parallelism.context_parallel_size
+        most = _fitting(config, max(0, capacity - weights)) * inference.page_tokens
         expected = (
-            f"at most {most} tokens, which fit beside {weights / GIB:.1f} GiB of weights{states} into the "
-            f"{capacity / GIB:.1f} GiB that each rank has"
+            f"at most {most * config.parallelism.context_parallel_size} tokens, which fit beside {weights / GIB:.1f} "
+            f"GiB of weights{' and recurrent states' * config.model.recurrent} into the {capacity / GIB:.1f} GiB that "
+            "each rank has"
         )
         remedy = "Lower it, inference.max_new_tokens or inference.page_tokens, or use more context-parallel ranks"
         shared = ", which can share the weights (inference.shard_weights)" * (not inference.shard_weights)
@@ -70,8 +74,11 @@ def check_cache(config: Config, vocab_size: int, capacity: int) -> None:
 
 
 def cache_shape(config: Config) -> CacheShape:
-    """Return the cache of one rank, without its layers' windows."""
+    """Return the cache of one rank."""
     model, par = config.model, config.parallelism
+    pattern = model.window_pattern or model.num_layers + 1
+    attends = (number for number, recurrent in enumerate(model.recurrent_layers, 1) if not recurrent)
+    windows = tuple(model.window if number % pattern else None for number in attends)
     return CacheShape(
         num_layers=model.recurrent_layers.count(False),
         num_heads=model.num_attention_heads // par.tensor_parallel_size,
@@ -80,6 +87,7 @@ def cache_shape(config: Config) -> CacheShape:
         dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         # A single rank sends nothing, and stays exact.
         int8=config.attention.kv_int8 and par.context_parallel_size > 1,
+        windows=windows,
     )
 
 
@@ -99,6 +107,33 @@ def state_shape(config: Config) -> StateShape:
 
 def _state_bytes(config: Config) -> int:
     return config.inference.recurrent_states * state_shape(config).row_bytes
+
+
+def windows_of(config: Config, pages: int) -> Windows | None:
+    """Return the cache of layers with windows beside `pages` pages for the others; None without windows."""
+    inference, window = config.inference, config.model.window
+    if window is None:
+        return None
+    new = _PASS_TOKENS
+    if inference.prefill_chunk is not None:
+        new = max(MAX_ROWS, -(-inference.prefill_chunk // config.parallelism.context_parallel_size))
+    return Windows.for_sequences(window, config.serve.max_active, new, inference.page_tokens, pages)
+
+
+def cache_bytes(config: Config, pages: int) -> int:
+    """Return the bytes of a rank's cache with `pages` pages for layers without windows."""
+    (full, windowed), windows = cache_shape(config).group_bytes, windows_of(config, pages)
+    return config.inference.page_tokens * (pages * full + (windowed * windows.pages if windows else 0))
+
+
+def _fitting(config: Config, capacity: int) -> int:
+    """Return the most pages whose `cache_bytes` are at most some capacity."""
+    (full, windowed), windows = cache_shape(config).group_bytes, windows_of(config, UNBOUNDED)
+    tokens = capacity // config.inference.page_tokens
+    pages = tokens // (full + windowed)
+    if windows is None or pages <= windows.pages:
+        return pages
+    return (tokens - windows.pages * windowed) // full if full else UNBOUNDED
 
 
 def pages_per_rank(config: Config) -> int:
@@ -122,7 +157,7 @@ def free_pages(config: Config, length: int, device: torch.device) -> int:
     Raises:
         ValueError: no memory is left beside the weights, which are on the device already.
     """
-    page_bytes, pages = config.inference.page_tokens * cache_shape(config).token_bytes, 2**31
+    pages = UNBOUNDED
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0] // ranks_per_gpu() - _activation_bytes(config) - _state_bytes(config)
@@ -130,14 +165,20 @@ def free_pages(config: Config, length: int, device: torch.device) -> int:
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dist.get_world_size()
         share, what, pages = _HOST_SHARE, "host memory of each rank", _pages(config, _SEQUENCES * length)
-    fitting = torch.tensor(min(pages, int(share * free) // page_bytes), device=device)
+    if not cache_shape(config).group_bytes[0]:  # no layer needs memory for more tokens
+        pages = min(pages, _pages(config, max(_SEQUENCES, config.serve.max_active) * length))
+    fitting = torch.tensor(min(pages, _fitting(config, int(share * free))), device=device)
     dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
     pages = int(fitting)
     if pages < 1:
         raise refuse("inference.cache_tokens", None, f"some {what}; none is left", "Use more ranks, or shard_weights.")
     if dist.get_rank() == 0:
-        tokens, gib = pages * config.inference.page_tokens * config.parallelism.context_parallel_size, GIB
-        size = f"{pages * page_bytes / gib:.2f} GiB on each rank, of {free / gib:.2f} GiB of {what}"
+        page_tokens, windows = config.inference.page_tokens, windows_of(config, pages)
+        tokens = pages * page_tokens * config.parallelism.context_parallel_size
+        size = f"{cache_bytes(config, pages) / GIB:.2f} GiB on each rank, of {free / GIB:.2f} GiB of {what}"
+        if windows is not None:
+            windowed = windows.pages * page_tokens * cache_shape(config).group_bytes[1]
+            size += f"; {windowed / GIB:.2f} GiB of it are for layers with windows"
         logger.info("cache: %s tokens, %s", f"{tokens:,}", size)
     return pages
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,12 +32,18 @@ class Place(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A page in the host memory of a rank. number: see `Place`."""
+    """A page in the host memory of a rank.
+
+    Attributes:
+        number: see `Place`.
+        windowed: the page there of layers with windows, if it is needed.
+    """
 
     key: Key
     rank: int
     page: int
     number: int
+    windowed: int | None = None
 
 
 class PagePool:
@@ -102,14 +108,20 @@ class PagePool:
             self._cached.pop(page, None)
             self._holders[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Remove a holder from pages. The last make room first: the others are of use without them."""
+    def release(self, pages: Sequence[int], first: bool = False) -> None:
+        """Remove a holder from pages. The last make room first: the others are of use without them.
+
+        Args:
+            first: they make room before all others, and do not come to `rested`.
+        """
         for page in reversed(pages):
             assert self._holders[page], "a page was released twice"
             self._holders[page] -= 1
             if not self._holders[page] and page in self._keys:
                 self._cached[page] = None
-                if self.rested is not None:
+                if first:
+                    self._cached.move_to_end(page, last=False)
+                elif self.rested is not None:
                     self.rested.append(page)
             elif not self._holders[page]:
                 self._free[page] = 1
@@ -119,6 +131,9 @@ class PagePool:
         """Give a held page, whose tokens are complete and computed, its key."""
         self._keys[page] = key
         self._index[key] = Place(self._rank, page, number)
+
+    def key(self, page: int) -> Key | None:
+        return self._keys.get(page)
 
     def cached(self, page: int) -> tuple[Key, int] | None:
         """Return the key and the number of a cached page; None for other pages."""
@@ -144,9 +159,72 @@ class PagePool:
         return (min((run for run in runs if len(run) >= count), key=len, default=None) or max(runs, key=len))[:count]
 
 
+class Group:
+    """The pages that some layers have, on all ranks.
+
+    Attributes:
+        num_pages: of each rank.
+        index: the pages that have a key.
+        copies: of pages, elsewhere.
+    """
+
+    def __init__(self, n: int, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.index: dict[Key, Place] = {}
+        self.pools = [PagePool(num_pages, self.index, rank) for rank in range(n)]
+        self.copies: Mapping[Key, Copy] = {}
+
+    @property
+    def used(self) -> int:
+        """The number of pages that sessions hold, shared ones counted once."""
+        return sum(self.num_pages - pool.available for pool in self.pools)
+
+    @property
+    def cached(self) -> int:
+        """The number of pages that no session holds and later ones may find."""
+        return sum(pool.num_cached for pool in self.pools)
+
+    def hold(self, shards: Sequence[Shard]) -> None:
+        """Add a holder to the pages of every rank's shard."""
+        for pool, shard in zip(self.pools, shards, strict=True):
+            pool.hold(shard.pages)
+
+    def release(self, shards: Sequence[Shard]) -> None:
+        """Remove it again."""
+        for pool, shard in zip(self.pools, shards, strict=True):
+            pool.release(shard.pages)
+
+    def forget(self, shards: Sequence[Shard]) -> None:
+        for pool, shard in zip(self.pools, shards, strict=True):
+            for page in shard.pages:
+                pool.forget(page)
+
+    def page_of(self, copy: Copy, after: int, rank: int) -> tuple[int, bool]:
+        """Hold a page for the contents of a copy, and return whether it has them already.
+
+        Args:
+            after: see `PagePool.allocate`.
+            rank: the copy's if the page is to have its key.
+        """
+        pool, place = self.pools[copy.rank], self.index.get(copy.key)
+        if place is not None and place.rank == copy.rank:
+            pool.hold([place.page])
+            return place.page, True
+        (page,) = pool.allocate(1, after)
+        if rank == copy.rank:
+            self.name(copy.rank, page, copy.key, copy.number)
+        return page, False
+
+    def name(self, rank: int, page: int, key: Key, number: int) -> None:
+        """Give a held page its key, which another page may lose."""
+        if (place := self.index.get(key)) is not None:
+            self.pools[place.rank].forget(place.page)
+        self.pools[rank].name(page, key, number)
+
+
 @dataclass
 class Shard:
-    """The tokens of one session on one rank.
+    """The tokens of one session on one rank, in one group of layers.
 
     Attributes:
         page_tokens: slots per page.
@@ -186,6 +264,20 @@ class Shard:
             self.tokens += len(span)
             _add(self.positions, span)
 
+    def add_full(self, page: int, index: int) -> None:
+        """Add page number `index` of the session, which is complete, behind complete ones."""
+        self.add_pages([page])
+        self.extend([range(index * self.page_tokens, (index + 1) * self.page_tokens)])
+
+    def remove_first(self) -> int:
+        """Remove the first page, which is complete, and return it."""
+        self.tokens -= self.page_tokens
+        for ranges in (self.positions, self._slots):
+            ranges[0] = ranges[0][self.page_tokens :]
+            if not ranges[0]:
+                del ranges[0]
+        return self.pages.pop(0)
+
     def remove_last(self, tokens: int) -> list[int]:
         """Remove the last tokens, and return the pages that are no longer needed."""
         self.tokens -= tokens
@@ -203,24 +295,39 @@ class Held:
     Attributes:
         opened: its number among all sessions.
         salt: of its pages' keys.
-        shards: per rank.
-        pages: (rank, page) in the order of positions.
-        numbers: of its first pages, which are in the index.
-        twice: whether another session has computed the next page as well. Its own pages are then not found.
+        groups: per group of layers, the shard of every rank. Layers with windows have the last pages alone.
+        pages: (rank, page) in the order of positions, of the first group.
+        numbers: of its first pages, which are in the index or equal to those there.
+        found: the number of its first pages that it found when it was opened.
+        left: the number of its first pages that layers with windows do not have any more.
     """
 
     opened: int
     salt: int
-    shards: list[Shard]
+    groups: list[list[Shard]]
     pages: list[tuple[int, int]] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    twice: bool = False
+    found: int = 0
+    left: int = 0
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards of all tokens."""
+        return self.groups[0]
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    def windowed(self) -> dict[int, int]:
+        """Return the pages of layers with windows, keyed by their number in the session."""
+        pages = [iter(shard.pages) for shards in self.groups[1:] for shard in shards]
+        last = self.pages[self.left :] if pages else []
+        return {index: next(pages[rank]) for index, (rank, _) in enumerate(last, self.left)}
 
     def add_full(self, rank: int, page: int) -> None:
         """Add a page of a rank that holds all of its tokens; those before it are complete."""
-        shard, start = self.shards[rank], len(self.pages)
-        shard.add_pages([page])
-        shard.extend([range(start * shard.page_tokens, (start + 1) * shard.page_tokens)])
+        self.shards[rank].add_full(page, len(self.pages))
         self.pages.append((rank, page))
 
 

@@ -183,11 +183,13 @@ class Scheduler:
     @property
     def num_pages(self) -> dict[str, int]:
         """The pages on all ranks that active sequences hold, that are kept for prompts with their prefix, and that are
-        free, and the copies on the host."""
-        manager = self.engine.cache_manager
-        used, kept = manager.used_pages(), manager.cached_pages()
-        host = 0 if self.host is None else self.host.num_pages
-        return {"used": used, "kept": kept, "free": manager.pages_per_rank * manager.n - used - kept, "host": host}
+        free, and the copies on the host. Layers with windows have other pages."""
+        found = {"host": 0 if self.host is None else self.host.num_pages}
+        for kind, group in zip(("", "windowed_"), self.engine.cache_manager.groups, strict=False):
+            used, kept = group.used, group.cached
+            free = group.num_pages * len(group.pools) - used - kept
+            found |= {f"{kind}used": used, f"{kind}kept": kept, f"{kind}free": free}
+        return found
 
     def submit(self, request: Request) -> None:
         try:
@@ -324,13 +326,8 @@ class Scheduler:
 
     def _fits(self, session: Session, pages: int) -> bool:
         """Whether all active sessions and this one can grow to their most pages; shared pages are counted once."""
-        manager = self.engine.cache_manager
         most = {active.session.number: active.max_pages for active in self._active.values()} | {session.number: pages}
-        return all(
-            manager.held_pages(most, rank) + sum(p - len(manager.shards(s)[rank].pages) for s, p in most.items())
-            <= manager.pages_per_rank
-            for rank in range(manager.n)
-        )
+        return self.engine.cache_manager.fits(most)
 
     def _prefill(self) -> None:
         """Fetch the next pages of prompts from the host, and compute the next chunk of those that have fetched all."""

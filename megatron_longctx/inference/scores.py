@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.comm import all_reduce_sum
-from .cache_manager import ScheduledChunk
+from .placement import ScheduledChunk
 
 
 class Score(NamedTuple):

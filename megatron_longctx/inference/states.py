@@ -23,7 +23,8 @@ from ..core.comm import all_gather_rows
 from ..core.errors import refuse
 from ..models import delta_rule
 from .batch import Batch
-from .cache_manager import CacheFull, CacheManager, ScheduledChunk
+from .cache_manager import CacheFull, CacheManager
+from .placement import ScheduledChunk
 
 ROWS_OF_SEQUENCE = 3
 """The most rows that a sequence needs during a pass: its own, one where its prefix may be found, and the new one."""
@@ -111,13 +112,16 @@ class StateRows:
         if not self.total:
             return
         self.close(session)
-        numbers = manager.page_numbers(session)
-        while numbers and numbers[-1] not in self._kept:
-            numbers = numbers[:-1]
-        if numbers:
-            self._kept.move_to_end(numbers[-1])
-            self._rows[session] = self._held(self._kept[numbers[-1]])
-        manager.truncate(session, len(numbers) * manager.page_tokens)
+        while True:
+            numbers = manager.page_numbers(session)
+            count = next((i for i in range(len(numbers), 0, -1) if numbers[i - 1] in self._kept), 0)
+            kept = numbers[count - 1] if count else None
+            manager.truncate(session, count * manager.page_tokens)
+            if manager.length(session) == count * manager.page_tokens:  # less if layers with windows lack pages
+                break
+        if kept is not None:
+            self._kept.move_to_end(kept)
+            self._rows[session] = self._held(self._kept[kept])
 
     def close(self, session: int) -> None:
         """Release the state of a session, if it has one."""

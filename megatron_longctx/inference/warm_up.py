@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
+import torch
+
+from ..core.kernels import Partial, merge_partials
+from ..core.plans.sums import MAX_PARTIALS
+from .cached_attention import CachedAttention
 from .engine import LongContextEngine
+from .paged import compile_decode
 from .sampling import Sampling
 
 _LENGTHS = (67, 130)
@@ -15,8 +21,8 @@ def warm_up(engine: LongContextEngine, sequences: int = 1) -> None:
     """Compile kernels, capture graphs and connect ranks with a few tokens in every mode, which are dropped again.
     sequences: the most that will be decoded together."""
     manager, decoder, chooser = engine.cache_manager, engine._decoder, engine._chooser
-    engine.model.attention.compile_kernels(manager.page_tokens)
-    pages = min(map(manager.free_pages, range(manager.n)))
+    compile_kernels(engine.model.attention, manager.page_tokens)
+    pages = min(pool.available for group in manager.groups for pool in group.pools)
     most = int(min(engine._max_tokens, pages * manager.page_tokens * manager.n))
     for mode in chooser.candidates if manager.n > 1 else ("pass_kv",):  # each mode connects other ranks
         with chooser.forcing(mode):
@@ -43,3 +49,30 @@ def warm_up(engine: LongContextEngine, sequences: int = 1) -> None:
                     session.tokens += [0]
                 engine._verify(dict.fromkeys(sessions, draft))
     manager.drop_cached()
+
+
+def compile_kernels(attention: CachedAttention, page_tokens: int) -> None:
+    """Compile our own kernels for prompts and for decode over pages of `page_tokens`; CPUs have none."""
+    shape, device = attention.shape, attention.device
+    if device.type == "cuda":
+        compile_merges(shape.num_heads, shape.head_dim, shape.dtype, device)
+        q = torch.empty(0, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
+        windows = {window is not None for window in shape.distinct_windows}
+        compile_decode(q, attention._storage[0][:, :, 0], page_tokens, windows)
+        if attention._merge is not None:
+            attention._merge.compile(shape.num_heads // attention._parts, shape.head_dim, shape.dtype, device)
+
+
+def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the merges of prompts: every number of partial outputs, in every combination of precisions.
+
+    Partials are kernels' results in `dtype`; the first may be an earlier merge, in fp32. The result is in `dtype`, or
+    in fp32 if it will be merged again. The number of partials depends on how a prompt's tokens are distributed over the
+    ranks. Without this, the first prompts of some lengths would each wait for Triton to compile another variant.
+    """
+    precisions = dict.fromkeys((dtype, torch.float32))
+    for into, first, count in product(precisions, precisions, range(1, MAX_PARTIALS + 1)):
+        values = [torch.zeros(2, 1, num_heads, head_dim, dtype=each, device=device) for each in (first, dtype, into)]
+        lse = torch.zeros(2, 1, num_heads, dtype=torch.float32, device=device)
+        parts = [Partial(0, 0, values[min(i, 1)], lse) for i in range(count)]
+        merge_partials(parts, values[2], torch.empty_like(lse))

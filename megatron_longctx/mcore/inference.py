@@ -29,7 +29,7 @@ from ..inference.cache_manager import MAX_CONTIGUOUS, CacheManager
 from ..inference.cached_attention import CachedAttention
 from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
-from ..inference.memory import cache_shape, free_pages, pages_per_rank, state_shape, with_shared_weights
+from ..inference.memory import cache_shape, free_pages, pages_per_rank, state_shape, windows_of, with_shared_weights
 from ..inference.scores import PromptScorer
 from ..inference.states import RecurrentStates
 from ..lowbit.crossover import Timings
@@ -342,11 +342,12 @@ def build_engine(
     gpt, tokenizer = load_model(of_model, groups, build_sequence(of_model, groups.cp), checkpoints, iteration)
     longest = inference.max_model_len or config.data.seq_length
     pages = free_pages(config, longest, device) if inference.cache_tokens is None else pages_per_rank(config)
+    kept = windows_of(config, pages)
     contiguous = sys.maxsize if model.recurrent else MAX_CONTIGUOUS  # recurrent layers read tokens in order
-    manager = CacheManager(n, pages, inference.page_tokens, contiguous, repeatable=inference.exact_reuse)
+    manager = CacheManager(n, pages, inference.page_tokens, contiguous, inference.exact_reuse, kept)
     numbers = (number for number, recurrent in enumerate(model.recurrent_layers, 1) if not recurrent)
     shape = replace(cache_shape(config), windows=tuple(layer_window(gpt.config, number)[0] for number in numbers))
-    slots, kernel = manager.slots_per_rank, config.attention.kernel
+    slots, kernel = manager.slots, config.attention.kernel
     attention = CachedAttention(cache_group, shape, slots, device, kernel, inference.transport, shared is not None)
     if model.recurrent:
         attention.states = RecurrentStates(cache_group, state_shape(config), inference.recurrent_states, device)

@@ -197,6 +197,7 @@ def _summary(engine: LongContextEngine, tokens: int, cached: int, begin: float, 
     if len(times) > 1:
         parts.append(f"{(times[-1] - times[0]) / (len(times) - 1) * 1e3:.1f} ms per token")
     used, pages = manager.used_pages() + manager.cached_pages(), manager.pages_per_rank * manager.n
-    gib = used * manager.page_tokens * engine.model.attention.shape.token_bytes / GIB
+    sizes = zip(engine.model.attention.shape.group_bytes, manager.groups, strict=False)
+    gib = sum(size * (group.used + group.cached) for size, group in sizes) * manager.page_tokens / GIB
     parts.append(f"cache {used} of {pages} pages, {gib:.3f} GiB")
     return "; ".join(parts)

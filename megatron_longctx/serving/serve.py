@@ -118,7 +118,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
         grammars = functools.cache(lambda: Grammars(tokenizer))  # a large vocabulary takes a second
         engine.grammars = lambda grammar, stop: grammars()(grammar, stop)
         attention, gib = engine.model.attention, settings.host_cache_gib
-        host = HostCache(engine.cache_manager, attention.layers, attention.rank, gib) if gib else None
+        host = HostCache(engine.cache_manager, attention.groups, attention.rank, gib) if gib else None
         scheduler = Scheduler(engine, settings.max_active, pace=pace, host=host)
         if dist.get_rank() != 0:
             for number in handled_signals():  # signals may go to all ranks; rank 0 decides when to end

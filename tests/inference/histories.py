@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, count, islice
 
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.cache_manager import MAX_CONTIGUOUS, CacheManager, ScheduledChunk
+from megatron_longctx.inference.cache_manager import CacheManager
+from megatron_longctx.inference.placement import MAX_CONTIGUOUS, ScheduledChunk
 
 
 def slots_of(manager: CacheManager, session: int, rank: int) -> list[int]:

@@ -9,14 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.inference.cache_manager import (
-    MAX_CONTIGUOUS,
-    CacheFull,
-    CacheManager,
-    ScheduledChunk,
-    split_pages,
-)
+from megatron_longctx.inference.cache_manager import CacheFull, CacheManager
 from megatron_longctx.inference.pages import PagePool
+from megatron_longctx.inference.placement import MAX_CONTIGUOUS, ScheduledChunk, split_pages
+from megatron_longctx.inference.window_pages import Windows
 from tests.inference.histories import slots_of
 
 
@@ -25,7 +21,7 @@ class Memory:
 
     def __init__(self, manager: CacheManager) -> None:
         self.manager = manager
-        self.slots = [[-1] * manager.slots_per_rank for _ in range(manager.n)]
+        self.slots = [[[-1] * g.num_pages * manager.page_tokens for _ in range(manager.n)] for g in manager.groups]
         self.tokens: dict[int, list[int]] = {}
         self.spread: dict[int, int] = {}  # the bound on how uneven the session may be
         self._numbers = itertools.count()
@@ -44,13 +40,29 @@ class Memory:
             assert chunk.cached == len(self.tokens[chunk.session])
             new = [next(self._numbers) for _ in range(chunk.new)]
             self.tokens[chunk.session] += new
-            for rank in range(self.manager.n):
-                slots = list(itertools.chain.from_iterable(chunk.new_slots[rank]))
-                indices = itertools.chain.from_iterable(chunk.new_spans[rank])
+            for rank, (of_group, its) in itertools.product(range(self.manager.n), self._groups(chunk)):
+                slots = list(itertools.chain.from_iterable(its.new_slots[rank]))
+                indices = itertools.chain.from_iterable(its.new_spans[rank])
                 for slot, i in zip(slots, indices, strict=True):
-                    self.slots[rank][slot] = new[i]
-                self._check_sole_holder({slot // self.manager.page_tokens for slot in slots}, chunk.session, rank)
+                    of_group[rank][slot] = new[i]
+                if its is chunk:
+                    self._check_sole_holder({slot // self.manager.page_tokens for slot in slots}, chunk.session, rank)
+                self._check_cached(of_group[rank], its, rank)
             self.manager.name_pages(chunk.session, self.tokens[chunk.session])
+
+    def _groups(self, chunk: ScheduledChunk) -> list[tuple[list[list[int]], ScheduledChunk]]:
+        chunks = [chunk, *([] if chunk.windowed is None else [chunk.windowed])]
+        return list(zip(self.slots, chunks, strict=True))
+
+    def _check_cached(self, slots: list[int], chunk: ScheduledChunk, rank: int) -> None:
+        """Cached slots have the tokens of their positions, and none is missing that the new tokens see."""
+        tokens, positions = self.tokens[chunk.session], [*itertools.chain.from_iterable(chunk.cached_positions[rank])]
+        stored = [slots[slot] for slot in itertools.chain.from_iterable(chunk.cached_slots[rank])]
+        assert stored == [tokens[position] for position in positions]
+        if self.manager.windows is not None:
+            seen = max(0, chunk.cached - self.manager.windows.tokens)
+            own = set(itertools.chain.from_iterable(self.manager.shards(chunk.session)[rank].positions))
+            assert {position for position in own if seen <= position < chunk.cached} <= set(positions)
 
     def truncate(self, session: int, source: random.Random) -> None:
         """Cut at a multiple of the page, or inside of a last page that is not complete."""
@@ -59,7 +71,9 @@ class Memory:
             (source.randint(0, length) // page * page, source.randint(length // page * page, length))
         )
         self.manager.truncate(session, tokens)
-        del self.tokens[session][tokens:]
+        kept = self.manager.length(session)
+        assert kept == tokens or (kept < tokens and self.manager.windows is not None)
+        del self.tokens[session][kept:]
         self._spread_now(session)
 
     def _spread_now(self, session: int) -> None:
@@ -78,7 +92,7 @@ class Memory:
             for rank, shard in enumerate(manager.shards(session)):
                 positions = list(itertools.chain.from_iterable(shard.positions))
                 assert positions == sorted(positions)
-                stored = [self.slots[rank][slot] for slot in slots_of(manager, session, rank)]
+                stored = [self.slots[0][rank][slot] for slot in slots_of(manager, session, rank)]
                 assert stored == [tokens[p] for p in positions]
                 assert len(self.pages(session, rank)) == len(shard.pages)
                 seen += positions
@@ -91,6 +105,8 @@ class Memory:
             held = set().union(*(self.pages(session, rank) for session in self.tokens))
             assert manager.held_pages(self.tokens, rank) == len(held)
             assert manager.free_pages(rank) == manager.pages_per_rank - len(held), "pages have leaked"
+            windowed = set().union(*(manager._held(session).groups[-1][rank].pages for session in self.tokens))
+            assert manager.groups[-1].pools[rank].available == manager.groups[-1].num_pages - len(windowed)
 
 
 def test_few_pages_are_contiguous_and_more_are_even_work() -> None:
@@ -105,7 +121,7 @@ def test_few_pages_are_contiguous_and_more_are_even_work() -> None:
     assert [len(chunk.new_spans[0]) for chunk in chunks] == [1, 2]
 
 
-OPERATIONS = ("open", "undo", "truncate", "evict", *2 * ("append", "decode", "find", "close"))
+OPERATIONS = ("open", "undo", "truncate", "fork", "evict", *2 * ("append", "decode", "find", "close"))
 
 
 @settings(max_examples=100, deadline=None)
@@ -115,10 +131,14 @@ OPERATIONS = ("open", "undo", "truncate", "evict", *2 * ("append", "decode", "fi
     st.integers(1, 40),
     st.integers(0, 2**32),
     st.sampled_from((0, 4, MAX_CONTIGUOUS)),
+    st.sampled_from((None, 1, 3, 12)),
 )
-def test_random_operations_neither_leak_nor_corrupt(n: int, page: int, pages: int, seed: int, contiguous: int) -> None:
+def test_random_operations_neither_leak_nor_corrupt(
+    n: int, page: int, pages: int, seed: int, contiguous: int, window: int | None
+) -> None:
     source = random.Random(seed)
-    manager = CacheManager(n, pages, page, contiguous)
+    windows = None if window is None else Windows(window, source.randint(1, pages), 1, 1)
+    manager = CacheManager(n, pages, page, contiguous, windows=windows)
     memory = Memory(manager)
     texts: list[list[int]] = [[]]  # also of closed sessions, whose pages may still be there
 
@@ -137,6 +157,10 @@ def test_random_operations_neither_leak_nor_corrupt(n: int, page: int, pages: in
             if operation == "find":
                 text = source.choice(texts)
                 memory.open([*text[: source.randint(0, len(text))], -1])
+            elif operation == "fork":
+                fork = manager.fork(chosen, source.randint(0, len(memory.tokens[chosen])))
+                memory.tokens[fork] = memory.tokens[chosen][: manager.length(fork)]
+                memory._spread_now(fork)
             elif operation == "truncate":
                 memory.truncate(chosen, source)
             elif operation in ("append", "decode", "undo"):
@@ -166,8 +190,8 @@ def test_random_operations_neither_leak_nor_corrupt(n: int, page: int, pages: in
         manager.close(session)
     assert manager.used_pages() == 0
     manager.drop_cached()
-    assert manager.cached_pages() == 0 and not manager._index
-    assert manager.append({manager.open(): n * pages * page}), "every page is free again"
+    assert not manager._index and all(not group.used + group.cached for group in manager.groups)
+    assert windows or manager.append({manager.open(): n * pages * page}), "every page is free again"
 
 
 def placed(manager: CacheManager, text: list[int], *chunks: int) -> int:

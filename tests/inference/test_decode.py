@@ -188,7 +188,7 @@ def bad_values_stay_with_their_sequence(engine: LongContextEngine, text: list[in
         expected = engine.next_logits([good])
         assert expected.isfinite().all()
         bad.close()
-        free = torch.ones(attention.unused_slot + 1, dtype=torch.bool)
+        free = torch.ones(attention.unused_slots[0] + 1, dtype=torch.bool)
         free[slots_of(manager, good.number, attention.rank)] = False
         for storage in attention._storage:
             storage[free] = torch.nan

@@ -26,9 +26,11 @@ DOCUMENT, OTHER = (tuple(SOURCE.choices(range(256), k=size)) for size in (200, 5
 def host_of(engine: LongContextEngine, pages: int, in_round: int) -> HostCache:
     """Host memory for some pages per rank, of which a round stores and fetches a few."""
     attention, manager = engine.model.attention, engine.cache_manager
-    page_bytes = manager.page_tokens * sum(layer[0].nbytes for layer in attention.layers)
-    host = HostCache(manager, attention.layers, attention.rank, pages * page_bytes / GIB)
-    host._stored = host._fetched = in_round
+    cache_bytes = sum(layer.nbytes for layer in attention.layers)
+    host = HostCache(manager, attention.groups, attention.rank, -(-pages * cache_bytes // manager.pages_per_rank) / GIB)
+    host.fetched = in_round
+    for store in host.stores:
+        store.stored = in_round
     return host
 
 
@@ -70,10 +72,10 @@ def a_request_that_leaves_gives_its_copies_back(engine: LongContextEngine) -> No
         rest(scheduler, 0, DOCUMENT)
         scheduler.submit(Request(2, (*DOCUMENT, 7, 8), GREEDY))
         scheduler.advance()
-        assert host._claims
+        assert host.stores[0].claims
         scheduler.cancel(2)
         finish(scheduler)
-        assert not host._claims
+        assert not host.stores[0].claims
         assert finish(scheduler, Request(3, (*DOCUMENT, 7, 8), GREEDY))[3][0].cached_tokens == 200
 
 
@@ -103,16 +105,17 @@ def with_engines(rank: int, config: Config, exact: Config) -> list[int]:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("n", [1, 2])
-def test_prompts_find_what_rests_on_the_host(tmp_path: Path, n: int) -> None:
-    config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
+@pytest.mark.parametrize(("n", "window"), [(1, None), (2, None), (2, 10)])
+def test_prompts_find_what_rests_on_the_host(tmp_path: Path, n: int, window: int | None) -> None:
+    windows = {} if window is None else {"model.window": window, "model.window_pattern": 2, "serve.max_active": 2}
+    config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128, **windows})
     exact = parallel(config, n, prefill_chunk=16, exact_reuse=True)
-    found = run_distributed(with_engines, n, parallel(config, n), exact)
+    found = run_distributed(with_engines, n, parallel(config, n, prefill_chunk=128 if window else None), exact)
     assert all(tokens == found[0] for tokens in found)
 
 
 def test_memory_that_holds_no_page_or_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, layers = CacheManager(1, 4, 2), [torch.zeros(8, 2, 16)]
+    manager, layers = CacheManager(1, 4, 2), [[torch.zeros(8, 2, 16)]]
     with pytest.raises(ValueError, match=r"serve.host_cache_gib=1e-09: expected 0, or room for a page of"):
         HostCache(manager, layers, 0, 1e-9)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(2**60))
@@ -123,7 +126,7 @@ def test_memory_that_holds_no_page_or_is_not_there_is_refused(monkeypatch: pytes
 def keep_and_find(device: str) -> None:
     """Store all pages of a session, overwrite the cache, and fetch them."""
     manager, layers = CacheManager(1, 40, 4), [torch.randn(160, 2, 1, 2, 8, device=device) for _ in range(3)]
-    host, text = HostCache(manager, layers, 0, 0.01), list(range(150))
+    host, text = HostCache(manager, [layers], 0, 0.01), list(range(150))
 
     class Follower:
         number = 0
@@ -149,7 +152,7 @@ def keep_and_find(device: str) -> None:
         host.fetch(follower, copies, 8, text)  # type: ignore[arg-type]
     slots = [slot for run in manager.shards(follower.number)[0].slots(0, 148) for slot in run]
     assert all(torch.equal(layer[slots], truth) for layer, truth in zip(layers, expected, strict=True))
-    assert host._blocks[0].is_pinned() == (device == "cuda")
+    assert host.stores[0].blocks[0].is_pinned() == (device == "cuda")
 
 
 def test_copies_have_the_bytes_of_their_pages() -> None:

@@ -71,7 +71,7 @@ def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
                 if mode == "replicated" and count == 1:
                     shard = manager.shards(session)[rank]
                     mine, table = [chunk.cached], torch.tensor([shard.pages], dtype=torch.int32)
-                    slots = [*chain.from_iterable(chunk.new_slots[rank])] or [attention.unused_slot]
+                    slots = [*chain.from_iterable(chunk.new_slots[rank])] or [attention.unused_slots[0]]
                     pages = Pages(table, torch.tensor([shard.tokens]), 4)
                     attention.begin_replicated({None: pages}, torch.tensor(slots))
                 else:

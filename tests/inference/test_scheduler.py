@@ -337,6 +337,28 @@ def test_requests_are_served_as_if_alone(tmp_path: Path, n: int) -> None:
     assert all(tokens == found[0] for tokens in found) and len(found[0]) == 16
 
 
+def with_windows(rank: int, config: Config) -> list[list[int]]:
+    with engine_of(config) as engine:
+        assert engine.cache_manager.groups[1].num_pages < engine.cache_manager.pages_per_rank
+        found = [*concurrent_requests_get_their_own_answers(engine), *questions_about_one_document_share_it(engine)]
+        a_long_prompt_stalls_no_other_request(engine)
+        a_conversation_is_found_again(engine)
+        a_cancelled_request_is_found_again(engine)
+        a_retry_continues_where_a_client_left(engine)
+        shared_pages_are_promised_once(engine)
+        answers_to_one_prompt_compute_it_once(engine)
+        assert not engine.cache_manager.groups[1].used
+    return found
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_layers_with_windows_have_room_for_all_active_requests(tmp_path: Path) -> None:
+    windows = {"model.window": 10, "model.window_pattern": 2, "serve.max_active": 4}
+    config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128, **windows})
+    found = run_distributed(with_windows, 2, parallel(config, 2, prefill_chunk=128))
+    assert found[0] == found[1]
+
+
 def test_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="max_active=0: expected 1 or more"):
         Scheduler(None, max_active=0)  # type: ignore[arg-type]

@@ -21,8 +21,9 @@ from megatron_longctx.core.plans.sums import MAX_PARTIALS
 from megatron_longctx.inference import paged
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape, compile_merges
+from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.inference.paged import PackedPartials, Pages, compile_decode
+from megatron_longctx.inference.warm_up import compile_kernels, compile_merges
 from tests.core.kernels.test_variants import Launches, needs_compiler
 from tests.shared.threads import ThreadedRanks
 
@@ -131,8 +132,8 @@ def test_nothing_is_compiled_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("called")
 
     for name in ("compile_merges", "compile_decode"):
-        monkeypatch.setattr(f"megatron_longctx.inference.cached_attention.{name}", fails)
-    CachedAttention(None, CacheShape(1, HEADS, KV_HEADS, D, BF16), 64, CPU).compile_kernels(16)
+        monkeypatch.setattr(f"megatron_longctx.inference.warm_up.{name}", fails)
+    compile_kernels(CachedAttention(None, CacheShape(1, HEADS, KV_HEADS, D, BF16), 64, CPU), 16)
 
 
 @pytest.mark.gpu
@@ -142,7 +143,7 @@ def test_a_gpu_compiles_no_merge_twice() -> None:
 
     device = torch.device("cuda")
     attention = CachedAttention(None, CacheShape(1, HEADS, KV_HEADS, D, BF16), 256, device)
-    attention.compile_kernels(64)
+    compile_kernels(attention, 64)
     compiled = _combine_kernel.device_caches[torch.cuda.current_device()][0]
     before = len(compiled)
     merge: Callable[..., None] = partials.merge_partials

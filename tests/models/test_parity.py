@@ -67,6 +67,13 @@ CASES: dict[int, tuple[dict[str, int], ...]] = {
 }
 # Generated tokens, keyed by the number of ranks, for the last of their cases.
 GENERATED = {1: 40, 3: 12, 4: 12}
+# Layers with windows free pages, and have few.
+FREEING = {
+    "inference.page_tokens": 1,
+    "inference.cache_tokens": 1000,
+    "inference.prefill_chunk": 32,
+    "serve.max_active": 1,
+}
 TOKENS = torch.randint(5, 290, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
@@ -115,7 +122,8 @@ def run_all(rank: int, runs: dict[str, str], world: int) -> dict[str, Any]:
     for family, run in runs.items():
         cases = [sizes_of(family, sizes) for sizes in CASES[world]]
         results[family] = [whole_logits(run, sizes) for sizes in cases]
-        results[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1])
+        others = FREEING if "sliding_window" in MODELS[family] else {}
+        results[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1], others)
         if world == 4 and not any("experts" in key for key in MODELS[family]):
             shared = {"inference.shard_weights": True}
             results[f"{family} shares"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1], shared)
