@@ -182,7 +182,8 @@ class RecurrentStates:
         self.unused_row = rows + 1  # nobody reads it
         count = shape.layers, rows + 2
         try:
-            self._states = torch.zeros(*count, shape.heads, shape.key, shape.value, device=device)
+            sizes = *count, shape.heads, shape.key, shape.value
+            self._states = torch.zeros(sizes, dtype=torch.float32, device=device)
             self._tails = torch.zeros(*count, shape.taps - 1, shape.channels, dtype=shape.dtype, device=device)
         except (RuntimeError, MemoryError) as error:  # CPUs have no error type for being out of memory
             expected = f"states that fit into memory; one takes {shape.row_bytes / 2**20:.1f} MiB per rank ({error})"
@@ -260,7 +261,7 @@ class RecurrentStates:
             inputs = [x[:, part.rows] for x in (q, k, v, g, beta)]
             first = before[part.chunk] if part.place == 0 else None
             lengths = [part.rows.stop - part.rows.start]
-            sections.append(delta_rule.section(lengths, part.place > 0, kernel, *inputs, first))
+            sections.append(delta_rule.section(lengths, part.place > 0, kernel, *inputs, state=first))
             own[part.number] = sections[-1].last[0]
         lasts = all_gather_rows(self._group, own.flatten()).view(-1, 1, *own.shape[1:])
         chunks = [lasts[order] for order in self._order]
