@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from .cache_manager import CacheFull, CacheManager
 from .placement import ScheduledChunk
 
 ROWS_OF_SEQUENCE = 3
-"""The most rows that a sequence needs during a pass: its own, one where its prefix may be found, and the new one."""
+"""The most rows that the passes over a chunk need for a sequence: one that is read, the one of a prefix, a new one."""
 _BEGINNING = 0
 """The row of zeros, from which every sequence begins."""
 
@@ -68,16 +69,15 @@ class StateRows:
             return
         passed = Counter(chunk.session for chunks in passes for chunk in chunks)
         counts = {session: min(count, ROWS_OF_SEQUENCE) for session, count in passed.items()}
-        while len(self._free) < sum(counts.values()) and self._kept:
+        needed = sum(counts.values())
+        while len(self._free) < needed and self._kept:
             self._release(self._kept.popitem(last=False)[1])
-        if len(self._free) < sum(counts.values()):
+        if len(self._free) < needed:
             raise CacheFull(
-                f"{len(counts)} sequences need {sum(counts.values())} recurrent states: expected at most the "
+                f"{len(counts)} sequences need {needed} recurrent states: expected at most the "
                 f"{len(self._free)} of {self.total} that are free. Close sessions, or raise inference.recurrent_states."
             )
-        self._targets = {session: [self._free.pop() for _ in range(count)] for session, count in counts.items()}
-        for row in (row for rows in self._targets.values() for row in rows):
-            self._holders[row] = 1
+        self._targets = {s: [self._held(self._free.pop()) for _ in range(count)] for s, count in counts.items()}
         for session in lost:
             self.close(session)
         self._cuts, self._found, self.moves = cuts, {}, {}
@@ -103,7 +103,7 @@ class StateRows:
             numbers = manager.page_numbers(session)[:pages]
             if len(numbers) == pages and numbers[-1] not in self._kept:
                 self._kept[numbers[-1]] = self._held(row)
-        for row in (row for rows in self._targets.values() for row in rows):
+        for row in chain.from_iterable(self._targets.values()):
             self._release(row)
         self._targets, self._found, self.moves = {}, {}, {}
 
@@ -112,16 +112,15 @@ class StateRows:
         if not self.total:
             return
         self.close(session)
-        while True:
+        length = -1
+        while manager.length(session) != length:  # it keeps fewer where layers with windows lack pages
             numbers = manager.page_numbers(session)
-            count = next((i for i in range(len(numbers), 0, -1) if numbers[i - 1] in self._kept), 0)
-            kept = numbers[count - 1] if count else None
-            manager.truncate(session, count * manager.page_tokens)
-            if manager.length(session) == count * manager.page_tokens:  # less if layers with windows lack pages
-                break
-        if kept is not None:
-            self._kept.move_to_end(kept)
-            self._rows[session] = self._held(self._kept[kept])
+            pages = next((i for i in range(len(numbers), 0, -1) if numbers[i - 1] in self._kept), 0)
+            length = pages * manager.page_tokens
+            manager.truncate(session, length)
+        if pages:
+            self._kept.move_to_end(numbers[pages - 1])
+            self._rows[session] = self._held(self._kept[numbers[pages - 1]])
 
     def close(self, session: int) -> None:
         """Release the state of a session, if it has one."""
@@ -187,7 +186,8 @@ class RecurrentStates:
         self.unused_row = rows + 1  # nobody reads it
         count = shape.layers, rows + 2
         try:
-            self._states = torch.zeros(*count, shape.heads, shape.key, shape.value, device=device)
+            sizes = *count, shape.heads, shape.key, shape.value
+            self._states = torch.zeros(sizes, dtype=torch.float32, device=device)
             self._tails = torch.zeros(*count, shape.taps - 1, shape.channels, dtype=shape.dtype, device=device)
         except (RuntimeError, MemoryError) as error:  # CPUs have no error type for being out of memory
             expected = f"states that fit into memory; one takes {shape.row_bytes / 2**20:.1f} MiB per rank ({error})"
@@ -201,12 +201,8 @@ class RecurrentStates:
 
     def begin(self, batch: Batch) -> None:
         """Compute the parts of chunks that ranks hold, with the rows of `StateRows.moves`."""
-        chunks = [_parts(batch, index) for index in range(len(batch.chunks))]
         counts: Counter[int] = Counter()
-        for parts in chunks:
-            for place, part in enumerate(parts):
-                parts[place] = part._replace(number=counts[part.rank])
-                counts[part.rank] += 1
+        chunks = [_parts(batch, index, counts) for index in range(len(batch.chunks))]
         self._most, size = max(counts.values()), self.shape.taps - 1
         self._parts = [part for parts in chunks for part in parts if part.rank == self._rank]
         self._order = [self._numbers([part.rank * self._most + part.number for part in parts]) for parts in chunks]
@@ -269,7 +265,7 @@ class RecurrentStates:
             inputs = [x[:, part.rows] for x in (q, k, v, g, beta)]
             first = before[part.chunk] if part.place == 0 else None
             lengths = [part.rows.stop - part.rows.start]
-            sections.append(delta_rule.section(lengths, part.place > 0, kernel, *inputs, first))
+            sections.append(delta_rule.section(lengths, part.place > 0, kernel, *inputs, state=first))
             own[part.number] = sections[-1].last[0]
         lasts = all_gather_rows(self._group, own.flatten()).view(-1, 1, *own.shape[1:])
         chunks = [lasts[order] for order in self._order]
@@ -286,17 +282,20 @@ class RecurrentStates:
         self.rule(layer, delta_rule.chunked, q, q, v, q[..., 0], q[..., 0])
 
 
-def _parts(batch: Batch, index: int) -> list[_Part]:
-    """Return the parts of a chunk in the order of its tokens; neighbouring ones of a rank are one."""
+def _parts(batch: Batch, index: int, counts: Counter[int]) -> list[_Part]:
+    """Return the parts of a chunk in the order of its tokens; neighbouring ones of a rank are one.
+
+    Args:
+        counts: of the parts of every rank so far.
+    """
     chunk, found = batch.chunks[index], list[_Part]()
     rows = [starts[index] for starts in batch.row_starts]
-    spans = sorted((span.start, len(span), rank) for rank in range(batch.n) for span in chunk.new_spans[rank])
+    spans = sorted((span.start, len(span), rank) for rank in range(batch.n) for span in chunk.new_spans[rank] if span)
     for _, size, rank in spans:
-        if not size:
-            continue
         start, rows[rank] = rows[rank], rows[rank] + size
         if found and found[-1].rank == rank:
             found[-1] = found[-1]._replace(rows=slice(found[-1].rows.start, rows[rank]))
         else:
-            found.append(_Part(rank, 0, slice(start, rows[rank]), index, len(found)))
+            found.append(_Part(rank, counts[rank], slice(start, rows[rank]), index, len(found)))
+            counts[rank] += 1
     return found

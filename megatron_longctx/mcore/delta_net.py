@@ -9,7 +9,7 @@ weights do not depend on their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -170,19 +170,16 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
             kernel = delta_kernels.chunked if self._uses_kernels(mixed) else delta_rule.chunked
             out = self.states.rule(self.number, kernel, *rule)
         else:
-            out = self._over_ranks(rule, pack.place)
+            place = pack.place
+            own = delta_rule.section(place.lengths, place.continues, delta_rule.chunked, *rule)
+            out = own.out
+            if place.exchanges:
+                lasts = self._gathered(own.last.unsqueeze(0))
+                out = _Joint.apply(delta_rule.finish(own, lasts, place.first_rank, place.rank), lasts)  # type: ignore[no-untyped-call]
         wide, epsilon = torch.promote_types(out.dtype, torch.float32), self.config.layernorm_epsilon
         out, weight = out.transpose(0, 1).to(wide), self._norm_weight().to(wide)
         normed = functional.rms_norm(out, out.shape[-1:], weight, epsilon)
         return (normed * functional.silu(gates.to(wide))).to(gates.dtype)
-
-    def _over_ranks(self, rule: Sequence[Tensor], place: delta_rule.Place) -> Tensor:
-        """Return the rule's outputs `[b, s, h, v]`."""
-        own = delta_rule.section(place.lengths, place.continues, delta_rule.chunked, *rule)
-        if not place.exchanges:
-            return own.out
-        lasts = self._gathered(own.last.unsqueeze(0))
-        return _Joint.apply(delta_rule.finish(own, lasts, place.first_rank, place.rank), lasts)  # type: ignore[no-any-return, no-untyped-call]
 
     def _heads_of(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Divide the last dimension into queries and keys of the key heads, and values of the value heads."""

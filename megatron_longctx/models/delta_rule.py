@@ -124,6 +124,7 @@ def section(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    *,
     state: Tensor | None = None,
 ) -> Section:
     """Compute a rank's section; it exchanges nothing.
