@@ -73,7 +73,7 @@ def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
                     mine, table = [chunk.cached], torch.tensor([shard.pages], dtype=torch.int32)
                     slots = [*chain.from_iterable(chunk.new_slots[rank])] or [attention.unused_slots[0]]
                     pages = Pages(table, torch.tensor([shard.tokens]), 4)
-                    attention.begin_replicated({None: pages}, torch.tensor(slots))
+                    attention.begin_replicated({None: pages}, [torch.tensor(slots)] * 2)
                 else:
                     mine = [*chain.from_iterable(chunk.new_positions(rank))]
                     attention.begin(batch, planned)
