@@ -28,8 +28,7 @@ def keep_on_host(optimizer: MegatronOptimizer) -> None:
     load."""
     for part in parts_of(optimizer):
         assert isinstance(part, DistributedOptimizer), part
-        if not part.is_stub_optimizer:
-            part.states_on_host = HostStates(part)
+        part.states_on_host = HostStates(part)
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -43,11 +43,11 @@ def test_recipes_are_megatrons(recipe: str) -> None:
 
 def test_layers_in_bf16_are_megatrons(tmp_path: Path) -> None:
     keys = {"train.fp8": "blockwise", "train.precision": "bf16", "train.device": "auto", "model.implementation": "auto"}
-    ends = {"train.bf16_layers_at_start": 2, "train.bf16_layers_at_end": 0, "model.num_layers": 4}
+    ends = {"train.bf16_layers_at_start": 0, "train.bf16_layers_at_end": 1, "model.num_layers": 4}
     sizes = {"model.hidden_size": 64, "model.ffn_hidden_size": 64, "data.seq_length": LENGTH}
     config = transformer_config(tiny_config(tmp_path, "a", {**keys, **ends, **sizes}))
     assert config.first_last_layers_bf16
-    assert (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16) == (2, 0)
+    assert (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16) == (0, 1)
     assert fp8_settings(TrainConfig()) == {} and transformer_config(tiny_config(tmp_path, "b")).fp8 is None
 
 
