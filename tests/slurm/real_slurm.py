@@ -104,6 +104,13 @@ class Run:
     def at_step(self, step: int) -> None:
         self.wait_for(lambda: len(self.records()) >= step, f"step {step}")
 
+    def saves_and_goes_on(self) -> None:
+        """Ask for a checkpoint now, before any other one, and wait until training has gone on from it."""
+        self.slurm.command("scancel", "--signal=USR2", self.job)
+        latest = self.path / "checkpoints/latest_checkpointed_iteration.txt"
+        self.wait_for(latest.exists, "checkpoint")
+        self.at_step(int(latest.read_text()) + 2)
+
     def status(self) -> dict[str, object]:
         path = self.path / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
@@ -123,8 +130,9 @@ def whole(slurm: Cluster) -> list[tuple[float, float, float]]:
 
 
 def test_the_limits_signal_requeues_and_the_run_goes_on(slurm: Cluster, whole: list[tuple[float, ...]]) -> None:
-    run = Run(slurm, "limit", "--nodes=2", "--ntasks-per-node=2")
+    run = Run(slurm, "limit", "--nodes=2", "--ntasks-per-node=2", "train.save_interval=null")
     run.at_step(5)
+    run.saves_and_goes_on()
     slurm.command("scancel", "--batch", "--signal=USR1", run.job)  # as `--signal=B:USR1@300` does
     assert run.ended() == "COMPLETED 0:0", run.output()
     assert run.restarts == 1 and "requeueing job" in run.output()
@@ -150,9 +158,11 @@ def test_a_lost_node_does_not_hang_the_job_which_goes_on_without_it(
 
 def test_a_stopped_run_is_no_success_for_those_that_wait_for_it(slurm: Cluster) -> None:
     """Under torchrun, whose agents have exit codes of their own."""
-    run = Run(slurm, "stopped", "--nodes=2", "--ntasks-per-node=1", "parallelism=cp2", LAUNCH="torchrun", NPROC="1")
+    words = ("--nodes=2", "--ntasks-per-node=1", "parallelism=cp2", "train.save_interval=null")
+    run = Run(slurm, "stopped", *words, LAUNCH="torchrun", NPROC="1")
     after = slurm.command("sbatch", "--parsable", f"--dependency=afterok:{run.job}", "--wrap=true")
     run.at_step(5)
+    run.saves_and_goes_on()
     slurm.command("scancel", "--signal=TERM", run.job)
     assert run.ended() == "FAILED 75:0", run.output()
     assert run.status()["state"] == "stopped" and run.status()["signal"] == "SIGTERM"
