@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from .. import __version__
 from ..config import TOKENIZERS
-from ..core.errors import JobFailed, is_line
+from ..core.errors import JobFailed, is_line, refuse
 from . import hydra_options, wandb_runs
 from .interrupts import interrupts_not_swallowed
 
@@ -28,11 +28,7 @@ In bash, `eval "$(register-python-argcomplete megatron-longctx)"` completes verb
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb.
-
-    Returns:
-        0; 1 if a rank of a job or a check failed; 2 if the job was refused; 130 if interrupted.
-    """
+    """Run one verb. Return 0; 1 if a rank of a job or a check failed; 2 if the job was refused; 130 if interrupted."""
     arguments = parse(argv)
     # `generate` writes nothing but the text to standard output, and `submit` nothing but Slurm's answer and its own.
     stream = sys.stderr if arguments.verb in ("generate", "submit") else sys.stdout
@@ -292,13 +288,13 @@ def _add_files(verbs: _Verbs) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from ..training import launcher
+    from ..training import launcher, signals
 
+    signal.signal(signals.SAVE_SIGNAL, signal.SIG_IGN)  # until the run handles it: what starts has nothing to save
     if arguments.preflight is None:
         launcher.train(arguments.settings, arguments.resolved)
     elif arguments.preflight < 1:
-        ranks = arguments.preflight
-        raise ValueError(f"--preflight={ranks}: expected 1 or more. Give the job's number of ranks.")
+        raise refuse("--preflight", arguments.preflight, "1 or more", "Give the job's number of ranks.")
     else:
         config = launcher.composed(arguments.settings, arguments.resolved)
         launcher.preflight_only(config, arguments.preflight)

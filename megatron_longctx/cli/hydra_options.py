@@ -36,6 +36,9 @@ def run(arguments: argparse.Namespace, verb: Verb) -> int:
         from ..training.sweep import show_info, sweep
 
         use_recipes(arguments.config_dir)
+        if getattr(arguments, "resolved", None) and (arguments.multirun or arguments.cfg or arguments.info):
+            expected = "none beside --multirun, --cfg and --info, which compose recipes"
+            raise refuse("--resolved", arguments.resolved, expected, "Leave one out.")
         if arguments.cfg:
             print(config_yaml(compose_config(arguments.settings)), end="")
             return 0
@@ -58,7 +61,7 @@ def _sweep(arguments: argparse.Namespace, verb: Verb, jobs: list[list[str]]) -> 
         job.settings = settings
         try:
             worst = max(worst, verb(job) or 0)
-        except (JobFailed, ValueError) as error:
+        except (JobFailed, ValueError, OSError) as error:
             print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
             failed.append(settings[-1].removeprefix("run.name="))
     if failed:

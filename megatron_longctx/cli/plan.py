@@ -40,6 +40,7 @@ _REMEDY = "Name one of recipes/cluster, or a file that `megatron-longctx calibra
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb. Return the exit code."""
+    _check_options(arguments)
     config, causal = compose_config(arguments.settings), not arguments.full_mask
     if arguments.memory is not None or arguments.max_length:
         return show_memory(config, arguments.memory, arguments.max_length, arguments.device_gib)
@@ -57,6 +58,22 @@ def run(arguments: argparse.Namespace) -> int:
             documents=arguments.documents,
         )
     return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options of which one would be ignored."""
+    memory = {"memory", "max_length", "device_gib"}
+    instead = {"memory": memory, "max_length": memory, "compare": {"compare", "full_mask"}}
+    if arguments.documents == "batch":
+        instead["documents"] = {"documents"}
+    plan = {"backward", "full_mask", "draw", "timeline", "documents"}
+    given = [name for name in (*instead, *plan, "device_gib") if getattr(arguments, name) not in (None, False)]
+    first = next((name for name in given if name in instead), None)
+    for name in given:
+        if name not in (instead[first] if first else plan):
+            option = f"--{name.replace('_', '-')}"
+            expected = f"no --{first.replace('_', '-')} beside it" if first else "--memory or --max-length beside it"
+            raise refuse(option, "given", expected, "Leave one out." if first else "Add one.")
 
 
 def show(
@@ -81,7 +98,8 @@ def show(
     pack = _first_pack(config) if documents is None else (_lengths(documents), None)
     lengths, parents = pack or ([config.data.seq_length], None)
     config = replace(config, data=replace(config.data, seq_length=sum(lengths)))
-    cluster = _cluster(config) if config.parallelism.cluster else None
+    par = config.parallelism
+    cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
     if timeline and cluster is None:
         raise refuse("--timeline", timeline, "parallelism.cluster=NAME beside it", _REMEDY)
     _check_size("--draw", picture, config)
@@ -113,9 +131,10 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
     drawn = picture if picture != Path() else None
     _check_picture("--compare", drawn)
     _check_size("--compare", drawn, config)
-    if config.parallelism.cluster is None:
+    par = config.parallelism
+    if par.cluster is None:
         raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
-    cluster, par = _cluster(config), config.parallelism
+    cluster = load_cluster(par.cluster).resized(par.context_parallel_size)
     problem = Problem(
         par.context_parallel_size,
         _mask(config, causal),
@@ -176,13 +195,12 @@ def show_batch(config: Config) -> None:
 def show_memory(config: Config, picture: Path | None, longest: bool, device_gib: float | None) -> int:
     """Print the memory of a training step on a rank, the longest sequences that fit, or both.
 
+    Return the exit code: 1 if a step does not fit.
+
     Args:
         picture: file for all recompute modes; an empty path to print only; None to omit the step.
         longest: print the longest sequences.
         device_gib: memory of a device; None for the cluster's.
-
-    Returns:
-        the exit code: 1 if a step does not fit.
     """
     config = _with_mode(config)
     _check_heads(config)
@@ -196,12 +214,6 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
         with Progress("searching the longest sequence"):
             reports.show_max_length(config, device_gib)
     return 0 if fits else 1
-
-
-def _cluster(config: Config) -> Cluster:
-    par = config.parallelism
-    assert par.cluster is not None
-    return load_cluster(par.cluster).resized(par.context_parallel_size)
 
 
 def _with_mode(config: Config) -> Config:

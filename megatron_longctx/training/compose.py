@@ -148,13 +148,9 @@ def recipes() -> dict[str, list[str]]:
 
 
 def use_recipes(folder: Path | None) -> None:
-    """Find recipes also in `folder`, after ours; None: only in ours. It applies to this process (`--config-dir`).
-
-    Raises:
-        ValueError: there is no such folder.
-    """
+    """Find recipes also in `folder`, after ours; None: only in ours. It applies to this process (`--config-dir`)."""
     if folder is not None and not folder.is_dir():
-        raise refuse("--config-dir", folder, "a folder with recipes/<group>/NAME.yaml's form", "Check the path.")
+        raise refuse("--config-dir", folder, "a folder laid out as recipes/: GROUP/NAME.yaml", "Check the path.")
     _own_recipes[:] = [] if folder is None else [folder.resolve()]
 
 
@@ -175,10 +171,9 @@ def hydra_initialized() -> Iterator[Hydra]:
 
 
 def checked_overrides(overrides: Sequence[str]) -> list[str]:
-    """Check overrides and remove Hydra's `+` and `++`: every key and group exists, so adding one is setting it.
+    """Refuse malformed and unknown overrides, and remove Hydra's `+` and `++`.
 
-    Raises:
-        ValueError: an override is malformed, or its key or recipe is unknown.
+    Every key and group exists, so adding one is setting it.
     """
     for override in overrides:
         _check_override(override)
@@ -217,7 +212,7 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
 def _recipe_in(text: str) -> str:
     """Return the recipe that an error's text names, as the beginning of a message."""
     recipe = re.match(r"In '([\w/.-]+)'", text)
-    return f"recipes/{recipe.group(1)}.yaml: " if recipe else ""
+    return f"{_named(*recipe.group(1).rsplit('/', 1))}: " if recipe else ""
 
 
 def _key_in(text: str, by_key: Mapping[str, str]) -> str | None:
@@ -231,9 +226,6 @@ def _init_from_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the model and the tokenizer of the run in `train.init_from` as overrides, unless `overrides` set them.
 
     A recipe with a model, or an experiment, also sets the model.
-
-    Raises:
-        ValueError: there is no such run.
     """
     given = _by_key(overrides)
     run = _unquoted("train.init_from", given.get("train.init_from", "null"))
@@ -256,6 +248,12 @@ def _by_key(overrides: Sequence[str]) -> dict[str, str]:
 def _recipe(group: str, name: str) -> Path:
     paths = [folder / group / f"{name}.yaml" for folder in _folders()]
     return next((path for path in paths if path.is_file()), paths[0])
+
+
+def _named(group: str, name: str) -> str:
+    """Return how messages name a recipe: ours as in a checkout, a user's own by its path."""
+    path = _recipe(group, name)
+    return f"recipes/{group}/{name}.yaml" if path.is_relative_to(bundled("recipes")) else str(path)
 
 
 def _folders() -> list[Path]:
@@ -295,7 +293,7 @@ def _check_override(override: str) -> None:
         try:
             read_yaml(_recipe(name, value))
         except ValueError as error:
-            raise ValueError(f"recipes/{name}/{value}.yaml: expected a recipe ({error}). Correct the file.") from None
+            raise ValueError(f"{_named(name, value)}: expected a recipe ({error}). Correct the file.") from None
     elif name not in _KEYS:
         inside = [key for key in _KEYS if key.startswith(name + ".")]
         if not inside:

@@ -222,11 +222,7 @@ def _check_memory(job: memory.Job, world_size: int) -> None:
 
 
 def _check_disk(job: memory.Job, world_size: int, step: int) -> None:
-    """Refuse a run whose next checkpoints, as many as lie there at one time, do not fit on its disk.
-
-    Args:
-        step: the step that the run goes on from.
-    """
+    """Refuse a run whose next checkpoints after `step`, as many as lie there at one time, do not fit on its disk."""
     train, root = job.config.train, Path(job.config.run.root).absolute()
     checkpoints = RunFolder.of(job.config).checkpoints
     count = math.ceil((train.steps - step) / (train.save_interval or train.steps)) if train.save else 0
@@ -237,7 +233,7 @@ def _check_disk(job: memory.Job, world_size: int, step: int) -> None:
     folder = next(each for each in (checkpoints, *checkpoints.parents) if each.exists())
     size, free = memory.checkpoint_bytes(job) * world_size / GIB, shutil.disk_usage(folder).free / GIB
     if count * size > free:
-        expected = f"{count * size:.1f} GiB for {count} checkpoints of {size:.1f}; its disk has {free:.1f} free"
+        expected = f"{count * size:.3g} GiB for {count} checkpoints of {size:.3g}; its disk has {free:.3g} free"
         raise refuse("run.root", root, expected, "Set train.keep_checkpoints=1, or a folder of another disk.")
 
 
@@ -321,11 +317,8 @@ def check_saved_weights(
 def check_resumed(config: Config, run: Path, saved: Saved, now: Identity) -> str | None:
     """Refuse to resume a run with another batch size, dataset, tokenizer, length, split or seed than before.
 
-    Args:
-        now: the identity of the data that training would continue with.
-
-    Returns:
-        a warning if something was not compared, or differs and `train.check_data=false` allows it.
+    `now` is the identity of the data that training would continue with. Return a warning if something was not compared,
+    or differs and `train.check_data=false` allows it.
     """
     batch, samples = config.train.global_batch_size, saved.extra["consumed_samples"]
     if samples != saved.iteration * batch:

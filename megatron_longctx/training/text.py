@@ -70,11 +70,7 @@ class Source:
 
     @cached_property
     def kind(self) -> str:
-        """`rollouts`, `conversations` or `text`, by the first line or row if all files have some and no key is given.
-
-        Raises:
-            ValueError: as `files`.
-        """
+        """`rollouts`, `conversations` or `text`, by the first line or row if all files have some and no key is set."""
         if self.text_key or not self.has_files or not all(map(has_rows, self.files)):
             return "text"
         keys = first_keys(next(file for file in self.files if file.stat().st_size))
@@ -96,11 +92,7 @@ class Source:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The files, in the order of the sources and of their names.
-
-        Raises:
-            ValueError: a source that is missing, empty or not text, or a file that is in two.
-        """
+        """The files, in the order of sources and names. Refuse what is missing, has no text, or is named twice."""
         found: list[Path] = []
         for name in (self.name, *self.more):
             found += self._files_of(name)
@@ -147,12 +139,14 @@ def prepare(
         workers: processes that tokenize; None for one per core, up to 16. The result does not depend on it.
 
     Raises:
-        ValueError: a missing or empty source, a line or row without text, a pattern that matches nothing or leaves the
-            folder, an unusable tokenizer, conversations without a template.
+        ValueError: a source, a line, a tokenizer or an option that cannot be used.
         JobFailed: a process was killed.
     """
     if not out.name or out.name == ".." or not is_line(str(out)):
         raise refuse("--out", out, "a path that ends in a name of one line", "For example data/corpus.")
+    if library == "byte-level" and tokenizer_path:
+        expected = "none with the byte-level tokenizer, which has no files"
+        raise refuse("--tokenizer-path", tokenizer_path, expected, "Set --tokenizer=huggingface, say, or leave it out.")
     may_be_name = library == "byte-level" or (library == "huggingface" and tokenizer_path)  # a model name on the hub
     if not may_be_name and not (tokenizer_path and Path(tokenizer_path).exists()):
         remedy = "Give their path, or use --tokenizer byte-level."
@@ -203,6 +197,8 @@ def _check_options(
     if chat_template and not is_chat and source.kind != "rollouts":
         expected = f"conversations to lay out; the first line of {source} is none"
         raise refuse("--chat-template", chat_template, expected, "Leave it out, or give a .jsonl file of `messages`.")
+    if source.glob and not any(Path(name).is_dir() for name in (source.name, *source.more)):
+        raise refuse("--glob", source.glob, f"a folder in {source} to choose files of", "Name one, or leave it out.")
     if source.text_key and not (source.has_files and any(map(has_rows, source.files))):
         raise refuse("--text-key", source.text_key, "lines or rows that have keys", "Leave it out: this is plain text.")
     if workers is not None and (workers < 1 or (together and workers > 1)):

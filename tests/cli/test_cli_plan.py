@@ -142,6 +142,13 @@ def test_invalid_lengths_are_refused(lengths: str, capsys: pytest.CaptureFixture
     assert f"--documents={lengths}: expected lengths" in plan(capsys, *SMALL, f"--documents={lengths}", code=2)
 
 
+def test_options_that_would_be_ignored_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("compare --draw a.png", "memory --compare", "max-length --full-mask", "documents --backward"):
+        message = f"expected no --{words.split()[0]} beside it. Leave one out."
+        assert message in plan(capsys, *SMALL, *f"--{words}".split(), code=2)
+    assert "=given: expected --memory or --max-length beside it." in plan(capsys, *SMALL, "--device-gib=80", code=2)
+
+
 @pytest.mark.parametrize("name", ["gone/plan.png", "plan.txt", "plan"])
 def test_a_bad_path_for_a_drawing_is_refused_before_printing(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import signal
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx import __version__
-from megatron_longctx.cli import cli
+from megatron_longctx.cli import cli, hydra_options
+from megatron_longctx.core.errors import JobFailed
 from tests.shared.jobs import CLI, PATIENCE_S, clean_environment, started
 
 VERBS = (
@@ -242,6 +244,8 @@ def test_hydras_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert code == 0 and "  name: mine\n  num_layers: 2\n" in out
     code, out, _ = run(capsys, "train", "model=mine", "--cfg", "job")
     assert code == 2, "the folder applies only to its own command"
+    code, _, err = run(capsys, "train", "--resolved", "gone.yaml", "--cfg", "job")
+    assert code == 2 and "--resolved=gone.yaml: expected none beside --multirun, --cfg and --info" in err
     code, out, _ = run(capsys, "plan", "-m", "parallelism=cp2", "parallelism.schedule=ring,zigzag")
     assert code == 0 and out.index("ring forward: 2 ranks") < out.index("zigzag forward: 2 ranks")
 
@@ -253,6 +257,18 @@ def test_a_sweep_continues_after_a_job_that_cannot_run(capsys: pytest.CaptureFix
     first, last = err.splitlines()[0], err.splitlines()[-1]
     assert first.startswith("megatron-longctx plan: 3 context-parallel ranks that share the heads")
     assert last == "megatron-longctx plan: 1 of 2 jobs failed: default-ulysses. Their errors are above."
+
+
+def test_a_sweep_continues_after_a_job_that_the_disk_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    def verb(arguments: argparse.Namespace) -> None:
+        if arguments.settings[-1] == "run.name=default-1":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        print(arguments.settings[-1])
+
+    with pytest.raises(JobFailed, match="1 of 2 jobs failed: default-1"):
+        hydra_options.run(cli.parse(["plan", "-m", "train.seed=1,2"]), verb)
+    said = capsys.readouterr()
+    assert "No space left" in said.err and "run.name=default-2" in said.out.splitlines()[-1]
 
 
 def test_shell_completion_of_settings() -> None:

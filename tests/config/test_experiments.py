@@ -171,6 +171,10 @@ def test_a_users_own_folder_of_recipes(tmp_path: Path) -> None:
     try:
         use_recipes(tmp_path)
         assert "mine" in recipes()["experiment"] and compose_config(["experiment=mine"]).run.name == "mine"
+        for text, message in (("model:\n  n: 3\n", "model.n: expected a key"), ("run: [", "expected a recipe")):
+            (tmp_path / "experiment/mine.yaml").write_text(f"# @package _global_\n{text}")
+            with pytest.raises(ValueError, match=f"{tmp_path}/experiment/mine.yaml: {message}"):
+                compose_config(["experiment=mine"])
     finally:
         use_recipes(None)
     with pytest.raises(ValueError, match="experiment=mine: expected one of"):

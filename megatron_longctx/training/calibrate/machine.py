@@ -6,6 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ...config import Config, workload_of
 from ...config.cluster import Cluster, save_cluster
@@ -53,11 +56,8 @@ def run(settings: Sequence[str], max_tokens: int | None = None, links: Path | No
 
 
 def calibrate(ranks: Ranks, config: Config, max_tokens: int | None = None) -> Path:
-    """Measure `ranks` for a configured model, store the result, and return its file.
-
-    Raises:
-        ValueError, JobFailed: as for `run`.
-    """
+    """Measure `ranks` for a configured model, store the result, and return its file. Errors are those of `run`."""
+    _testbed(None, torch.device(ranks.device), config).choose_kernel()  # refused before ranks start
     calibration: Calibration = run_on_ranks(ranks, _measure, ranks, config, max_tokens)
     path = calibration_path(calibration.device, calibration.cluster.n, calibration.workload, calibration.transport)
     save_calibration(calibration, path)
@@ -70,14 +70,10 @@ def _measure_links(rank: int, ranks: Ranks) -> Cluster:
 
 
 def _measure(rank: int, ranks: Ranks, config: Config, max_tokens: int | None = None) -> Calibration:
-    """Measure everything. All ranks call this together and get the same result.
-
-    Raises:
-        ValueError: a kernel or transport that cannot be used.
-    """
-    group, device, workload = world_group(), ranks.local_device, replace(workload_of(config), batch=1)
+    """Measure everything. All ranks call this together and get the same result."""
+    group, device = world_group(), ranks.local_device
     effort = Effort.of(device, max_tokens, config.data.seq_length)
-    testbed = Testbed(group, device, workload, config.attention.kernel)
+    testbed = _testbed(group, device, config)
     kernel = testbed.choose_kernel()
     transport = choose_transport(config.attention.transport, group, device)
     testbed = replace(testbed, transport=transport)
@@ -90,7 +86,11 @@ def _measure(rank: int, ranks: Ranks, config: Config, max_tokens: int | None = N
     if cluster.nodes == 1:
         costs = replace(costs, modes=mode_samples(testbed, cluster, costs, effort.mode_lengths(device, cluster.n)))
     facts = environment()
-    return Calibration(str(facts["device"]), kernel.name, transport.name, cluster, workload, costs, facts)
+    return Calibration(str(facts["device"]), kernel.name, transport.name, cluster, testbed.workload, costs, facts)
+
+
+def _testbed(group: Any, device: torch.device, config: Config) -> Testbed:
+    return Testbed(group, device, replace(workload_of(config), batch=1), config.attention.kernel)
 
 
 def summary(result: Calibration) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...core.errors import refuse
 from ..metrics.summary import METRICS
 from .runs import COLOURS, Run, agreement, common_steps, differences, largest_difference, load_runs
 from .views import write_dashboard
@@ -126,26 +127,23 @@ def compare(
 
     Args:
         folders: run folders; differences are taken from the first.
-        out: the picture of losses (its suffix selects the format). None for `compare.png` beside the first run.
+        out: the picture of losses, which is returned. None for `compare.png` beside the first run.
         rows: the most steps to print.
-        html: path of the dashboard.
-
-    Returns:
-        the path of the picture of losses.
-
-    Raises:
-        ValueError: a run that cannot be read, or no common steps.
     """
+    from matplotlib.backend_bases import FigureCanvasBase
+
     if rows < 2:
-        raise ValueError(f"--rows {rows}: expected at least 2. The first and the last step are always shown.")
-    runs = load_runs(folders)
-    print(loss_table(runs, rows), agreement(runs), summary_table(runs), sep="\n\n")
+        raise refuse("--rows", rows, "at least 2", "The first and the last step are always shown.")
     path = Path(out) if out is not None else Path(folders[0]).resolve().parent / "compare.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix[1:].lower() not in (known := FigureCanvasBase.filetypes):
+        raise refuse("--out", path, f"a file that ends in one of {', '.join(known)}", "Give another name.")
+    runs = load_runs(folders)
+    for file in (path, Path(html or path)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    print(loss_table(runs, rows), agreement(runs), summary_table(runs), sep="\n\n")
     draw(runs).savefig(path, dpi=150)
     print(f"\npicture: {path}")
     if html is not None:
-        Path(html).parent.mkdir(parents=True, exist_ok=True)
         write_dashboard(runs, Path(html))
         print(f"dashboard: {html} (open it in a browser)")
     return path

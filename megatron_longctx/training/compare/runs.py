@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from ...config import environment, names
+from ...config import environment, files, names
 from ..metrics.sinks import Value, decode
 from ..metrics.summary import MIN_STEPS, warm_up
 
@@ -49,11 +47,7 @@ COLOURS = (
 
 
 def load_run(folder: Path | str) -> Run:
-    """Read one run folder.
-
-    Raises:
-        ValueError: the folder or one of its files is missing, or it has no steps.
-    """
+    """Read one run folder. Refuse one without settings or steps."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"run {folder}: expected a run folder. Check the path; runs are in runs/<run.name>.")
@@ -61,7 +55,7 @@ def load_run(folder: Path | str) -> Run:
     for path in (metrics, resolved):
         if not path.is_file():
             raise ValueError(f"{path}: no such file. Give a folder that `megatron-longctx train` wrote.")
-    lines = metrics.read_text(encoding="utf-8").splitlines()
+    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
     records: dict[int, dict[str, Value]] = {}
     for number, line in enumerate(lines, start=1):
         try:
@@ -75,19 +69,16 @@ def load_run(folder: Path | str) -> Run:
             records[step] = record
     if not records:
         raise ValueError(f"{metrics}: no training steps in it. Let the run finish at least one step.")
-    config = OmegaConf.to_container(OmegaConf.load(resolved))
-    if not isinstance(config, dict):
-        raise ValueError(f"{resolved}: expected a mapping of settings. Give a folder that training wrote.")
+    try:
+        config = dict(files.read_yaml(resolved))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{resolved}: expected settings ({error}). Give a folder that training wrote.") from None
     settings = {str(key): value for key, value in config.items()}
     return Run(folder.resolve().name, records, settings, environment.read(folder))
 
 
 def load_runs(folders: Sequence[Path | str]) -> list[Run]:
-    """Read run folders. If two have the same name, paths are the names of all.
-
-    Raises:
-        ValueError: as for `load_run`.
-    """
+    """Read run folders, as `load_run`. If two have the same name, paths are the names of all."""
     runs = [load_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         return [replace(run, name=str(folder)) for run, folder in zip(runs, folders, strict=True)]
@@ -95,11 +86,7 @@ def load_runs(folders: Sequence[Path | str]) -> list[Run]:
 
 
 def common_steps(runs: Sequence[Run]) -> list[int]:
-    """Return the steps that every run has, ascending.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the steps that every run has, ascending. Refuse runs that have none."""
     steps = sorted(set.intersection(*(set(run.records) for run in runs)))
     if not steps:
         spans = ", ".join(f"{run.name}: {min(run.records)} to {max(run.records)}" for run in runs)

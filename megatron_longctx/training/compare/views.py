@@ -25,11 +25,7 @@ _ABOUT = "Runs of one group side by side, by mode (job type): bars are medians a
 
 
 def write_dashboard(runs: Sequence[Run], path: Path) -> None:
-    """Write a page that opens without a network or a server. Losses are compared with the first run's.
-
-    Raises:
-        ValueError: the runs have no common steps.
-    """
+    """Write a page that opens without a network or a server. Losses are compared with the first run's."""
     before, after = _TEMPLATE.read_text(encoding="utf-8").split(_MARK)
     # No text of a run may end the script: JSON allows "</", but here it must not occur.
     data = json.dumps(content(runs), allow_nan=False).replace("</", "<\\/")

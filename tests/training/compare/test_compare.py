@@ -144,7 +144,15 @@ def test_refusals_name_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFix
     for folder, words in expected.items():
         assert cli.main(["compare", str(a), str(folder)]) == 2
         assert words in capsys.readouterr().err
-    assert cli.main(["compare", str(a), "--rows", "1"]) == 2
+    for words, message in ((["--rows", "1"], "--rows=1"), (["--out", "pic"], "--out=pic: expected a file")):
+        assert cli.main(["compare", str(a), *words]) == 2
+        assert message in capsys.readouterr().err
+    (a / "resolved.yaml").write_text("model: [")
+    assert cli.main(["compare", str(a)]) == 2
+    assert "resolved.yaml: expected settings (line 1: " in capsys.readouterr().err
+    (a / "metrics.jsonl").write_bytes(b"\xff\n{}\n")
+    assert cli.main(["compare", str(a)]) == 2
+    assert "metrics.jsonl:1: not a JSON object" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("steps", "left_out"), [(1, 0), (2, 0), (3, 1), (12, 4), (15, 5), (1000, 5)])

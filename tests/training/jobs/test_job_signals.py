@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_longctx.cli import cli
+from megatron_longctx.training import launcher
 from megatron_longctx.training.signals import handled_signals
 from tests.shared.jobs import (
     CLI,
@@ -78,6 +80,15 @@ def test_usr2_writes_a_checkpoint_and_training_goes_on(workplace: Path) -> None:
         assert job.wait() == 0, job.output()
         assert job.left_over() == []
     assert len(list((workplace / "runs/default/checkpoints").glob("iter_*"))) == 2
+
+
+def test_usr2_does_not_end_a_job_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "train", lambda *_: signal.raise_signal(signal.SIGUSR2))
+    before = signal.signal(signal.SIGUSR2, lambda number, _: pytest.fail("it would end the process"))
+    try:
+        assert cli.main(["train"]) == 0
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_the_second_interrupt_ends_the_job_immediately(workplace: Path) -> None:
