@@ -43,7 +43,7 @@ class _Comparison:
 
 
 def check(settings: Sequence[str], steps: int = 3, tolerance: float | None = None) -> int:
-    """Train some steps with and without parallelism, all else equal, and print the differences.
+    """Train some steps with and without parallelism, all else equal, print the differences, and return the exit code.
 
     The reference has data parallelism alone. If its ranks cannot hold the model, only context parallelism is left out.
 
@@ -51,9 +51,6 @@ def check(settings: Sequence[str], steps: int = 3, tolerance: float | None = Non
         settings: as for `train`. By default, precision is fp32 if the kernel supports it.
         steps: number of steps of each run.
         tolerance: largest relative difference of a loss, gradient norm or gradient; None for the precision's.
-
-    Returns:
-        the exit code: 0 if all differences are within the tolerance, otherwise 1.
     """
     with _temporary_folder() as root:
         comparison = _prepare(settings, steps, tolerance, root)
@@ -185,8 +182,14 @@ def _report(comparison: _Comparison, steps: int, reference: Curves, curves: Curv
 
     pairs = {"loss": (reference.losses, curves.losses), "gradient norm": (reference.grad_norms, curves.grad_norms)}
     errors: dict[str, float] = {}
-    root, (run, other) = Path(comparison.config.run.root), _names(comparison)
-    print(f"\n{_title(comparison)}\n\n{'step':>4}  {'':<14}{'reference':>16}{'run':>16}{'difference':>12}")
+    config = comparison.config
+    root, run, other = Path(config.run.root), _sizes(config.parallelism), _sizes(comparison.reference.parallelism)
+    print(
+        f"\n{run} against {other}, with DP={comparison.data_parallel}; {config.parallelism.schedule}, "
+        f"packing {config.data.packing}, {config.data.seq_length:,} tokens, {config.train.precision}; "
+        f"largest relative difference {comparison.tolerance:g}"
+        f"\n\n{'step':>4}  {'':<14}{'reference':>16}{'run':>16}{'difference':>12}"
+    )
     for step in range(steps):
         for name, (single, parallel) in pairs.items():
             difference = _relative(parallel[step], single[step])
@@ -210,24 +213,11 @@ def _report(comparison: _Comparison, steps: int, reference: Curves, curves: Curv
     return 1
 
 
-def _names(comparison: _Comparison) -> tuple[str, str]:
-    return _sizes(comparison.config.parallelism), _sizes(comparison.reference.parallelism)
-
-
 def _sizes(par: ParallelismConfig) -> str:
     """Return the sizes of what shards a sequence or a model; sizes of 1 are left out, except CP's."""
     others = {"TP": par.tensor_parallel_size, "PP": par.pipeline_parallel_size, "EP": par.expert_model_parallel_size}
     more = (f"{axis}={size}" for axis, size in others.items() if size > 1)
     return ", ".join((f"CP={par.context_parallel_size}", *more))
-
-
-def _title(comparison: _Comparison) -> str:
-    config, (run, other) = comparison.config, _names(comparison)
-    return (
-        f"{run} against {other}, with DP={comparison.data_parallel}; {config.parallelism.schedule}, "
-        f"packing {config.data.packing}, {config.data.seq_length:,} tokens, {config.train.precision}; "
-        f"largest relative difference {comparison.tolerance:g}"
-    )
 
 
 def _relative(value: float, reference: float) -> float:
@@ -237,11 +227,7 @@ def _relative(value: float, reference: float) -> float:
 
 
 def demo(overrides: Sequence[str] = ()) -> None:
-    """Prepare text, train with four context-parallel ranks and with one, print a table and write `runs/demo.png`.
-
-    Args:
-        overrides: settings for both runs, after the demo's.
-    """
+    """Prepare text, train with four context-parallel ranks and with one, print a table and write `runs/demo.png`."""
     from ..training.compare import compare
     from ..training.launcher import train
     from ..training.run_folder import RunFolder

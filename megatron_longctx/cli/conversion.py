@@ -46,12 +46,7 @@ _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 def import_model(source: str, words: Sequence[str]) -> None:
-    """Run the `import` verb. A failure leaves nothing of the run.
-
-    Args:
-        source: a Hugging Face folder.
-        words: `out=RUN`, and settings of the run.
-    """
+    """Import the Hugging Face folder `source` by `out=RUN` and settings of the run. A failure leaves nothing of it."""
     begin = time.perf_counter()
     own, settings = split_arguments(words, ("out",))
     published = _open_source(Path(source))
@@ -96,10 +91,9 @@ def import_model(source: str, words: Sequence[str]) -> None:
 
 
 def export_model(words: Sequence[str]) -> None:
-    """Run the `export` verb. A failure leaves nothing of the folder.
+    """Export by `checkpoint=RUN`, `out=FOLDER`, `iteration=N` and `shard_gb=X` (10^9 bytes of a file at most).
 
-    Args:
-        words: `checkpoint=RUN`, `out=FOLDER`, `iteration=N`, `shard_gb=X` (10^9 bytes of a file at most).
+    A failure leaves nothing of the folder.
     """
     begin = time.perf_counter()
     own, others = split_arguments(words, _EXPORT_WORDS)
@@ -286,11 +280,7 @@ def _published_length(original: Mapping[str, Any], model: ModelConfig) -> int:
 
 @contextmanager
 def new_folder(out: str | None) -> Iterator[tuple[Path, Path]]:
-    """Provide a partial folder, which is renamed when the context ends and removed if it fails.
-
-    Returns:
-        the partial folder, and its final path.
-    """
+    """Provide a partial folder, renamed at the end and removed after a failure, and its final path."""
     final = _final_folder(out)
     folder = final.with_name(f"{final.name}.{os.getpid()}.partial")
     folder.mkdir(parents=True)

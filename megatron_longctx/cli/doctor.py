@@ -152,9 +152,6 @@ def _transports() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
-    if not dist.is_available():
-        yield Finding("all", False, "torch was built without torch.distributed")
-        return
     gloo = dist.is_gloo_available()
     yield Finding("gloo", gloo, "between CPU ranks" if gloo else "torch was built without it")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -63,11 +63,7 @@ class _Evaluation:
 
 
 def evaluate(words: Sequence[str]) -> None:
-    """Run the verb.
-
-    Args:
-        words: `checkpoint=RUN`, the verb's own (see `docs/evaluation.md`), and settings that override the run's.
-    """
+    """Run the verb: `checkpoint=RUN`, its own words (`docs/evaluation.md`), and settings that override the run's."""
     job = job_of(words)
     job.options.out.mkdir(parents=True, exist_ok=True)
     start(job, _evaluate)

@@ -11,13 +11,7 @@ from ..core.errors import refuse
 
 
 def show(patterns: Sequence[str]) -> None:
-    """Print the keys that have one of the patterns in their name or at the beginning of a word of their meaning.
-
-    Without patterns, print every key.
-
-    Raises:
-        ValueError: no key matches; the message names the nearest.
-    """
+    """Print the keys with a pattern in their name, or at the beginning of a word of their meaning; or all."""
     meaning = meanings(Config)
     found = [
         key for key in keys_of(Config).values()

@@ -29,11 +29,7 @@ OWN_WORDS = ("checkpoint", "iteration", "data", "out")
 
 
 def logprobs(words: Sequence[str]) -> None:
-    """Run the verb.
-
-    Args:
-        words: `checkpoint=RUN data=PREFIX out=FILE.jsonl`, `iteration=N`, and settings that override the run's.
-    """
+    """Run the verb: `checkpoint=RUN data=PREFIX out=FILE.jsonl`, `iteration=N`, and settings over the run's."""
     job = job_of(words)
     job.options[1].parent.mkdir(parents=True, exist_ok=True)
     start(job, _compute)

@@ -66,11 +66,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_limits(request: Request) -> None:
-    """Refuse what no partition of the request can give. Nothing is refused if `sinfo` does not answer.
-
-    Raises:
-        ValueError: a partition that does not exist, or its time limit, nodes or GPUs do not suffice.
-    """
+    """Refuse what no partition of the request can give. Nothing is refused if `sinfo` does not answer."""
     nodes = _nodes()
     known = {each.partition.rstrip("*") for each in nodes}
     default = [each.partition.rstrip("*") for each in nodes if each.partition.endswith("*")][:1]

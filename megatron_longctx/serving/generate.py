@@ -22,7 +22,7 @@ from ..inference.scheduler import Request, Scheduler
 from ..inference.session import check_length
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize
 from ..models.chat import Chat, ChatMessage, load_chat
-from ..training.broadcast import broadcast_json
+from ..training.ranks import broadcast_json
 from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_arguments, start
 from .text_stream import TextStream
 

@@ -28,7 +28,7 @@ from ..inference.scheduler import Request, Scheduler
 from ..inference.warm_up import warm_up
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize, max_token_chars
 from ..models.chat import load_chat
-from ..training.broadcast import broadcast_json
+from ..training.ranks import broadcast_json
 from ..training.rendezvous import RankInfo
 from ..training.signals import handled_signals
 from .grammar import Grammars

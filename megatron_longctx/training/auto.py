@@ -59,12 +59,9 @@ def resolve_schedule(config: Config) -> tuple[Config, str | None]:
 
 
 def resolve_for_cluster(config: Config) -> tuple[Config, list[Candidate]]:
-    """Replace `auto` by the mode that it chooses on `parallelism.cluster`, on any machine.
+    """Replace `auto` by the mode that it chooses on `parallelism.cluster`, on any machine. Return the ranking as well.
 
     If a dataset is missing, packs are simulated as one document.
-
-    Returns:
-        the configuration, and the ranking, fastest mode first.
 
     Raises:
         ValueError: no cluster is named, or no mode can run.
@@ -76,7 +73,8 @@ def resolve_for_cluster(config: Config) -> tuple[Config, list[Candidate]]:
     data = config.data
     has_data = all(Path(f"{prefix}.idx").is_file() for _, prefix in data.datasets)
     pack = first_pack(config) if has_data and data.packing != "none" else ()
-    ranking = _ranking(config, _cluster(par), None, pack, on_gpus=config.train.device != "cpu")
+    cluster = load_cluster(par.cluster).resized(par.context_parallel_size)
+    ranking = _ranking(config, cluster, None, pack, on_gpus=config.train.device != "cpu")
     return _with_mode(config, ranking[0]), ranking
 
 
@@ -86,11 +84,11 @@ def predicted_step_s(config: Config, world_size: int, vocab_size: int) -> float 
     It leaves out the sums of gradients and the bubbles of pipelines. None without a cluster that gives rates.
     """
     par, train, model = config.parallelism, config.train, config.model
-    rate = load_cluster(par.cluster).device.kernel_tflops if par.cluster else None
-    if rate is None:
+    cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
+    if cluster is None or (rate := cluster.device.kernel_tflops) is None:
         return None
     on_gpus, mode = train.device != "cpu", configured_mode(par)
-    attention = _ranking(config, _cluster(par), None, (), on_gpus, [mode])[0].seconds * model.num_layers
+    attention = _ranking(config, cluster, None, (), on_gpus, [mode])[0].seconds * model.num_layers
     tokens = train.global_batch_size * config.data.seq_length
     others = training_flops(model, vocab_size, Work(tokens, model.num_layers * tokens // 2, 0)).causal
     forward_again = 1.0 if config.recompute.mode == "none" else 4 / 3
@@ -170,10 +168,5 @@ def _figures(config: Config) -> tuple[Cluster, Costs | None, str]:
     if par.cluster is None:
         remedy = "Run `megatron-longctx calibrate` with the same settings, name the cluster, or choose a mode."
         raise refuse("parallelism.schedule", "auto", f"a calibration ({path}) or parallelism.cluster=NAME", remedy)
-    cluster = _cluster(par)
+    cluster = load_cluster(par.cluster).resized(n)
     return cluster, None, f"cluster {cluster.name}"
-
-
-def _cluster(par: ParallelismConfig) -> Cluster:
-    assert par.cluster is not None
-    return load_cluster(par.cluster).resized(par.context_parallel_size)

@@ -26,11 +26,7 @@ _FORM = '{"messages": [{"role": "user", "content": "…"}, …]} or {"prompt": "
 
 
 def chat_of(template: str | None, tokenizer: Any) -> Chat:
-    """Return the template of the file, or the tokenizer's own.
-
-    Raises:
-        ValueError: there is none, or it cannot be used.
-    """
+    """Return the template of the file, or the tokenizer's own. Refuse what has none that can be used."""
     chat = load_chat(template, tokenizer, "--chat-template")
     if chat.template is None:
         expected = "a file: the lines are conversations, and this tokenizer has no chat template"

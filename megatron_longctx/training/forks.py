@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,15 @@ def without_cuda() -> Iterator[None]:
         return
     # torch asks the driver's library of management then, which is no better: it opens the devices. But it counts them
     # once, and here it has.
-    answers = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    if found and "QUACK_ARCH" not in os.environ:
-        answers["QUACK_ARCH"] = found[0]
+    answers = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **({"QUACK_ARCH": found[0]} if found else {})}
+    answers = {name: answer for name, answer in answers.items() if name not in os.environ}
     before, torch.cuda._cached_device_count = torch.cuda._cached_device_count, len(found)
+    os.environ.update(answers)
     try:
-        with _environment(answers):
-            yield
+        yield
     finally:
+        for name in answers:
+            del os.environ[name]
         torch.cuda._cached_device_count = before
 
 
@@ -73,19 +74,6 @@ def _gpus() -> list[str] | None:
         return ["{}{}".format(*torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())]
     except RuntimeError:
         return None
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -21,10 +21,10 @@ from ..config.progress import Progress
 from ..core.errors import JobFailed
 from ..core.kernels.providers import fa4
 from . import forks, rendezvous, worker
-from .broadcast import broadcast_json
 from .compose import compose_config, load_config, override_config
 from .heartbeat import enable_flight_recorder, last_operations, suspects
 from .local_ranks import RankFailed, RankProcesses, explain_failure, stopped_ranks
+from .ranks import broadcast_json
 from .rendezvous import RankInfo
 from .run_folder import RunFolder, RunLock
 from .signals import SIGNALS, SignalForwarder, blocked
@@ -42,8 +42,7 @@ def train(overrides: Sequence[str], resolved: Path | None = None) -> None:
     """Compose the configuration, refuse what cannot run, then train or resume.
 
     Args:
-        overrides: settings of the command line.
-        resolved: a `resolved.yaml` to use instead of the recipes.
+        overrides, resolved: settings, and a `resolved.yaml` to use instead of the recipes.
 
     Raises:
         ValueError: a job that cannot run.
@@ -68,9 +67,6 @@ def preflight_only(config: Config, world_size: int, gpus: int | None = None) -> 
 
     Args:
         gpus: of each of the nodes that the job will run on, which are not this host; None for this host.
-
-    Raises:
-        ValueError: a job that cannot run, or a run that another job is training.
     """
     if gpus is None:
         _hide_gpus(config)

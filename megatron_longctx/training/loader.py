@@ -66,12 +66,7 @@ class Loader(Iterator[TrainingBatch]):
         self.close = Finalize(None, self._end, exitpriority=1)
 
     def __next__(self) -> TrainingBatch:
-        """Return the next batch.
-
-        Raises:
-            ValueError: data that cannot be trained on; the worker's own message.
-            StopIteration: no batch is left.
-        """
+        """Return the next batch. Raise the ValueError of the worker that refused its data."""
         if self._batches is None:
             with blocked(SIGNALS):  # workers ignore them, so that the rank can finish its step
                 self._batches = iter(self._loader)

@@ -155,10 +155,8 @@ def dump_nonfinite(
 ) -> Path:
     """Write what this rank saw of a non-finite step: values, micro-batches, non-finite parameters and gradients.
 
-    Every rank of the job calls this. All know the same loss.
-
-    Returns:
-        the folder, which has `rank_<k>.json` and `rank_<k>_batches.pt`.
+    Every rank of the job calls this. All know the same loss. Return the folder, which has `rank_<k>.json` and
+    `rank_<k>_batches.pt`.
     """
     target = folder / "nonfinite" / f"step_{step}"
     target.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -92,3 +93,18 @@ def run_on_ranks(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> Any:
         raise (ValueError(message) if refused else JobFailed(error.summary)) from error
     except TimeoutError as error:
         raise JobFailed(str(error)) from error
+
+
+def broadcast_json(value: Any = None) -> Any:
+    """Broadcast rank 0's JSON value to all ranks, tuples as lists. Every rank waits for all others.
+
+    JSON, because unpickling can execute code.
+    """
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    text = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    size = torch.tensor([len(text)], device=device)
+    dist.all_reduce(size)
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
+    data = data.to(device)
+    dist.broadcast(data, src=0)
+    return json.loads(data.cpu().numpy().tobytes())

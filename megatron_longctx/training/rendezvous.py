@@ -60,11 +60,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> RankInfo | None:
-        """Return what torchrun or a Slurm step of several tasks has set; None without either.
-
-        Raises:
-            ValueError: a Slurm step has no MASTER_ADDR or MASTER_PORT.
-        """
+        """Return what torchrun or a Slurm step of several tasks has set; None without either."""
         if (torchrun := cls.from_torchrun(env)) is not None:
             return torchrun
         if "SLURM_STEP_ID" not in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:

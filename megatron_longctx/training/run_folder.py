@@ -46,15 +46,12 @@ class RunFolder:
         return cls(Path(config.run.root, config.run.name))
 
     def prepare(self, config: Config, resumed_step: int | None, mode_reason: str | None = None) -> RunLock:
-        """Lock the folder and write the run's configuration.
+        """Lock the folder and write the run's configuration. Return the lock, for the caller to release.
 
         An earlier, different configuration is kept, named after the step until which it was used.
 
         Args:
             mode_reason: why `parallelism.schedule=auto` chose this mode, for `mode.txt`.
-
-        Returns:
-            the lock, which the caller releases at the end of the job.
 
         Raises:
             ValueError: the folder cannot be written, or another job holds the lock.

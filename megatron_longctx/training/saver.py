@@ -50,11 +50,7 @@ class Saver:
     def begin(
         self, step: int, state: checkpoint.TrainingState, extra: Mapping[str, Any], validation_loss: float | None = None
     ) -> None:
-        """Begin to save this step. The previous checkpoint must be finished.
-
-        Args:
-            validation_loss: that of this step, if it has one.
-        """
+        """Begin to save this step, with its validation loss if it has one. The previous checkpoint must be finished."""
         assert self._saving is None, "finish the previous checkpoint"
         # The best so far stays until the next save, so that a crash never leaves `best.json` without its checkpoint.
         kept = frozenset([self.best[1]] if self.best else [])

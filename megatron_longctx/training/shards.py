@@ -73,9 +73,6 @@ def write_sharded(paths: Sequence[Path], recipe: Recipe, tokenizer: Any, out: Pa
     A shard has its place in `<out>.shards` once it is complete, and is made again if its files, their times, the
     recipe or the tokenizer have changed. The dataset depends neither on the number of processes nor on the shards.
 
-    Args:
-        tokenizer: that of `recipe`.
-
     Raises:
         ValueError: a file cannot be read, or another process writes this dataset.
         JobFailed: a process was killed.

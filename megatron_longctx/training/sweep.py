@@ -18,11 +18,7 @@ from .compose import checked_overrides, compose_config, explain, hydra_initializ
 
 
 def show_info(what: str, overrides: Sequence[str]) -> None:
-    """Print what Hydra's `--info` prints of a composition: defaults, defaults-tree, config, searchpath, plugins, all.
-
-    Raises:
-        ValueError: as `compose_config`.
-    """
+    """Print what Hydra's `--info` prints: defaults, defaults-tree, config, searchpath, plugins, all."""
     compose_config(overrides)
     words = [*search_path(), *map(quoted_for_hydra, checked_overrides(overrides))]
     with hydra_initialized() as hydra:

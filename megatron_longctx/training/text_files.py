@@ -119,11 +119,7 @@ def _refuse_splits(root: Path, found: Sequence[Path]) -> None:
 
 
 def matching(root: Path, glob: str) -> list[Path]:
-    """Return the files of a folder that match a pattern, sorted.
-
-    Raises:
-        ValueError: the pattern is none, or leads out of the folder.
-    """
+    """Return the files of a folder that match a pattern, sorted. Refuse a pattern that leads out of the folder."""
     try:
         if ".." in Path(glob).parts:
             raise ValueError("it leads out of the folder")

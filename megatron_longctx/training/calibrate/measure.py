@@ -47,8 +47,7 @@ def num_warm_up_calls(seconds: float) -> int:
 def warm_up(work: Callable[[], object], device: torch.device) -> float:
     """Call `work`, which sends no messages, twice, and on a GPU until it runs at its sustained speed.
 
-    Returns:
-        the approximate seconds of a call. The last calls may still be running.
+    Return the approximate seconds of a call. The last calls may still be running.
     """
     work()
     seconds = mean_seconds(work, device, 1)
@@ -113,11 +112,7 @@ class Testbed:
         return {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[self.workload.element_bytes]
 
     def choose_kernel(self, parts: int = 1, packed: bool = False) -> AttentionKernel:
-        """Return the kernel for one of `parts` equal parts of the heads.
-
-        Raises:
-            ValueError: the kernel cannot be used.
-        """
+        """Return the kernel for one of `parts` equal parts of the heads. Refuse one that cannot be used."""
         work = self.workload
         heads, kv_heads = max(1, work.num_heads // parts), max(1, work.num_kv_heads // parts)
         request = KernelRequest(

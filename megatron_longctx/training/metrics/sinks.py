@@ -56,11 +56,7 @@ def encode(record: Mapping[str, Value]) -> str:
 
 
 def decode(line: str) -> dict[str, Value]:
-    """Return the record that `encode` wrote, with its non-finite values.
-
-    Raises:
-        ValueError: `line` is not a JSON object.
-    """
+    """Return the record that `encode` wrote, with its non-finite values. Refuse what is no JSON object."""
     record = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError(f"metrics line {line[:60]!r}: expected a JSON object. Remove the line.")
@@ -96,11 +92,7 @@ class JsonlSink:
         files.write_text(self.path, "".join(kept))
 
     def write(self, record: Mapping[str, Value]) -> None:
-        """Append one record.
-
-        Raises:
-            KeyError: `train/step` is missing.
-        """
+        """Append one record, which must have `train/step`."""
         record[names.STEP]  # a line without it could be neither plotted nor dropped on resume
         self._file.write(encode(record) + "\n")
         self._file.flush()
@@ -313,15 +305,12 @@ def _finish(run: Any, folder: Path) -> None:
 
 
 def rebuild_wandb(folder: Path, config: Config, records: Iterable[Mapping[str, Value]]) -> str:
-    """Write the W&B run of `folder` again from the records of its `metrics.jsonl`.
+    """Write the W&B run of `folder` again from the records of its `metrics.jsonl`, online or offline (`wandb_mode`).
 
-    It is online or offline, as `wandb_mode` says. Steps that W&B already has do not change.
+    Steps that W&B already has do not change. Refuse to do so if W&B is disabled.
 
     Returns:
         the run's URL, or the path of its files and how to send them.
-
-    Raises:
-        ValueError: W&B's settings disable it.
     """
     mode = wandb_mode("auto")
     if mode not in ("online", "offline"):

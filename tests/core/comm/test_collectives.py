@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_longctx.core.comm import PeerMemoryError, all_gather_rows, all_reduce_sum, gather_objects
 from megatron_longctx.core.comm.collectives import all_or_none
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.broadcast import broadcast_json
+from megatron_longctx.training.ranks import broadcast_json
 
 
 def error_of(work: Callable[[], Any]) -> str:
