@@ -44,22 +44,16 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """What the ranks evaluate.
-
-    Attributes:
-        losses: the configuration for losses by position; None without them.
-        part: the part of `data.split` that losses are computed on.
-        chat: whether questions are formatted as chats.
-    """
+    """What the ranks evaluate."""
 
     lengths: tuple[int, ...]
     samples: int
     out: Path
     results: Results
-    losses: Config | None = None
-    part: int = 0
+    losses: Config | None = None  # for losses by position; None without them
+    part: int = 0  # of `data.split`, for losses
     questions: tuple[Question, ...] = ()
-    chat: bool = False
+    chat: bool = False  # whether questions are formatted as chats
 
 
 def evaluate(words: Sequence[str]) -> None:

@@ -45,21 +45,13 @@ _ON_A_HOST = {"data": 0, "import": 0, "export": 0, "calibrate": 8}
 
 @dataclass(frozen=True)
 class _Job:
-    """A job to submit.
+    """A job to submit."""
 
-    Attributes:
-        kind: `train`, `sweep`, `serve` or `run`: the launch script.
-        run: the folder of its log and copies.
-        configs: configurations to write beside the code, keyed by file name; several are the tasks of an array.
-        words: arguments of the script, after those for `configs`.
-        options: of `sbatch`, over those of the script.
-    """
-
-    kind: str
-    run: Path
-    configs: dict[str, Config]
-    words: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    kind: str  # `train`, `sweep`, `serve` or `run`: the launch script
+    run: Path  # the folder of its log and copies
+    configs: dict[str, Config]  # to write beside the code, keyed by file name; several are the tasks of an array
+    words: tuple[str, ...] = ()  # arguments of the script, after those for `configs`
+    options: tuple[str, ...] = ()  # of `sbatch`, over those of the script
 
     @property
     def array(self) -> bool:
@@ -70,7 +62,6 @@ def submit(kind: str, words: Sequence[str], dry_run: bool, parse: Callable[[Sequ
     """Compose the configuration, refuse what cannot run, copy the code, and call `sbatch`.
 
     Args:
-        kind: `train`, `sweep`, `serve` or `run`.
         words: options of `sbatch`, which begin with `-`, and settings; for `run`, options, a verb, and its words.
         dry_run: only print the runs and the command.
         parse: parses the command line of a verb.

@@ -26,21 +26,14 @@ _LINE_BYTES = 400  # every heartbeat overwrites the previous one
 
 @dataclass(frozen=True)
 class Operation:
-    """What a rank does, as its heartbeat file stores it.
-
-    Attributes:
-        count: operations that the rank has begun. All ranks begin the same ones, so fewer means behind.
-        since: when it began (seconds since the epoch).
-        alive: when the heartbeat was written (seconds since the epoch).
-        most_s: time limit in seconds; None for no limit.
-    """
+    """What a rank does, as its heartbeat file stores it. Times are seconds since the epoch."""
 
     rank: int = 0
     operation: str = ""
-    count: int = 0
-    since: float = 0.0
-    alive: float = 0.0
-    most_s: float | None = None
+    count: int = 0  # operations that the rank has begun. All ranks begin the same ones, so fewer means behind
+    since: float = 0.0  # when it began
+    alive: float = 0.0  # when the heartbeat was written
+    most_s: float | None = None  # time limit in seconds; None for no limit
 
     def __str__(self) -> str:
         return f"{self.operation} since {_clock(self.since)}"

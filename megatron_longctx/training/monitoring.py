@@ -29,19 +29,13 @@ _PROFILED_ROWS = 20
 
 @dataclass
 class Interval:
-    """Measurements of the steps since the last record.
-
-    Attributes:
-        seconds, data_wait_s, save_stall_s: wall-clock seconds of all steps together.
-        imbalances_pct: planned imbalance of each micro-batch of this rank.
-        losses: one per step.
-    """
+    """Measurements of the steps since the last record. Seconds are those of the wall clock, of all steps together."""
 
     seconds: float = 0.0
     data_wait_s: float = 0.0
     save_stall_s: float = 0.0
-    imbalances_pct: list[float] = field(default_factory=list)
-    losses: list[LossSum] = field(default_factory=list)
+    imbalances_pct: list[float] = field(default_factory=list)  # planned, of each micro-batch of this rank
+    losses: list[LossSum] = field(default_factory=list)  # one per step
 
     def record(self, config: Config, vocab_size: int, num_devices: int, peak_tflops: float | None) -> dict[str, Any]:
         """Return the metrics: means over the steps, the loss per token; the save stall is a sum.

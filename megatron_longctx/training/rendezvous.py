@@ -30,20 +30,14 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The rank of this process and where the job's ranks run.
-
-    Attributes:
-        ranks_sharing_cpus: the number of ranks that share this process's CPUs.
-        store_address: the host and port of rank 0's store; None to use torch's environment variables.
-        single_host: whether all ranks are on this host.
-    """
+    """The rank of this process and where the job's ranks run."""
 
     rank: int
     world_size: int
     local_rank: int
-    ranks_sharing_cpus: int = 1
-    store_address: tuple[str, int] | None = None
-    single_host: bool = False
+    ranks_sharing_cpus: int = 1  # those that share this process's CPUs
+    store_address: tuple[str, int] | None = None  # host and port of rank 0's store; None: torch's environment variables
+    single_host: bool = False  # whether all ranks are on this host
 
     @classmethod
     def local(cls, rank: int, world_size: int) -> RankInfo:

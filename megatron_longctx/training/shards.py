@@ -37,19 +37,12 @@ Shard = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a process makes documents of files.
+    """How a process makes documents of files."""
 
-    Attributes:
-        library, tokenizer_path: as for `build_tokenizer`.
-        is_chat: lines and rows are conversations.
-        chat_template: a file; None for the tokenizer's own.
-        text_key: the key of a text.
-    """
-
-    library: str
+    library: str  # as for `build_tokenizer`
     tokenizer_path: str | None = None
-    is_chat: bool = False
-    chat_template: str | None = None
+    is_chat: bool = False  # lines and rows are conversations
+    chat_template: str | None = None  # a file; None for the tokenizer's own
     text_key: str = "text"
 
     def maker(self, tokenizer: Any) -> Callable[[Piece], Iterator[Document]]:

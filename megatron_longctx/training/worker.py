@@ -28,22 +28,14 @@ logger = logging.getLogger("megatron_longctx")
 
 @dataclass(frozen=True)
 class Job:
-    """A training job that the preflight has accepted, which every rank runs.
+    """A training job that the preflight has accepted, which every rank runs."""
 
-    Attributes:
-        config: the configuration, with the mode that `parallelism.schedule=auto` chose.
-        device: `cpu` or `cuda`.
-        resumed_step: the step of the checkpoint that the run resumes from; None for a new run.
-        mode_reason: why `auto` chose the mode; None for other settings.
-        identity: what the samples and their order depend on (`mcore.corpus.identity`).
-    """
-
-    config: Config
+    config: Config  # with the mode that `parallelism.schedule=auto` chose
     world_size: int
-    device: str
-    resumed_step: int | None
-    mode_reason: str | None
-    identity: dict[str, dict[str, Any]]
+    device: str  # `cpu` or `cuda`
+    resumed_step: int | None  # of the checkpoint that the run resumes from; None for a new run
+    mode_reason: str | None  # why `auto` chose the mode; None for other settings
+    identity: dict[str, dict[str, Any]]  # what the samples and their order depend on (`mcore.data_identity`)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the job as JSON values, for `from_dict`."""
