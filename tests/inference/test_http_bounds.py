@@ -259,9 +259,7 @@ def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n  two \nfirst\n")
     for mode in (0o644, 0o640, 0o606):
         (tmp_path / "keys").chmod(mode)
-        with pytest.raises(
-            ValueError, match=rf"a file that only its owner can read; its mode is {mode:o}\. Run chmod 600"
-        ):
+        with pytest.raises(ValueError, match=rf"that only its owner can read; its mode is {mode:o}\. Run chmod 600"):
             build_access(ServeConfig(api_keys=str(tmp_path / "keys")), {})
     (tmp_path / "keys").chmod(0o600)
     access = build_access(ServeConfig(host="::", api_keys=str(tmp_path / "keys")), {API_KEY: "first\nsecond"})
