@@ -82,6 +82,13 @@ class ContextParallelTrainer:
         inputs["attention_mask"].check_asked()
         return found
 
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """Return a loss alone: of the logits, every rank has a part, which `Trainer` would join as if it were whole."""
+        if not prediction_loss_only and self._longctx_size > 1:
+            expected = f"True on {self._longctx_size} ranks, which have parts of the logits"
+            raise refuse("prediction_loss_only", False, expected, "Leave out compute_metrics and predict.")
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+
     def _sharded(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if isinstance(inputs.get("attention_mask"), ShardedMask):
             return inputs

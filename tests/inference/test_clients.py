@@ -10,14 +10,12 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_longctx.cli.conversion import import_model
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Request, Scheduler
 from megatron_longctx.mcore import groups, inference
@@ -26,69 +24,21 @@ from megatron_longctx.serving.grammar import Grammars
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.compose import RESOLVED, load_config
 from tests.inference.http_server import until
-from tests.inference.test_serve import Client, serving
+from tests.inference.openai_server import PROMPT, completed, openai_server, reference
+from tests.inference.test_serve import Client
 from tests.shared.jobs import PATIENCE_S
-from tests.shared.published import TEXTS, write_model
+from tests.shared.published import TEXTS
 from tests.shared.training import changed
 
 pytest.importorskip("openai")
 SCHEMA = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"]}
-TEMPLATE = (  # tools in the format of Qwen
-    "{% if tools %}tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    '<tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>{% endif %}'
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 TOOL = {"type": "function", "function": {"name": "look", "description": "fox", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A server of a random Llama on 2 context-parallel ranks, an `openai` client of it, and `transformers`' model."""
-    from openai import OpenAI
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("clients")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.delenv("MEGATRON_LONGCTX_API_KEY", raising=False)
-        model = write_model(folder / "published", "llama", torch.float32, vocab_size=290, max_position_embeddings=1024)
-        import_model(str(folder / "published"), [f"out={folder / 'run'}"])
-        (folder / "chat.jinja").write_text(TEMPLATE)
-        settings = [
-            *("parallelism=cp2", "inference.cache_tokens=4000", "serve.max_active=8", "inference.max_model_len=1000"),
-            *(f"inference.chat_template={folder / 'chat.jinja'}", "serve.served_model_name=fox"),
-        ]
-        with serving(load_config(folder / "run" / RESOLVED), folder, *settings, name="fox") as client:
-            openai = OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none", max_retries=0)
-            tokenizer = AutoTokenizer.from_pretrained(folder / "published")
-            assert len(tokenizer) == 290
-            yield SimpleNamespace(client=client, openai=openai, model=model, tokenizer=tokenizer, folder=folder)
-
-
-PROMPT = [45, 60, 71, 90, 60, 45, 33, 71]
-
-
-def reference(served: Any, prompt: Sequence[int], count: int, *processors: Any) -> list[int]:
-    """The likeliest tokens by `transformers`, after what these processors make of its logits."""
-    from transformers import LogitsProcessorList
-
-    ids = torch.tensor([prompt])
-    found = served.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None,
-        pad_token_id=0, logits_processor=LogitsProcessorList(processors),
-    )  # fmt: skip
-    return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
-
-
-def completed(served: Any, **parameters: Any) -> Any:
-    """The first choice of a completion."""
-    extra = {"ignore_eos": True} | parameters.pop("extra", {})
-    if "guided_json" in extra or "guided_regex" in extra or "guided_choice" in extra:
-        del extra["ignore_eos"]
-    given = {"model": "fox", "prompt": PROMPT, "temperature": 0, "logprobs": 0} | parameters
-    return served.openai.completions.create(**given, extra_body=extra).choices[0]
+    with openai_server(tmp_path_factory.mktemp("clients")) as running:
+        yield running
 
 
 def test_penalties_and_biases_give_the_tokens_of_transformers(served: Any) -> None:

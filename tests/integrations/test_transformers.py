@@ -334,6 +334,9 @@ def _trained(rank: int, n: int, size: int, folder: str) -> dict[str, list[float]
         trainer.train()
         losses[implementation] = [each["loss"] for each in trainer.state.log_history if "loss" in each]
         losses[implementation].append(trainer.evaluate()["eval_loss"])
+        if n > 1:
+            with pytest.raises(ValueError, match="prediction_loss_only=False: expected True on 2 ranks"):
+                trainer.predict(rows[:4])
     return losses
 
 
