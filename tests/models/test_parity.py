@@ -124,7 +124,7 @@ def run_all(rank: int, runs: dict[str, str], world: int) -> dict[str, Any]:
         results[family] = [whole_logits(run, sizes) for sizes in cases]
         others = FREEING if "sliding_window" in MODELS[family] else {}
         results[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1], others)
-        if world == 4 and not any("experts" in key for key in MODELS[family]):
+        if world == 4 and not any("experts" in key or "linear" in key for key in MODELS[family]):
             shared = {"inference.shard_weights": True}
             results[f"{family} shares"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1], shared)
     return results
