@@ -77,7 +77,7 @@ def zigzag(n: int, length: int, unit: int = 1) -> Layout:
 
 
 def striped(n: int, length: int, unit: int = 1) -> Layout:
-    """Give token t to rank t mod n (Striped Attention); refuse a `unit` > 1 that does not divide every rank's tokens."""
+    """Give token t to rank t mod n (Striped Attention); refuse a `unit` that does not divide each rank's tokens."""
     if unit > 1 and length % (n * unit):
         step = n * unit
         raise ValueError(

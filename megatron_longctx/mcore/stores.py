@@ -243,7 +243,7 @@ class AttentionTape:
         attention: ContextParallelAttention,
         qkv: tuple[Tensor, Tensor, Tensor],
         *,
-        mask: Mask | int,
+        mask: Mask,
         scale: float | None,
         sink: Tensor | None = None,
     ) -> Tensor:
@@ -255,9 +255,8 @@ class AttentionTape:
         Raises:
             RuntimeError: the replay has more calls than the recording.
         """
-        mask, share = Mask.causal(mask) if isinstance(mask, int) else mask, self._store.kept_results
-        here = attention.layout(mask), attention.rank, share, qkv[0].device
-        first, rows = (None, None) if share == 1 else first_tokens(mask, *here)
+        share, here = self._store.kept_results, (attention.layout(mask), attention.rank)
+        first, rows = (None, None) if share == 1 else first_tokens(mask, *here, share, qkv[0].device)
         if not self.replaying:
             result = attention.forward(*qkv, mask=mask, scale=scale, sink=sink)
             kept = result if rows is None else [x.index_select(0, rows) for x in result]

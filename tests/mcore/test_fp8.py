@@ -24,7 +24,7 @@ from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import FINGERPRINT, Layout, Trainer
 from tests.shared import transformer_engine
 from tests.shared.training import tiny_config
-from tests.shared.transformer_engine import FP8GlobalStateManager, Quantized, autocast
+from tests.shared.transformer_engine import FP8GlobalStateManager, Quantized, activation_recompute_forward, autocast
 
 LENGTH, STEPS = 32, 2
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
@@ -81,6 +81,7 @@ def _train(root: Path, mode: str) -> dict[str, Any]:
     layers = [each for each in gpt.modules() if isinstance(each, Quantized)]
     scales = [each.fp8_meta[f"scaling_{way}"].scale.clone() for each in layers for way in ("fwd", "bwd")]
     amaxes = [each.fp8_meta["scaling_fwd"].amax_history.clone() for each in layers]
+    assert not activation_recompute_forward._is_first_fp8_module, "an entry of every first run is left"
     groups.destroy()  # resets the state of FP8
     assert not FP8GlobalStateManager.quantization_state.layers
     return {"losses": losses, "gradients": gradients, "scales": scales, "amaxes": amaxes, "updates": updates}
@@ -178,6 +179,15 @@ def test_reruns_have_the_scales_of_the_first_run(root: Path) -> None:
             assert all(map(torch.equal, found["amaxes"], plain["amaxes"])), mode
             # Reruns update no scales of forward, and only the first layer's update those of backward.
             assert found["updates"] == [["fwd"] * 2 + ["bwd"] * 4] * STEPS
+
+
+def test_layers_outside_of_autocast_run_again_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformer_engine.install(monkeypatch)
+    rerun = fp8.Rerun("hybrid")
+    with rerun.first():
+        assert not FP8GlobalStateManager.is_fp8_enabled()
+    with rerun.again():
+        assert not FP8GlobalStateManager.is_fp8_enabled()
 
 
 def test_context_parallel_ranks_share_amaxes(root: Path) -> None:

@@ -25,6 +25,7 @@ EXPERTS = {
     "model.moe_ffn_hidden_size": 32,
     "model.qkv_bias": True,
 }
+NARROW = {"model.num_attention_heads": 8, "model.num_kv_heads": 2, "model.head_dim": 4}
 
 
 def parallel(tensor: int, context: int) -> dict[str, Any]:
@@ -76,6 +77,9 @@ def test_logits_are_close_to_bf16_and_equal_at_every_size(variant: dict[str, Any
     [
         ({**FP8, "model.ffn_hidden_size": 48, **parallel(2, 1)}, "a rank's share of model.ffn_hidden_size is 24"),
         ({**FP8, "model.head_dim": 6}, "a rank's share of attention's output is 24"),
+        ({**FP8, "model.head_dim": 12, **parallel(2, 1)}, "a rank's share of attention's output is 24"),
+        ({**FP8, **NARROW, **parallel(2, 1)}, "a rank's share of queries, keys and values is 24"),
+        ({**FP8, **EXPERTS, "model.moe_ffn_hidden_size": 24}, "a rank's share of an expert is 24"),
         ({**FP8, "model.implementation": "transformer_engine"}, "expected local with inference.weights=fp8"),
     ],
 )

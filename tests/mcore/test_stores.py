@@ -217,3 +217,14 @@ def test_half_of_the_results_take_this_share_of_forward_again(layout: str, n: in
         own = [span for span in placed.spans[rank] if len(span)]
         pairs = sum(each + 1 for span in own for each in span if each < 2048)
         assert first.pairs == causal(2048).pairs and pairs / (mask.pairs / n) == pytest.approx(share, rel=0.01)
+
+
+def test_a_quarter_of_the_results_is_of_the_last_tokens_of_each_document_on_each_rank() -> None:
+    mask, placed, left = documents([20, 44]), build_layout("zigzag", 2, 64), list[int]()
+    for rank in range(2):
+        first, slots = first_tokens(mask, placed, rank, 0.25, torch.device("cpu"))
+        own = [*placed.tokens(rank)]
+        parts = [([x for x in own if start <= x < stop], start) for start, stop, _ in mask.documents]
+        assert [own[i] for i in slots] == [x for part, _ in parts for x in part[int(0.75 * len(part)) :]]
+        left += [x - start + 1 for part, start in parts for x in part[: int(0.75 * len(part))]]
+    assert first.pairs == sum(left)

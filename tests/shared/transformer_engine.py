@@ -37,7 +37,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_fp8_recipe(cls) -> Any:
-        return cls.quantization_state.recipe
+        return cls.quantization_state.recipe or "the default"
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
@@ -73,14 +73,14 @@ class activation_recompute_forward:
     phase: str | None = None
 
     def __init__(self, activation_recompute: bool, recompute_phase: bool) -> None:
-        self._phase = "again" if recompute_phase else "first" if activation_recompute else None
+        self._phase = None if not activation_recompute else "again" if recompute_phase else "first"
 
     def __enter__(self) -> None:
         cls, state = activation_recompute_forward, FP8GlobalStateManager.quantization_state
         cls.phase = self._phase
         if self._phase == "again":
             state.is_first_fp8_module = cls._is_first_fp8_module.pop(0)
-        else:
+        elif self._phase == "first":
             cls._is_first_fp8_module.append(state.is_first_fp8_module)
 
     def __exit__(self, *_: Any) -> None:
