@@ -11,24 +11,23 @@ from ..fields import Fields
 from ..weights import SEPARATE_DELTA, Weight
 from . import qwen3_next
 
+PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 DROPPED = ("mtp.", "model.visual.")  # multi-token prediction, images
-_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    keys = read_decoder(fields)
+    check(fields)
+    common.require_head_sizes(fields)
+    keys = common.read(fields, partial_rotary=0.25)
     return keys | qwen3_next.read_mixers(fields, keys)
 
 
-def read_decoder(fields: Fields, width: str = "intermediate_size") -> dict[str, Any]:
-    """Read the fields of all layers. width: see `common.read`."""
-    common.require_head_sizes(fields)
+def check(fields: Fields) -> None:
+    """Read the fields that `transformers` does not know."""
     fields.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     fields.ignore("mamba_ssm_dtype")  # of a cache; states are fp32 or wider here
-    fields.expect("attn_output_gate", True)
-    fields.expect("output_gate_type", "swish")
-    fields.expect("mlp_only_layers", [])
-    return common.read(fields, partial_rotary=0.25, width=width)
+    for name, value in (("attn_output_gate", True), ("output_gate_type", "swish"), ("mlp_only_layers", [])):
+        fields.expect(name, value)
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
@@ -36,11 +35,8 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 
 def _weights(model: ModelConfig) -> list[Weight]:
-    return with_mixers([*common.decoder_weights(model), *common.qk_norms()])
-
-
-def with_mixers(plain: list[Weight]) -> list[Weight]:
-    return qwen3_next.with_mixers(plain, _PROJECTIONS, SEPARATE_DELTA)
+    plain = [*common.decoder_weights(model), *common.qk_norms()]
+    return qwen3_next.with_mixers(plain, PROJECTIONS, SEPARATE_DELTA)
 
 
 FAMILY = Family(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...config import RECURRENT_KEYS, ModelConfig
@@ -14,19 +15,19 @@ from ..fields import RESTORE, Fields, refuse_field
 from ..weights import DELTA, DELTA_CONVOLUTION, GATE_UP, GATED_QKV, Form, Weight
 from . import qwen3_moe
 
-SHARED_WIDTH = "shared_expert_intermediate_size"
 _LINEAR = "linear_attention"
 _PUBLISHED = "model.layers.{layer}.linear_attn."
 _OF_EXPERTS = {"num_layers", "num_moe_experts", "moe_layer_freq"}
 _QKV = f"{ATTENTION}linear_qkv."
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def read(fields: Fields, width: str = "intermediate_size") -> dict[str, Any]:
+    """Read the fields of a model with experts. width: see `common.read`."""
     common.require_head_sizes(fields)
-    keys = common.read(fields, partial_rotary=0.25)
-    experts = qwen3_moe.read_experts(fields, keys["num_layers"], norm_topk_prob=True)
-    experts |= {"moe_shared_expert_intermediate_size": fields.require(SHARED_WIDTH)}
-    return keys | experts | read_mixers(fields, keys | experts)
+    keys = common.read(fields, partial_rotary=0.25, width=width)
+    keys |= qwen3_moe.read_experts(fields, keys["num_layers"], norm_topk_prob=True)
+    keys["moe_shared_expert_intermediate_size"] = fields.require("shared_expert_intermediate_size")
+    return keys | read_mixers(fields, keys)
 
 
 def read_mixers(fields: Fields, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,8 +54,9 @@ def _read_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [each == _LINEAR for each in types]
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
-    shared = {SHARED_WIDTH: model.moe_shared_expert_intermediate_size}
+def write(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that `read` reads."""
+    shared = {"shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size}
     return {**qwen3_moe.write(model), **shared, **write_mixers(model)}
 
 
@@ -67,9 +69,9 @@ def write_mixers(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _weights(model: ModelConfig) -> list[Weight]:
-    projections = ("in_proj_qkvz", "in_proj_ba")
-    return with_mixers([*qwen3_moe.weights(model), *shared_expert_weights()], projections, DELTA)
+def weights(model: ModelConfig, projections: Sequence[str], form: Form) -> list[Weight]:
+    """Return the weights of a model with experts. projections, form: as for `with_mixers`."""
+    return with_mixers([*qwen3_moe.weights(model), *_shared_expert_weights()], projections, form)
 
 
 def with_mixers(plain: Sequence[Weight], projections: Sequence[str], form: Form) -> list[Weight]:
@@ -79,12 +81,12 @@ def with_mixers(plain: Sequence[Weight], projections: Sequence[str], form: Form)
         plain: of the same model with plain attention in all layers.
         projections, form: the published names of the delta net's input projections, and their form.
     """
-    weights = []
+    changed = []
     for each in plain:
         if each.name == f"{_QKV}weight":
             each = replace(each, form=GATED_QKV)
         of_attention = each.name.startswith(ATTENTION) and each.name != f"{_QKV}layer_norm_weight"
-        weights.append(replace(each, in_recurrent_layers=False) if of_attention else each)
+        changed.append(replace(each, in_recurrent_layers=False) if of_attention else each)
     published = tuple(f"{_PUBLISHED}{name}.weight" for name in projections)
     convolution, shape = (f"{_PUBLISHED}conv1d.weight",), ("delta_mixed", "delta_taps")
     delta_net = [
@@ -95,10 +97,10 @@ def with_mixers(plain: Sequence[Weight], projections: Sequence[str], form: Form)
         Weight(f"{ATTENTION}decay_bias", (f"{_PUBLISHED}dt_bias",), ("delta_heads",)),
         Weight(f"{ATTENTION}norm_weight", (f"{_PUBLISHED}norm.weight",), ("delta_value",)),
     ]
-    return [*weights, *(replace(each, in_recurrent_layers=True) for each in delta_net)]
+    return [*changed, *(replace(each, in_recurrent_layers=True) for each in delta_net)]
 
 
-def shared_expert_weights() -> list[Weight]:
+def _shared_expert_weights() -> list[Weight]:
     own, published = f"{MLP}shared_experts.", f"{PUBLISHED_MLP}shared_expert"
     gate_up = (f"{published}.gate_proj.weight", f"{published}.up_proj.weight")
     weights = [
@@ -111,6 +113,7 @@ def shared_expert_weights() -> list[Weight]:
 
 KEYS = {"qk_norm": True, "zero_centered_norms": True, "attention_output_gate": True}
 FAMILY = Family(
-    "qwen3_next", ("Qwen3NextForCausalLM",), _read, _write, _weights,
+    "qwen3_next", ("Qwen3NextForCausalLM",), read, write,
+    partial(weights, projections=("in_proj_qkvz", "in_proj_ba"), form=DELTA),
     constants={"attention_bias": False}, keys=KEYS | {"moe_shared_expert_gate": True}, dropped=("mtp.",),
 )  # fmt: skip
