@@ -202,6 +202,8 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, Change]] = {
     "absent published weights": (
         "run import Llama out=runs/l", "SOURCE=Llama: expected a folder with config.json .*Fetch it first"),
     "absent text": ("run data --source txet --out new", "--source=txet: expected `stdlib`.* Check the path"),
+    "files of no tokenizer": (
+        "run data --source stdlib --out new --tokenizer-path t", "--tokenizer-path=t: expected none with .*Set --tok"),
     "no run to serve": ("serve checkpoint=runs/a", "runs/a/resolved.yaml: expected a run's configuration there. Start"),
     "no checkpoint named": ("serve", "checkpoint=: expected RUN or checkpoint=RUN, .*Give runs/NAME"),
     "a sweep of one run": ("sweep @demo", "sweep: expected a setting with several values"),
