@@ -247,8 +247,8 @@ def _services() -> Iterator[Finding]:
         known = False
     login = "" if known else "; log in by `wandb login`: until then, figures go to files (logging.wandb=offline)"
     yield Finding("W&B login", known, f"{host}, WANDB_MODE={os.environ.get('WANDB_MODE', '')}{login}")
-    slurm = shutil.which("sbatch")
-    yield Finding("Slurm", slurm is not None, _first_line("sbatch", "--version") if slurm else "sbatch not on PATH")
+    slurm = _first_line("sbatch", "--version") if shutil.which("sbatch") else "sbatch not on PATH"
+    yield Finding("Slurm", slurm.startswith("slurm"), slurm)  # installed, it fails without its configuration
     if job := os.environ.get("SLURM_JOB_ID"):
         yield Finding("Slurm job", None, f"{job} on {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes")
 

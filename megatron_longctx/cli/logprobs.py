@@ -76,8 +76,7 @@ def _compute(job: InferenceJob, groups: Any) -> None:
 def branches(batch: TrainingBatch, values: Sequence[Sequence[float]]) -> Iterator[dict[str, list[Any]]]:
     """Yield the tokens of every branch of a pack of trees, and their values; None for those not learned.
 
-    Args:
-        values: log-probabilities of the pack's labels, and entropies of their predictions.
+    `values` are log-probabilities of the pack's labels, and entropies of their predictions.
     """
     parents = batch.parents or (-1,) * len(batch.lengths)
     places = documents(batch.lengths, parents=parents).documents

@@ -46,7 +46,10 @@ class Request:
             gpus = -(-_count("gpus", asked) // nodes)
         ranks = _count("ntasks", asked) if "ntasks" in given else nodes * _count("ntasks-per-node", asked)
         if os.environ.get("LAUNCH") == "torchrun":
-            ranks = nodes * int(os.environ.get("NPROC", gpus))
+            here = os.environ.get("NPROC", str(gpus))
+            if not here.isdecimal() or int(here) == 0:
+                raise refuse("NPROC", here, "the ranks of a node, for LAUNCH=torchrun", "Set it, or leave LAUNCH out.")
+            ranks = nodes * int(here)
         elif 0 < gpus * nodes < ranks:
             remedy = "Set as many tasks as GPUs: one rank for each."
             raise refuse("--ntasks-per-node", -(-ranks // nodes), f"at most {gpus}, the GPUs of a node", remedy)
@@ -139,8 +142,9 @@ def _count(name: str, asked: Mapping[str, str]) -> int:
     """Return a number of nodes, tasks or GPUs: the fewest of `2-4`, without the type of `h100:8` or `gpu:h100:8`."""
     value = asked.get(name, "1")
     number = str(_gpus(value)) if name == "gres" else value.split("-")[0].rpartition(":")[2]
-    if not number.isdecimal():
-        raise refuse(f"--{name}", value, "a number", f"For example --{name}=2.")
+    least = int(not name.startswith("g"))  # of GPUs there may be none
+    if not number.isdecimal() or int(number) < least:
+        raise refuse(f"--{name}", value, f"a number from {least} on", f"For example --{name}=2.")
     return int(number)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import os
 import shlex
 import shutil
@@ -29,12 +28,10 @@ from ..training import launcher
 from ..training.compose import RESOLVED, compose_config, load_config, override_config, save_config
 from ..training.run_folder import RunFolder
 from ..training.sweep import sweep
-from ..training.text import Source
+from ..training.text import Source, check
 from ..training.worker import Job as TrainingJob
 from . import conversion
 from .slurm import Request, check_limits, split_options
-
-logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ON_RANKS = {"eval": ".evaluate", "logprobs": ".logprobs", "serve": "..serving.serve"}
@@ -173,8 +170,8 @@ def _check_verb(arguments: Namespace, words: Sequence[str], ranks: int) -> None:
         compose_config(arguments.settings)
     else:
         source = Source.of(arguments.source, arguments.glob, arguments.join, arguments.text_key)
-        logger.info("%s: %s", source, source.kind)  # looks for the files and into the first
-        build_tokenizer(arguments.tokenizer, arguments.tokenizer_path)
+        template, shared = arguments.chat_template, arguments.share_prefixes
+        check(source, arguments.out, arguments.tokenizer, arguments.tokenizer_path, template, shared, arguments.workers)
 
 
 def _variables(code: Path) -> dict[str, str]:

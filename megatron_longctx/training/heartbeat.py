@@ -51,8 +51,7 @@ def _now() -> float:
 def begin(operation: str, most_s: float | None = None) -> None:
     """Set this rank's current operation.
 
-    Args:
-        most_s: seconds after which the heartbeat ends the process. For operations that no collective's timeout ends.
+    The heartbeat ends the process after `most_s` seconds, for operations that no collective's timeout ends.
     """
     global _current
     _current = Operation(0, operation, _current.count + 1, _now(), 0.0, most_s)

@@ -108,11 +108,7 @@ def _start_ranks(config: Config) -> None:
 
 
 def _accept(config: Config, world_size: int | None = None) -> worker.Job:
-    """Choose the mode, and refuse a job that cannot run.
-
-    Args:
-        world_size: the number of ranks; None for those to start on this host.
-    """
+    """Choose the mode, and refuse a job that cannot run. By default, its ranks are those to start on this host."""
     from . import auto, preflight
 
     with Progress("checking the job"):

@@ -50,8 +50,7 @@ class StepResult:
 class Trainer:
     """One rank's part of a run. Construction is collective, and resumes from the run's latest checkpoint.
 
-    Args:
-        data: the identity of the run's data, if it is known already.
+    `data` is the identity of the run's data, if it is known already.
     """
 
     def __init__(

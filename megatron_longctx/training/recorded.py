@@ -92,8 +92,7 @@ def record(rank: int, config: Config, steps: Collection[int], keep_weights: bool
 def gradient_errors(run: Path, reference: Path, step: int) -> dict[str, float]:
     """Return the relative error of each parameter's gradient, keyed by parameter.
 
-    Args:
-        run, reference: folders of runs by `record`, of any parallel sizes.
+    `run` and `reference` are folders of runs by `record`, of any parallel sizes.
     """
     of_run, of_reference = (Reader(iteration_directory(each / _GRADIENTS, step)) for each in (run, reference))
     errors: dict[str, float] = {}

@@ -38,8 +38,7 @@ def blocked(numbers: Sequence[signal.Signals]) -> Iterator[None]:
 class StopRequest:
     """The first stop signal that this process received, also while it was blocked. A second SIGINT interrupts.
 
-    Attributes:
-        save: whether the save signal has arrived; whoever saves resets it.
+    `save` is whether the save signal has arrived; whoever saves resets it.
     """
 
     def __init__(self) -> None:
@@ -70,8 +69,7 @@ class StopRequest:
 class SignalForwarder:
     """Forwards this process's signals to the ranks, SIGINT as SIGTERM. A second SIGINT interrupts.
 
-    Args:
-        saves: whether a stopped run writes a checkpoint.
+    `saves` is whether a stopped run writes a checkpoint.
     """
 
     def __init__(self, pids: Sequence[int], saves: bool) -> None:

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from glob import has_magic
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from ..config import DataConfig
 from ..config.progress import Progress
@@ -42,23 +43,13 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "te
 
 @dataclass(frozen=True)
 class Source:
-    """The origin of a dataset's text.
+    """The origin of a dataset's text. Lines of JSONL and rows of tables are documents, as are files of other text."""
 
-    Attributes:
-        name: `stdlib` (the sources of this Python's library), a folder, a file, or a pattern of files. Lines of JSONL
-            files and rows of tables are documents, as are whole files of other text.
-        glob: pattern of a folder's files; None for text, JSONL files and tables that are not hidden, nor in hidden
-            folders.
-        joined: make one document of the files of each sub-folder, without tests.
-        more: further folders, files and patterns, after the first.
-        text_key: the key of a document's text; None for `text`, or for conversations and rollouts by the first line.
-    """
-
-    name: str
-    glob: str | None = None
-    joined: bool = False
-    more: tuple[str, ...] = ()
-    text_key: str | None = None
+    name: str  # `stdlib` (the sources of this Python's library), a folder, a file, or a pattern of files
+    glob: str | None = None  # of a folder's files; None: text, JSONL and tables that are not hidden
+    joined: bool = False  # make one document of the files of each sub-folder, without tests
+    more: tuple[str, ...] = ()  # further folders, files and patterns, after the first
+    text_key: str | None = None  # of a document's text; None for `text`, or conversations or rollouts by the first line
 
     @classmethod
     def of(cls, names: Sequence[str], glob: str | None, joined: bool, text_key: str | None) -> Source:
@@ -142,20 +133,10 @@ def prepare(
         ValueError: a source, a line, a tokenizer or an option that cannot be used.
         JobFailed: a process was killed.
     """
-    if not out.name or out.name == ".." or not is_line(str(out)):
-        raise refuse("--out", out, "a path that ends in a name of one line", "For example data/corpus.")
-    if library == "byte-level" and tokenizer_path:
-        expected = "none with the byte-level tokenizer, which has no files"
-        raise refuse("--tokenizer-path", tokenizer_path, expected, "Set --tokenizer=huggingface, say, or leave it out.")
-    may_be_name = library == "byte-level" or (library == "huggingface" and tokenizer_path)  # a model name on the hub
-    if not may_be_name and not (tokenizer_path and Path(tokenizer_path).exists()):
-        remedy = "Give their path, or use --tokenizer byte-level."
-        raise ValueError(f"--tokenizer-path {tokenizer_path}: expected the files of a {library} tokenizer. {remedy}")
-    tokenizer = build_tokenizer(library, tokenizer_path)
+    tokenizer = check(source, out, library, tokenizer_path, chat_template, share_prefixes, workers)
     encode, documents, is_trees = encoder(tokenizer), source.documents(), source.kind == "rollouts"
-    is_chat = documents is None and source.kind == "conversations"
+    is_chat = source.kind == "conversations"
     together = bool(is_trees or documents or share_prefixes)
-    _check_options(source, chat_template, share_prefixes, workers, is_chat, together)
     with Progress("tokenizing", unit="documents", told=together) as progress:
         if is_trees:
             rollouts = Rollouts(source.files, encode, tokenizer.eod, partial(chat_of, chat_template, tokenizer))
@@ -182,15 +163,27 @@ def prepare(
     return corpus
 
 
-def _check_options(
+def check(
     source: Source,
+    out: Path,
+    library: str,
+    tokenizer_path: str | None,
     chat_template: str | None,
     share_prefixes: int | None,
     workers: int | None,
-    is_chat: bool,
-    together: bool,
-) -> None:
-    """Refuse options that the documents of a source do not have, as for `prepare`."""
+) -> Any:
+    """Refuse what `prepare` refuses before it reads documents beyond the first. Return the tokenizer."""
+    if not out.name or out.name == ".." or not is_line(str(out)):
+        raise refuse("--out", out, "a path that ends in a name of one line", "For example data/corpus.")
+    if library == "byte-level" and tokenizer_path:
+        expected = "none with the byte-level tokenizer, which has no files"
+        raise refuse("--tokenizer-path", tokenizer_path, expected, "Set --tokenizer=huggingface, say, or leave it out.")
+    may_be_name = library == "byte-level" or (library == "huggingface" and tokenizer_path)  # a model name on the hub
+    if not may_be_name and not (tokenizer_path and Path(tokenizer_path).exists()):
+        remedy = "Give their path, or use --tokenizer byte-level."
+        raise ValueError(f"--tokenizer-path {tokenizer_path}: expected the files of a {library} tokenizer. {remedy}")
+    tokenizer, is_chat = build_tokenizer(library, tokenizer_path), source.kind == "conversations"
+    together = source.kind == "rollouts" or source.joined or not source.has_files or bool(share_prefixes)
     if share_prefixes is not None and (share_prefixes < 1 or not is_chat):
         expected = f"a number of tokens from 1 on, and conversations to share; {source} has other documents"
         raise refuse("--share-prefixes", share_prefixes, expected, "Leave it out; rollouts share their prompts anyway.")
@@ -204,6 +197,9 @@ def _check_options(
     if workers is not None and (workers < 1 or (together and workers > 1)):
         expected = "1 for these documents, which are made together" if together else "1 or more"
         raise refuse("--workers", workers, expected, "Leave it out.")
+    if is_chat:
+        chat_of(chat_template, tokenizer)
+    return tokenizer
 
 
 def prepare_missing(data: DataConfig) -> None:

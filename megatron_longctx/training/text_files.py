@@ -153,8 +153,7 @@ def read_text(path: Path) -> str:
 def parsed(part: Path | Piece, parse: Callable[[Row], T], keys: Collection[str] = ()) -> Iterator[T]:
     """Yield the parsed lines or rows of a file, or of a part of it. Errors have the file and the line.
 
-    Args:
-        keys: the columns of a table that are read; if it has none of them, all are.
+    Of a table, the columns `keys` are read, or all if it has none of them.
     """
     piece = part if isinstance(part, Piece) else Piece(part, 0)
     rows: Iterator[Row] = _rows(piece, keys) if piece.path.suffix == TABLE else _lines(piece)

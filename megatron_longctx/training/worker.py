@@ -49,9 +49,7 @@ class Job:
 def run_local(local_rank: int, job: Job, listener: socket.socket, lock: RunLock) -> None:
     """Run a rank that the launcher started on this host.
 
-    Args:
-        listener: the socket of the store, which rank 0 hosts.
-        lock: the run's lock, which this process holds until it ends.
+    Rank 0 hosts the store at `listener`. This process holds the run's `lock` until it ends.
     """
     gc.freeze()  # a fork then copies fewer pages of the launcher
     if parent_has_ended():

@@ -180,7 +180,7 @@ def test_the_standard_library_is_a_source(
     real = sysconfig.get_paths()
     assert (Path(real["stdlib"]) / "json/decoder.py").is_file(), "the source of the demo's text"
     monkeypatch.setattr(sysconfig, "get_paths", lambda: real | {"stdlib": str(source)})
-    assert "(stdlib)" in data("stdlib", tmp_path / "corpus", "--glob", "has no effect")
+    assert "(stdlib)" in data("stdlib", tmp_path / "corpus")
     assert [len(texts) for texts in documents(tmp_path / "corpus")] == [1, 3]
 
 

@@ -95,6 +95,8 @@ def test_services_memory_and_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = findings_by_name()
     assert found["W&B login"].usable and found["W&B login"].detail.startswith("own.example")
     assert found["Slurm"] == Finding("Slurm", True, "slurm 24.05.1")
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho no configuration\nexit 1\n")
+    assert Finding("Slurm", False, "no configuration") in doctor._services()
     for name in ("memory", "disk", "TMPDIR", "shared memory"):
         assert re.match(r"[\d.]+ GiB (free|unused) of [\d.]+ GiB", found[name].detail), name
     assert Path(found["documentation"].detail, "training.md").is_file()

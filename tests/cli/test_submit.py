@@ -202,6 +202,8 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, Change]] = {
     "absent published weights": (
         "run import Llama out=runs/l", "SOURCE=Llama: expected a folder with config.json .*Fetch it first"),
     "absent text": ("run data --source txet --out new", "--source=txet: expected `stdlib`.* Check the path"),
+    "files of no tokenizer": (
+        "run data --source stdlib --out new --tokenizer-path t", "--tokenizer-path=t: expected none with .*Set --tok"),
     "no run to serve": ("serve checkpoint=runs/a", "runs/a/resolved.yaml: expected a run's configuration there. Start"),
     "no checkpoint named": ("serve", "checkpoint=: expected RUN or checkpoint=RUN, .*Give runs/NAME"),
     "a sweep of one run": ("sweep @demo", "sweep: expected a setting with several values"),
@@ -234,8 +236,11 @@ def test_what_a_job_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAUNCH", "torchrun")
     monkeypatch.setenv("SBATCH_PARTITION", "p")
     assert Request.of(script, ["--nodes=2", "--ntasks-per-node=1"]) == Request(2, 16, 8, "04:00:00", "p", 12)
-    with pytest.raises(ValueError, match="--nodes=x: expected a number"):
-        Request.of(script, ["--nodes=x"])
+    for word in ("--nodes=x", "--nodes=0", "--ntasks=0"):
+        with pytest.raises(ValueError, match=f"{word}: expected a number from 1 on"):
+            Request.of(script, [word, "--gpus=8"])
+    with pytest.raises(ValueError, match="NPROC=0: expected the ranks of a node"):
+        Request.of(script, ["--gpus-per-node=0"])
     assert split_options(["-p", "gpu", "a=1", "--requeue", "b=2", "-N2"]) == (
         ["-p", "gpu", "--requeue", "-N2"],
         ["a=1", "b=2"],

@@ -57,7 +57,8 @@ def run(settings: Sequence[str], max_tokens: int | None = None, links: Path | No
 
 def calibrate(ranks: Ranks, config: Config, max_tokens: int | None = None) -> Path:
     """Measure `ranks` for a configured model, store the result, and return its file. Errors are those of `run`."""
-    _testbed(None, torch.device(ranks.device), config).choose_kernel()  # refused before ranks start
+    if ranks.device == "cpu":  # refused before ranks start; on GPUs, it would initialize CUDA here
+        _testbed(None, torch.device("cpu"), config).choose_kernel()
     calibration: Calibration = run_on_ranks(ranks, _measure, ranks, config, max_tokens)
     path = calibration_path(calibration.device, calibration.cluster.n, calibration.workload, calibration.transport)
     save_calibration(calibration, path)

@@ -92,10 +92,7 @@ def mode_samples(testbed: Testbed, cluster: Cluster, costs: Costs, lengths: Sequ
     """Measure whole steps, forward and backward, for each of `lengths`, except those that take too long.
 
     Forward and backward get the same correction, because nothing synchronizes ranks between them. All ranks call this
-    together and get the same result.
-
-    Args:
-        costs: those that the simulation uses.
+    together and get the same result. The simulation uses `costs`.
     """
     assert testbed.transport is not None
     target, samples = Target(testbed.workload, testbed.choose_kernel().takes, testbed.transport.over_peers), []

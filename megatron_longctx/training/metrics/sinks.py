@@ -239,12 +239,9 @@ def wandb_mode(asked: str) -> Any:
 
 
 def start_wandb(folder: Path, config: Config, mode: Any) -> Any:
-    """Start or resume the W&B run of `folder`, which contains its `environment.json`.
+    """Start or resume the W&B run of `folder`, which contains its `environment.json`; `mode` is `online` or `offline`.
 
     The run's id is in `<folder>/wandb_id.txt`, so a resumed run continues in W&B as well.
-
-    Args:
-        mode: `online` or `offline`.
     """
     import wandb
 
@@ -307,10 +304,7 @@ def _finish(run: Any, folder: Path) -> None:
 def rebuild_wandb(folder: Path, config: Config, records: Iterable[Mapping[str, Value]]) -> str:
     """Write the W&B run of `folder` again from the records of its `metrics.jsonl`, online or offline (`wandb_mode`).
 
-    Steps that W&B already has do not change. Refuse to do so if W&B is disabled.
-
-    Returns:
-        the run's URL, or the path of its files and how to send them.
+    Steps that W&B already has do not change. Refuse to do so if W&B is disabled. Return its place (`wandb_place`).
     """
     mode = wandb_mode("auto")
     if mode not in ("online", "offline"):
