@@ -77,7 +77,7 @@ def load_calibration(path: Path) -> Calibration:
         raise ValueError(
             f"{path}: expected a calibration. Run `megatron-longctx calibrate` with the same settings."
         ) from None
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: expected a calibration of version {_VERSION} ({error}). Run `megatron-longctx calibrate` again."
         ) from None
