@@ -176,9 +176,8 @@ def _check_expert_layers(model: ModelConfig, experts: int) -> None:
             remedy = "Set model.num_moe_experts=null for a dense model."
             raise refuse("model.moe_layer_freq", layers, "a 1 in the list", remedy)
     elif first >= model.num_layers:
-        raise refuse(
-            "model.moe_first_dense_layers", first, f"less than model.num_layers={model.num_layers}", "Lower it."
-        )
+        expected = f"less than model.num_layers={model.num_layers}"
+        raise refuse("model.moe_first_dense_layers", first, expected, "Lower it.")
 
 
 def _check_parallelism(config: Config, training: bool) -> None:
@@ -246,19 +245,16 @@ def _check_fp8(config: Config, training: bool) -> None:
     block, tp, condition = train.fp8_block, par.tensor_parallel_size, f"with train.fp8={train.fp8}"
     if not training:
         raise refuse("train.fp8", train.fp8, "none in inference, which computes in train.precision", "Leave it.")
-    heads = model.num_attention_heads
+    heads, shared = model.num_attention_heads, model.moe_shared_expert_intermediate_size or 0
+    latent_columns = heads * ((model.qk_head_dim or 0) + model.value_channels) if model.latent else 0
     widths = {
         "model.hidden_size": model.hidden_size,
         "model.ffn_hidden_size / tensor_parallel_size": model.ffn_hidden_size // tp,
         "the columns of queries, keys and values / tensor_parallel_size": model.num_kv_heads * model.kv_channels // tp,
         "the columns of attention's output / tensor_parallel_size": heads * model.value_channels // tp,
         "model.moe_ffn_hidden_size / expert_tensor_parallel_size": model.expert_width // par.tensor_size_of_experts,
-        "model.moe_shared_expert_intermediate_size / tensor_parallel_size": (
-            (model.moe_shared_expert_intermediate_size or 0) // tp
-        ),
-        "the columns of MLA's keys and values / tensor_parallel_size": (
-            heads * ((model.qk_head_dim or 0) + model.value_channels) // tp if model.latent else 0
-        ),
+        "model.moe_shared_expert_intermediate_size / tensor_parallel_size": shared // tp,
+        "the columns of MLA's keys and values / tensor_parallel_size": latent_columns // tp,
         "model.kv_lora_rank": model.kv_lora_rank or 0,
         "model.kv_lora_rank + model.qk_pos_emb_head_dim": model.kv_latent_channels,
         "model.q_lora_rank": model.q_lora_rank or 0,
@@ -296,9 +292,7 @@ def _check_shared_heads(model: ModelConfig, name: str, ranks: int) -> None:
     ]
     if ranks not in sizes:
         has = f"one of {', '.join(map(str, sizes))} with {heads} query heads and {kv_heads} key/value heads"
-        remedy = (
-            "More ranks can share a sequence by parallelism.context_parallel_size, without inference.shard_weights."
-        )
+        remedy = "parallelism.context_parallel_size shares sequences, without inference.shard_weights."
         raise refuse(name, ranks, has, remedy)
 
 

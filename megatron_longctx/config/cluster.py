@@ -189,15 +189,11 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
     @property
-    def network_share_gibps(self) -> float:
-        """A rank's share of its node's NICs while all ranks of the node send, in GiB/s."""
-        assert self.network is not None
-        return self.network.nic_gibps * self.network.nics / self.ranks_per_node
-
-    @property
     def network_is_slower(self) -> bool:
-        """Whether a rank's share of the network is slower than its links within its node. False for one node."""
-        return self.nodes > 1 < self.ranks_per_node and self.route(0, 1).gibps > self.network_share_gibps
+        """Whether a rank's share of its node's NICs is slower than its links within its node. False for one node."""
+        if self.network is None or not self.nodes > 1 < self.ranks_per_node:
+            return False
+        return self.route(0, 1).gibps > self.network.nic_gibps * self.network.nics / self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node

@@ -17,15 +17,8 @@ from .extras import version_of
 
 _FILE = "environment.json"
 _PACKAGES = (
-    "megatron-longctx",
-    "megatron-core",
-    "torch",
-    "triton",
-    "transformer-engine",
-    "flash-attn-4",
-    "flash-attn",
-    "ring-flash-attn",
-    "apex",
+    *("megatron-longctx", "megatron-core", "torch", "triton", "transformer-engine"),
+    *("flash-attn-4", "flash-attn", "ring-flash-attn", "apex"),
 )
 _AXES = {"cp": "context", "tp": "tensor", "pp": "pipeline", "dp": "data"}
 

@@ -85,12 +85,7 @@ def row_complete_latin_square(m: int) -> tuple[Vertices, ...]:
 
     Row k is the zigzag 0, 1, -1, 2, -2, … modulo m, shifted by k. For even m the steps of the zigzag are all the
     differences 1..m-1, each once, so the m shifts of each step are different, too (Williams 1949). TASP section 3.1.3
-    reads the rows as Hamiltonian paths of K*_m. Every column holds each symbol once, also the first and the last: every
-    vertex starts exactly one path and ends exactly one.
-
-    Odd orders: there is none of order 3 and 5 (it would cut K*_4 or K*_6 into Hamiltonian cycles); none is known of
-    other prime orders. Squares of composite order exist (Higham 1998) but not from cyclic groups; none is built here,
-    because `hamiltonian_paths` gives rings all they need for every odd order from 7 on.
+    reads the rows as Hamiltonian paths of K*_m. Every vertex starts one path and ends one.
     """
     zigzag = [(i + 1) // 2 % m if i % 2 else -(i // 2) % m for i in range(m)]
     return tuple(tuple((k + step) % m for step in zigzag) for k in range(m))

@@ -22,12 +22,9 @@ def multi_node_rings(m: int, u: int) -> Rings:
     """Return edge-disjoint rings over the m·u ranks of u nodes, where rank r is rank `r % m` of node `r // m`.
 
     For u > 1 each ring goes through a node along one Hamiltonian path of K*_m and on to the next node, the last to the
-    first. A rank starts one path of its node and ends one, so it receives once and sends once over the network, and
-    every NIC carries one ring in each direction. There are m rings (2 for m = 3 and 4 for m = 5, the most whose paths
-    start and end at different ranks, and m-1 for odd m > 31; the remaining NIC is idle).
-
-    For u = 1 a path's end would close the ring within the node, over an arc of another path. There the cycles of K*_m
-    are the rings. A single rank is a ring by itself.
+    first. A rank starts one path of its node and ends one, so every NIC carries one ring in each direction; there are
+    as many rings as `hamiltonian_paths`. For u = 1 the cycles of K*_m are the rings: a path's end would close its ring
+    over an arc of another path. A single rank is a ring by itself.
 
     Raises:
         ValueError: m or u below 1.
@@ -61,11 +58,8 @@ class Decomposition(NamedTuple):
 
 
 def decompositions(cluster: Cluster) -> list[Decomposition]:
-    """Return the sets of rings that TASP can use on a cluster of several ranks.
-
-    These are one ring, all of `multi_node_rings`, and for up to 64 ranks on several nodes the cycles of all ranks as
-    one mesh, the paper's `K_(m x u)`.
-    """
+    """Return the sets of rings that TASP can use on a cluster of several ranks: one ring, all of `multi_node_rings`,
+    and for up to 64 ranks on several nodes the cycles of all ranks as one mesh, the paper's `K_(m x u)`."""
     m, u, n = cluster.ranks_per_node, cluster.nodes, cluster.n
     sets: dict[str, Rings] = {"one ring": (tuple(range(n)),)}
     sets[f"K_{m}" if u == 1 else f"({m}-K_{m}-{m})_{u}"] = multi_node_rings(m, u)

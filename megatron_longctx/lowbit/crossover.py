@@ -7,9 +7,9 @@ import json
 import logging
 import re
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..config import files
 from ..core.cache import cache_folder
 from ..core.comm.collectives import gather_objects
-from ..core.comm.device import synchronize
+from ..core.comm.device import mean_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ _ROUNDS = 6
 _MAX_S = 0.2
 """If a call takes longer, no more rounds or larger sizes are measured."""
 _CALLS = 16
-"""The calls of a row on a GPU, so that waiting for the device once does not count."""
+"""The calls of a row on a GPU, so that waiting for the device once does not count. Time is the wall clock's: prompts
+wait for the host as well."""
 
 Sum = Callable[[Tensor], object]
 
@@ -126,23 +127,13 @@ def _seconds(ways: Sequence[Sum], x: Tensor, group: dist.ProcessGroup) -> list[f
         for i, way in enumerate(ways):
             x.normal_()  # exact sums are in place, so x would grow
             dist.barrier(group)
-            seconds = torch.tensor(_row(way, x), device=x.device)
+            row = mean_seconds(partial(way, x), x.device, _CALLS if x.is_cuda else 1)
+            seconds = torch.tensor(row, device=x.device)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
             best[i] = min(best[i], float(seconds))
         if max(best) > _MAX_S:
             break
     return best
-
-
-def _row(way: Sum, x: Tensor) -> float:
-    """Return the wall-clock seconds per call of a row: prompts wait for the host as well as for the device."""
-    calls = _CALLS if x.is_cuda else 1
-    synchronize(x.device)
-    begin = time.perf_counter()
-    for _ in range(calls):
-        way(x)
-    synchronize(x.device)
-    return (time.perf_counter() - begin) / calls
 
 
 def _load(path: Path) -> Timings | None:

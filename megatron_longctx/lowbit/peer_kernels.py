@@ -273,16 +273,8 @@ def _two_steps(
     per, blocks, rows, warps = _work_split(most, groups, world, first.group_size)
     rows_of = [size for form in forms for size in (form.message_bytes(chunk), form.value_bytes(chunk))]
     numbers = (numel, chunk, stride, groups, per, *rows_of)
-    constants = {
-        "BITS": first.bits,
-        "TO_BITS": second.bits,
-        **_constants(first),
-        "ROWS": rows,
-        "SUM_ROWS": rows // 4 if per <= rows // 4 else rows,
-        **_ranks(world),
-        "SCATTER": scatter,
-        "PHASES": phases,
-    }
+    sizes = _constants(first) | {"ROWS": rows, "SUM_ROWS": rows // 4 if per <= rows // 4 else rows} | _ranks(world)
+    constants = {"BITS": first.bits, "TO_BITS": second.bits, **sizes, "SCATTER": scatter, "PHASES": phases}
     return _Call(blocks, numbers, tuple(map(specialization_of, numbers)), constants, warps)
 
 
@@ -291,14 +283,8 @@ def _one_step(world: int, most: int, numel: int, form: Format, phases: int, widt
     groups = form.groups(numel)
     per, blocks, rows, warps = _work_split(most, groups, 1, form.group_size)
     numbers = (numel, groups, per, form.message_bytes(numel), form.value_bytes(numel), width or 1)
-    constants = {
-        "BITS": form.bits,
-        **_constants(form),
-        "SUM_ROWS": rows // 4 if per <= rows // 4 else rows,
-        "GATHER": width is not None,
-        **_ranks(world),
-        "PHASES": phases & (PUSH | SUM),
-    }
+    sizes = _constants(form) | {"SUM_ROWS": rows // 4 if per <= rows // 4 else rows, "GATHER": width is not None}
+    constants = {"BITS": form.bits, **sizes, **_ranks(world), "PHASES": phases & (PUSH | SUM)}
     return _Call(blocks, numbers, tuple(map(specialization_of, numbers)), constants, warps)
 
 

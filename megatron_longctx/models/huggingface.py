@@ -116,6 +116,8 @@ class HuggingFaceFolder:
                         raise ValueError(f"{path}: expected {name} in one file, not in {self._shard_of[name]} as well.")
                     if view.get_dtype() == "U8" and name.endswith((_BLOCKS, _SCALES)):
                         if name.endswith(_BLOCKS):
+                            if len(shape) != 4:
+                                raise ValueError(f"{path}: {name} is of {len(shape)} dimensions, expected 4.")
                             experts, rows, groups, half = shape
                             info = TensorInfo((experts, groups * half * 2, rows), torch.bfloat16)
                             self.tensors[name.removesuffix(_BLOCKS)] = info

@@ -92,7 +92,7 @@ def read_scaling(parameters: Mapping[str, Any], lengths: tuple[int | None, int],
     """
     values = {key: value for key, value in parameters.items() if value is not None and key not in _NO_PARAMETERS}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in _PARAMETERS:
+    if not isinstance(kind, str) or kind not in _PARAMETERS:
         expected = "rope_type " + " or ".join(_PARAMETERS)
         raise refuse_field(name, dict(parameters), expected, "Other kinds of scaling are not supported.")
     if values.get("partial_rotary_factor") == 1:

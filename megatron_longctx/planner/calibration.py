@@ -66,18 +66,16 @@ def load_calibration(path: Path) -> Calibration:
         data = json.loads(path.read_text())
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']}")
-        found = {each.name: data[each.name] for each in fields(Calibration)}
-        costs = {**found["costs"]}
-        costs["kernels"] = tuple(KernelSample(*sample) for sample in costs["kernels"])
-        costs["messages"] = tuple(MessageSample(*sample) for sample in costs["messages"])
-        costs["modes"] = tuple(ModeSample(*sample) for sample in costs.get("modes", ()))
-        found["cluster"] = cluster_from(found["cluster"])
-        return Calibration(**{**found, "workload": Workload(**found["workload"]), "costs": Costs(**costs)})
+        found, costs = {each.name: data[each.name] for each in fields(Calibration)}, {"modes": (), **data["costs"]}
+        for name, kind in (("kernels", KernelSample), ("messages", MessageSample), ("modes", ModeSample)):
+            costs[name] = tuple(kind(*sample) for sample in costs[name])
+        parts = {"cluster": cluster_from(found["cluster"]), "workload": Workload(**found["workload"])}
+        return Calibration(**{**found, **parts, "costs": Costs(**costs)})
     except FileNotFoundError:
         raise ValueError(
             f"{path}: expected a calibration. Run `megatron-longctx calibrate` with the same settings."
         ) from None
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: expected a calibration of version {_VERSION} ({error}). Run `megatron-longctx calibrate` again."
         ) from None

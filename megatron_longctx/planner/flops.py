@@ -1,27 +1,15 @@
 """Training FLOPs of a GPT, peaks of GPUs, and the speed of a measured step.
 
-Forward pass of one step, with T tokens in sequences of S (with packed documents, S is the length of a pack), L layers,
-hidden size H, h query heads, g key/value heads, head dimension d of queries and keys and e of values (d unless there
-are latents), MLP width F in M matrices (SwiGLU 3, GELU 2), vocabulary V, and P visible pairs of a query and a key,
-summed over layers:
+`FORMULA` is of T tokens in sequences of S (of packs, if documents are packed), L layers with attention, hidden size H,
+h query heads, g key/value heads, heads of d elements in queries and keys and e in values, MLPs of width F, and a
+vocabulary of V. Latents have c elements for keys and q for queries; RoPE rotates r elements of a head, and n others
+not. A layer with a gated delta net of n value heads has A = H·(its columns) + n·e·H, and three products of a token with
+its state; its convolution and its pairs count as 0. In C's causal convention a query's own key counts half, so that a
+whole causal sequence has S²/2 pairs; the dense one has every query times every key. At long context the two differ by
+almost 2×, so both are always reported.
 
-    projections  L · 2·T·A                 A = H·d·h + H·d·2g (queries, keys, values) + h·e·H (output). With latents of
-                                           c elements for keys and q for queries, and heads with r elements that RoPE
-                                           rotates and n others: A = H·(c + r + q) + q·h·d + c·h·(n + e) + h·e·H,
-                                           where H·h·d replaces q·h·d without query latents
-                                           A layer with a gated delta net of n value heads has A = H·(its columns) +
-                                           n·e·H and, in place of attention, 6·n·d·e for each token: three products
-                                           with its state. Its pairs, its part of L below and its convolution are 0
-    attention    L · 2·T·S·h·(d + e)       dense convention: every query times every key (QKᵀ and PV)
-                 (2·P - L·T)·h·(d + e)     causal convention: visible pairs, a query's own key counted half, so that
-                                           a whole causal sequence has S²/2; documents and windows have fewer
-    MLP          2·T·M·H·F in a dense layer; with E experts of width W, k of them active, and shared ones of width U:
-                 2·T·H·(M·(k·W + U) + E)
-    LM head      2·T·H·V
-
-A training step is 3 × forward (backward counts twice). Embedding look-ups, norms, RoPE and softmax are not counted, nor
-is recomputation: the resulting percentage is MFU, not HFU. At long context the two conventions differ by almost 2×, so
-both are always reported.
+Backward counts twice. Embedding look-ups, norms, RoPE and softmax are not counted, nor is recomputation: the resulting
+percentage is MFU, not HFU.
 """
 
 from __future__ import annotations
@@ -43,30 +31,12 @@ FORMULA = (
 # Dense bf16/fp16 peaks in TFLOP/s by the makers' data sheets: without sparsity, at the boost clock. Keys are words that
 # a device name must contain ("H20" is not in "NVIDIA H200"). The first match counts, so variants precede families.
 _PEAKS = {
-    "GB300": 2500.0,
-    "GB200": 2500.0,
-    "B300": 2250.0,
-    "B200": 2250.0,
-    "B100": 1750.0,
-    "GH200": 989.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "H100 PCIE": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H800 PCIE": 756.0,
-    "H800": 989.0,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "A40": 149.7,
-    "A30": 165.0,
-    "A10": 125.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "V100": 125.0,
-}
+    "GB300": 2500.0, "GB200": 2500.0, "B300": 2250.0, "B200": 2250.0, "B100": 1750.0,
+    "GH200": 989.0, "H200 NVL": 835.0, "H200": 989.0,
+    "H100 PCIE": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H800 PCIE": 756.0, "H800": 989.0, "H20": 148.0,
+    "A100": 312.0, "A800": 312.0, "A40": 149.7, "A30": 165.0, "A10": 125.0,
+    "L40S": 362.0, "L40": 181.0, "L4": 121.0, "V100": 125.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,7 +60,7 @@ class Work:
 
 
 def training_flops(model: ModelConfig, vocab_size: int, work: Work) -> StepFlops:
-    """Return the FLOPs of one training step, forward and backward, by the formula in the module's docstring.
+    """Return the FLOPs of one training step, forward and backward, by `FORMULA`.
 
     Args:
         vocab_size: rows of the LM head as trained, padding included.

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_longctx.core.comm import device
 from megatron_longctx.lowbit import crossover
 from megatron_longctx.lowbit.crossover import Timings
 from megatron_longctx.lowbit.quantized import all_reduce, reduce_scatter
@@ -148,7 +149,7 @@ def test_auto_measures_once_and_follows_its_file(tmp_path: Path) -> None:
 def _with_a_fake_clock(rank: int) -> list:
     """Measure sums whose first call at each size takes a second longer, as if to compile; rank 1 is the slower one."""
     clock, seen, largest, calls = [0.0], set(), [0.0], Counter()
-    crossover.time = SimpleNamespace(perf_counter=lambda: clock[0])
+    device.time = SimpleNamespace(perf_counter=lambda: clock[0])
 
     def way(name: str, fixed: float, per_byte: float):
         def call(x: torch.Tensor) -> None:
@@ -193,7 +194,7 @@ def test_gpus_are_timed_with_what_the_host_needs() -> None:
         x.mul_(1)
 
     call(x)
-    assert crossover._row(call, x) > 2e-4
+    assert device.mean_seconds(lambda: call(x), x.device, crossover._CALLS) > 2e-4
 
 
 def test_a_larger_error_needs_a_gain() -> None:

@@ -168,7 +168,9 @@ def test_harmless_fields_and_nulls_are_ignored(family: Family) -> None:
         ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types=.*: expected 3, as num_hidden_layers"),
         ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
          "layer_types=.*: expected sliding_attention in all layers, or in all but every k-th"),
-        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta=10000.0: expected full_"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta=10000.0: .*full_atten"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 5}}, "rope_parameters.full_attention=5: expected obj"),
+        ("llama", {"rope_scaling": {"rope_type": ["linear"]}}, r"rope_scaling=.*: expected rope_type default or"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "wavy"}}, "rope_parameters.full_attention=.*wavy"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
          "rope_parameters.sliding_attention=.*: expected rope_type default"),
@@ -306,6 +308,11 @@ def test_unknown_architectures_are_refused_with_the_reason(config: dict[str, Any
     message = rf"architectures=.*: expected one of Gemma3ForCausalLM, GptOssFor.*LlamaForCausalLM, .* {reason}"
     with pytest.raises(ValueError, match=message):
         family_of_source(config)
+
+
+def test_architectures_that_are_no_list_are_refused() -> None:
+    with pytest.raises(ValueError, match="architectures=LlamaForCausalLM: expected a list"):
+        family_of_source({"architectures": "LlamaForCausalLM"})
 
 
 def test_a_model_that_no_family_can_describe_is_refused_by_the_key() -> None:

@@ -39,5 +39,7 @@ def test_blocks_are_dequantized(tmp_path: Path) -> None:
 def test_blocks_without_exponents_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected the exponents of w_blocks beside it"):
         folder_of(tmp_path, w_blocks=BYTES["w_blocks"])
+    with pytest.raises(ValueError, match=r"model\.safetensors: w_blocks is of 2 dimensions, expected 4"):
+        folder_of(tmp_path, w_blocks=BYTES["w_blocks"][0, 0], w_scales=BYTES["w_scales"])
     with pytest.raises(ValueError, match="other is of U8, expected one of"):
         folder_of(tmp_path, other=BYTES["w_blocks"])

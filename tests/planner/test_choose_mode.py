@@ -193,6 +193,8 @@ def test_other_files_are_not_calibrations(tmp_path: Path, content: str, calibrat
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match="merge_gibps=0"):
         load_calibration(path)
+    with pytest.raises(ValueError, match=r"expected a calibration of version 2 \(.*directory"):
+        load_calibration(tmp_path)
 
 
 def test_times_between_measured_calls_are_interpolated() -> None:

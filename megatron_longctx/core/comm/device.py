@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from weakref import ref
@@ -17,6 +17,16 @@ def synchronize(device: torch.device) -> None:
     """Make the host wait for all work of a CUDA device; CPUs have none pending."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def mean_seconds(work: Callable[[], object], device: torch.device, count: int) -> float:
+    """Return the mean wall-clock seconds of `count` calls of `work` in a row."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        work()
+    synchronize(device)
+    return (time.perf_counter() - start) / count
 
 
 class BufferPool:

@@ -8,7 +8,7 @@ from typing import Any
 from ...config import ModelConfig
 from ...core.errors import refuse
 from ..family import Family
-from ..fields import refuse_field
+from ..fields import RESTORE, refuse_field
 
 FAMILIES: tuple[Family, ...] = tuple(
     import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)
@@ -33,6 +33,8 @@ def family_of_source(config: Mapping[str, Any]) -> Family:
         ValueError: no family has its architecture.
     """
     architectures, model_type = config.get("architectures") or [], config.get("model_type")
+    if not isinstance(architectures, list):
+        raise refuse_field("architectures", architectures, "a list", RESTORE)
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures) or (
             not architectures and model_type == family.name

@@ -42,10 +42,10 @@ def _read_layers(fields: Fields, num_layers: int) -> dict[str, Any]:
     width = fields.get("sliding_window", None if "sliding_window" in fields else 4096, int)
     windows = common.read_windows(width, types, num_layers)
     parameters = fields.get("rope_parameters", {})
-    for name in parameters:
-        if name not in (FULL, SLIDING):
-            remedy = "Give parameters for each of these."
-            raise refuse_field(f"rope_parameters.{name}", parameters[name], f"{FULL} and {SLIDING}", remedy)
+    for name, given in parameters.items():
+        if name not in (FULL, SLIDING) or not isinstance(given, dict | None):
+            expected, remedy = f"objects {FULL} and {SLIDING}", "Give parameters for each of these."
+            raise refuse_field(f"rope_parameters.{name}", given, expected, remedy)
     bases, scalings = {}, {}
     for kind, (field, default) in _BASES.items():
         inner = dict(parameters.get(kind) or {})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.comm import Transport, gather_objects
-from ...core.comm.device import synchronize
+from ...core.comm.device import mean_seconds as mean_seconds
 from ...core.kernels import AttentionKernel, KernelRequest, choose_kernel
 from ...core.plans import Workload
 
@@ -27,16 +26,6 @@ _MAX_CALLS = 1000
 """The most warm-up calls. If more would take less than `_WARM_UP_S`, the host limits them, and they are no load."""
 _ROW_S, _MAX_IN_ROW = 0.005, 100
 """Short calls are timed in rows of this length, so that waiting for the device at the end of a row does not count."""
-
-
-def mean_seconds(work: Callable[[], object], device: torch.device, count: int) -> float:
-    """Return the mean seconds of `count` calls of `work` in a row."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        work()
-    synchronize(device)
-    return (time.perf_counter() - start) / count
 
 
 def num_warm_up_calls(seconds: float) -> int:
