@@ -86,7 +86,7 @@ def shard(
         batch: input_ids or inputs_embeds `[b, S, ...]`, and optionally labels `[b, S]`, position_ids `[b, S]` or
             `[1, S]`, an attention_mask without padding, and what collators add for FlashAttention.
         documents: the number of tokens of each document, the same in every row. None for what the batch says:
-            cu_seq_lens_q, or position_ids that begin with 0 at every document, or one document.
+            cu_seq_lens_q, position_ids that begin with 0 at every document, seq_idx, or one document.
         parents: see `Mask.packed`; a tree of shared prefixes.
         name: of the attention, as in `register`.
 
@@ -104,12 +104,18 @@ def shard(
     mask = masks.documents(lengths, parents=parents)
     if mask.length != words.shape[1]:
         raise refuse("documents", lengths, f"numbers with the sum {words.shape[1]}", "The batch has these tokens.")
+    _check_described(batch, lengths)
     for key in _BOUNDARIES:
         batch.pop(key, None)
     batch["position_ids"] = _positions(mask, lengths, batch.get("position_ids"), words)
     labels = batch.get("labels")
     if labels is not None:
-        batch["shift_labels"] = shifted = _shifted(labels, mask)
+        if labels.shape != words.shape[:2]:
+            raise refuse("labels", list(labels.shape), f"{list(words.shape[:2])}, as the tokens", "Correct them.")
+        shifted, given = _shifted(labels, mask), batch.get("shift_labels")
+        if given is not None and not torch.equal(given, shifted):
+            raise refuse("shift_labels", "others", "the labels of the next tokens", "Leave them or labels out.")
+        batch["shift_labels"] = shifted
         batch.setdefault("num_items_in_batch", (shifted != IGNORED).sum())
     sharded = ShardedMask(name, attention, lengths, parents, words)
     result: dict[str, Any] = {"attention_mask": sharded, "use_cache": False}
@@ -149,7 +155,9 @@ def _check_no_padding(mask: Any) -> None:
 
 def documents_of(batch: Mapping[str, Any], length: int) -> tuple[int, ...]:
     """Return the lengths of the documents that a batch describes."""
-    ends, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    ends, numbers, positions = (batch.get(key) for key in ("cu_seq_lens_q", "seq_idx", "position_ids"))
+    if ends is None and positions is None and numbers is not None:
+        return tuple(numbers[0].unique_consecutive(return_counts=True)[1].tolist())
     if ends is not None:
         return tuple(stop - start for start, stop in pairwise(ends.tolist()))
     if positions is None:
@@ -159,6 +167,18 @@ def documents_of(batch: Mapping[str, Any], length: int) -> tuple[int, ...]:
         raise refuse("position_ids", list(positions.shape), f"[b, {length}], the same in all rows", remedy)
     starts = (positions[0] == 0).nonzero().flatten().tolist()
     return tuple(stop - start for start, stop in pairwise([*starts, length]))
+
+
+def _check_described(batch: Mapping[str, Any], lengths: Sequence[int]) -> None:
+    """Refuse boundaries that are not those of the documents."""
+    ends = [0, *accumulate(lengths)]
+    for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if batch.get(key) is not None and batch[key].tolist() != ends:
+            remedy = "Leave them or documents out."
+            raise refuse(key, short(batch[key].tolist()), f"{short(ends)}, as the documents", remedy)
+    for row in () if batch.get("seq_idx") is None else batch["seq_idx"]:
+        if (found := row.unique_consecutive(return_counts=True)[1].tolist()) != list(lengths):
+            raise refuse("seq_idx", short(found), f"documents {short(lengths)}", "Leave them or documents out.")
 
 
 def _shifted(labels: Tensor, mask: Mask) -> Tensor:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..config import ServeConfig
+from ..config.extras import absent, install
 from ..core.comm.device import synchronize
 from ..core.errors import refuse
 from ..inference.host_cache import HostCache
@@ -73,7 +74,8 @@ def serve(words: Sequence[str]) -> None:
 
 def job_of(words: Sequence[str]) -> InferenceJob:
     """Return the job of `serve`, checked as far as one process can without its port."""
-    _require_packages()
+    if missing := [module for module in absent("serve") if module != "xgrammar"]:  # grammars ask for it themselves
+        raise refuse("serve", f"without {', '.join(missing)}", "its packages", f"Run {install('serve')}.")
     own, settings = split_arguments(words, ("checkpoint", "iteration"))
     job = build_job(own, settings, os.path.basename(os.path.abspath(own.get("checkpoint", ""))))  # also a name for `.`
     refuse_unread(settings)
@@ -86,16 +88,6 @@ def job_of(words: Sequence[str]) -> InferenceJob:
     load_chat(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
     check_memory(job)
     return job
-
-
-def _require_packages() -> None:
-    try:
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        remedy = "Install them: pip install 'megatron-longctx[serve]'."
-        raise refuse("serve", f"({error})", "the packages starlette, uvicorn and prometheus-client", remedy) from None
 
 
 def _listen(settings: ServeConfig) -> socket.socket:

@@ -94,3 +94,23 @@ def test_a_million_tokens_take_few_rounds_that_are_equally_long() -> None:
         cached += new
     assert max(times) < 1.0 and min(times[10:-1]) > 0.7
     assert len(times) < 1.02 * sum(times) / 0.75
+
+
+def test_half_of_a_round_is_for_the_shortest_prompts() -> None:
+    assert Pace(100).shares([(0, 500), (0, 30), (0, 90)]) == ([50, 30, 20], 100)
+    assert Pace(4, least=8).shares([(0, 500), (0, 3)]) == ([8, 2], 10), "the first gets its least"
+    whole = Pace(100)
+    assert [whole.shares([(0, 300), (0, 64)], 64)[0] for _ in range(2)] == [[0, 64], [64, 0]], "they take turns"
+
+
+def test_running_answers_are_owed_a_quarter_of_the_time() -> None:
+    pace = Pace(100, delay_s=2.0)
+    pace.observe(0.125, 0)
+    assert not pace.owes_decode
+    pace.observe(1.0, 60)
+    assert pace.room == 60 * 0.75, "a round took longer than 3/8 of the stated time"
+    owed = []
+    for _ in range(3):
+        owed.append(pace.owes_decode)
+        pace.observe(0.125, 0)
+    assert owed == [True, True, False], "(1/4 - 1/8) / (3/4) s"

@@ -276,6 +276,11 @@ def test_a_models_own_mask_that_would_be_lost_is_refused() -> None:
         ({}, (20, 20), "documents=.20, 20.: expected numbers with the sum 50"),
         ({"position_ids": torch.arange(50)[None]}, DOCUMENTS, "position_ids=.0, 1.*: expected the positions"),
         ({"position_ids": torch.arange(100).view(2, 50)}, None, "position_ids=.2, 50.: expected"),
+        ({"cu_seq_lens_q": torch.tensor([5, 20, 55])}, None, r"cu_seq_lens_q=\[5, 20, 55\]: expected \[0, 15, 50\]"),
+        ({"cu_seq_lens_k": torch.tensor([0, 20, 50])}, DOCUMENTS, r"cu_seq_lens_k=\[0, 20, 50\]: expected"),
+        ({"seq_idx": torch.tensor([[0] * 20 + [1] * 30])}, DOCUMENTS, r"seq_idx=\[20, 30\]: expected documents"),
+        ({"labels": torch.ones(2, 49).long()}, DOCUMENTS, r"labels=\[2, 49\]: expected \[2, 50\], as the tokens"),
+        ({"shift_labels": torch.ones(2, 50).long()}, DOCUMENTS, "shift_labels=others: expected the labels of the next"),
         ({"pixel_values": torch.ones(2, 3, 8, 8)}, DOCUMENTS, "batch.'pixel_values'.=a tensor .2, 3, 8, 8."),
         ({"input_ids": None}, DOCUMENTS, "batch=.*: expected input_ids or inputs_embeds"),
     ],
@@ -291,7 +296,8 @@ def test_what_collators_say_of_documents_is_understood() -> None:
     ends, rest = torch.tensor([0, *accumulate(DOCUMENTS)]), batch_of() | {"attention_mask": torch.ones(2, 50)}
     positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
     flash = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 22, "max_length_k": 22}
-    for batch in (rest | {"position_ids": positions}, rest | flash):
+    numbers = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS)).expand(2, -1)
+    for batch in (rest | {"position_ids": positions}, rest | flash, rest | {"seq_idx": numbers}):
         found, expected = shard(batch), shard(batch_of(), DOCUMENTS)
         assert found.keys() == expected.keys() and found["attention_mask"].shape == (2, 50)
         assert all(torch.equal(found[key], expected[key]) for key in ("input_ids", "position_ids", "shift_labels"))
