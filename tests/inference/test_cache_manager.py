@@ -137,7 +137,7 @@ def test_random_operations_neither_leak_nor_corrupt(
     n: int, page: int, pages: int, seed: int, contiguous: int, window: int | None
 ) -> None:
     source = random.Random(seed)
-    windows = None if window is None else Windows(window, source.randint(1, pages), 1, 1)
+    windows = None if window is None else Windows(window, source.randint(1, pages), 1)
     manager = CacheManager(n, pages, page, contiguous, windows=windows)
     memory = Memory(manager)
     texts: list[list[int]] = [[]]  # also of closed sessions, whose pages may still be there

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_longctx.config import Config
 from megatron_longctx.inference.cache_manager import CacheFull, CacheManager
 from megatron_longctx.inference.engine import LongContextEngine
-from megatron_longctx.inference.memory import cache_bytes, check_cache, weight_bytes
+from megatron_longctx.inference.memory import cache_bytes, check_cache, fitting_pages, weight_bytes
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import Session
 from megatron_longctx.inference.window_pages import Windows, most_pages
@@ -159,7 +159,7 @@ def named(manager: CacheManager, text: list[int]) -> int:
 
 
 def test_a_prefix_is_found_where_layers_with_windows_can_go_on() -> None:
-    manager = CacheManager(1, 100, 4, windows=Windows(8, 20, 2, 16))
+    manager = CacheManager(1, 100, 4, windows=Windows(8, 20, 16))
     text = list(range(200))
     manager.close(named(manager, text[:160]))
     found = manager.open([*text[:150], -1])
@@ -194,3 +194,7 @@ def test_a_cache_of_windows_needs_the_memory_of_other_layers_alone(tmp_path: Pat
     check_cache(config, 300, capacity)
     with pytest.raises(ValueError, match=r"inference\.cache_tokens=2000000: expected at most"):
         check_cache(plain, 300, capacity)
+    for capacity in (10**5, 10**7, 10**8, 10**9):
+        pages = fitting_pages(config, capacity)
+        assert cache_bytes(config, pages) <= capacity < cache_bytes(config, pages + 1)
+    assert 5 < fitting_pages(config, 10**9) / fitting_pages(plain, 10**9) < 6
