@@ -235,7 +235,7 @@ def test_the_least_recently_used_pages_make_room_from_their_end() -> None:
     old, new = TEXT[:32], TEXT[100:132]
     manager.close(placed(manager, old, 32))
     manager.close(placed(manager, new, 32))
-    assert manager.cached_pages() == 16 and manager.used_pages() == 0 and length(old) == 32  # it is the newest now
+    assert manager.groups[0].cached == 16 and manager.used_pages() == 0 and length(old) == 32  # it is the newest now
     held = manager.open()
     manager.append({held: 32})  # 4 of the pages that are left are free
     assert (length(new), length(old)) == (8, 32) and manager.used_pages() == 8

@@ -173,7 +173,7 @@ def test_a_prefix_is_found_where_layers_with_windows_can_go_on() -> None:
     manager.append({other: 80})
     manager.close(other)
     lost = manager.open(text[:160])
-    assert manager.length(lost) == 0 and manager.cached_pages() == 60, "other layers alone still have the text"
+    assert manager.length(lost) == 0 and manager.groups[0].cached == 60, "other layers alone still have the text"
     manager.close(lost)
     manager.close(named(manager, text[:160]))  # computed again where they were lost
     again = manager.open(text[:160])
