@@ -184,6 +184,18 @@ def test_a_prefix_is_found_where_layers_with_windows_can_go_on() -> None:
         manager.append({again: 100})
 
 
+def test_pages_that_others_hold_give_their_place_to_those_with_windows() -> None:
+    manager, text = CacheManager(1, 100, 4, windows=Windows(8, 24, 16)), list(range(200))
+    holder, other = named(manager, text[:160]), manager.open()
+    manager.append({other: 84})
+    manager.close(other)
+    again = named(manager, text[:100])
+    assert manager.held_pages([holder, again], 0) == 40 + 25, "nothing was found"
+    manager.close(again)
+    found = manager.open(text[:100])
+    assert manager.length(found) == 100 and manager.held_pages([holder, found], 0) == 40 + 25
+
+
 def test_a_cache_of_windows_needs_the_memory_of_other_layers_alone(tmp_path: Path) -> None:
     settings = {"model.window": 64, "model.window_pattern": 6, "model.num_layers": 12}
     config = parallel(tiny_config(tmp_path, "x", settings), 2, cache_tokens=2_000_000, page_tokens=16)
