@@ -277,7 +277,7 @@ class _Benchmark:
         needed = max((length + 2 * options.tokens + 600) * batch for length, batch in options.decode)
         needed = max(needed, *options.prompts) + 4096
         for engine in self._engines.values():
-            engine.model.attention._storage, engine.model.attention._layers = [], []
+            engine.model.attention._storage, engine.model.attention.layers = [], []
         free = float(GIB)
         if attention.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -362,7 +362,7 @@ def _use(attention: CachedAttention, pool: Sequence[Tensor], slots: int) -> None
     like = attention.shape.kv.spec(slots + 1, 1, attention.shape.num_kv_heads, attention.device)
     size = torch.Size(like.shape).numel()
     attention._storage = [layer[:size].view(like.shape) for layer in pool]
-    attention._layers = [storage[:slots] for storage in attention._storage]
+    attention.layers = [storage[:slots] for storage in attention._storage]
     attention.unused_slots = slots, slots
 
 

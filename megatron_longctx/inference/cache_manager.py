@@ -99,10 +99,6 @@ class CacheManager:
         """Return the number of pages that sessions hold on all ranks, shared ones counted once."""
         return self.groups[0].used
 
-    def cached_pages(self) -> int:
-        """Return the number of pages on all ranks that no session holds and later ones may find."""
-        return self.groups[0].cached
-
     def drop_cached(self) -> None:
         """Free the pages that no session holds."""
         for pool in (pool for group in self.groups for pool in group.pools):

@@ -108,6 +108,7 @@ class CachedAttention:
     `begin` takes the plan of a batch, or `begin_replicated` a few tokens; then every layer is called once, in order.
 
     Attributes:
+        layers: the cache of each layer, `[slots, …]`.
         on_layer: called before every layer, but not when a CUDA graph is replayed. It may raise to end the pass.
         states: of the model's recurrent layers; None without any.
 
@@ -174,19 +175,14 @@ class CachedAttention:
                 "Lower it, or use more context-parallel ranks.",
             ) from error
 
-        self._layers = [storage[:-1] for storage in self._storage]
-
-    @property
-    def layers(self) -> list[Tensor]:
-        """The cache of each layer, `[slots, …]`."""
-        return self._layers
+        self.layers = [storage[:-1] for storage in self._storage]
 
     @property
     def groups(self) -> list[list[Tensor]]:
         """The cache of the layers without and of those with windows; of all together if there are no windows."""
         windowed = [window is not None for window in self.shape.windows or [None] * self.shape.num_layers]
         kinds = (False, True) if any(windowed) else (False,)
-        return [[x for x, its in zip(self._layers, windowed, strict=True) if its == kind] for kind in kinds]
+        return [[x for x, its in zip(self.layers, windowed, strict=True) if its == kind] for kind in kinds]
 
     @property
     def is_replicated(self) -> bool:
@@ -269,7 +265,7 @@ class CachedAttention:
 
     def randomize(self) -> None:
         """Fill the cache with random keys and values, for measurements."""
-        for layer in self._layers:
+        for layer in self.layers:
             if self.shape.int8:
                 layer.random_()[..., -SCALE_BYTES:].view(torch.float32).fill_(1 / 64)
             else:
@@ -307,7 +303,7 @@ class CachedAttention:
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._pages is not None:
             return self._attend_replicated(layer, self._pages[shape.window(layer)], q, scale, sink)
-        run = self._passes[shape.window(layer)].run({Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
+        run = self._passes[shape.window(layer)].run({Kind.Q: (q,), Kind.KV: (self.layers[layer],)}, scale)
         out, lse = run.result(Kind.OUT)
         return out if sink is None else merge_sink(out, lse, sink, range(shape.num_heads))[0]
 

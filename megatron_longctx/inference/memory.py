@@ -62,7 +62,7 @@ def check_cache(config: Config, vocab_size: int, capacity: int) -> None:
     pages = 1 if inference.cache_tokens is None else pages_per_rank(config)
     if weights + cache_bytes(config, pages) > capacity:
         tokens = inference.cache_tokens
-        most = _fitting(config, max(0, capacity - weights)) * inference.page_tokens
+        most = fitting_pages(config, max(0, capacity - weights)) * inference.page_tokens
         expected = (
             f"at most {most * config.parallelism.context_parallel_size} tokens, which fit beside {weights / GIB:.1f} "
             f"GiB of weights{' and recurrent states' * config.model.recurrent} into the {capacity / GIB:.1f} GiB that "
@@ -111,13 +111,19 @@ def _state_bytes(config: Config) -> int:
 
 def windows_of(config: Config, pages: int) -> Windows | None:
     """Return the cache of layers with windows beside `pages` pages for the others; None without windows."""
-    inference, window = config.inference, config.model.window
+    window, page_tokens = config.model.window, config.inference.page_tokens
     if window is None:
         return None
-    new = _PASS_TOKENS
-    if inference.prefill_chunk is not None:
-        new = max(MAX_ROWS, -(-inference.prefill_chunk // config.parallelism.context_parallel_size))
-    return Windows.for_sequences(window, config.serve.max_active, new, inference.page_tokens, pages)
+    return Windows.for_sequences(window, config.serve.max_active, _pass_tokens(config), page_tokens, pages)
+
+
+def _pass_tokens(config: Config) -> int:
+    """Return the most new tokens of a rank in a pass."""
+    if config.model.window is None:
+        return MAX_RANK_TOKENS
+    if config.inference.prefill_chunk is None:
+        return _PASS_TOKENS
+    return max(MAX_ROWS, -(-config.inference.prefill_chunk // config.parallelism.context_parallel_size))
 
 
 def cache_bytes(config: Config, pages: int) -> int:
@@ -126,7 +132,7 @@ def cache_bytes(config: Config, pages: int) -> int:
     return config.inference.page_tokens * (pages * full + (windowed * windows.pages if windows else 0))
 
 
-def _fitting(config: Config, capacity: int) -> int:
+def fitting_pages(config: Config, capacity: int) -> int:
     """Return the most pages whose `cache_bytes` are at most some capacity."""
     (full, windowed), windows = cache_shape(config).group_bytes, windows_of(config, UNBOUNDED)
     tokens = capacity // config.inference.page_tokens
@@ -167,7 +173,7 @@ def free_pages(config: Config, length: int, device: torch.device) -> int:
         share, what, pages = _HOST_SHARE, "host memory of each rank", _pages(config, _SEQUENCES * length)
     if not cache_shape(config).group_bytes[0]:  # no layer needs memory for more tokens
         pages = min(pages, _pages(config, max(_SEQUENCES, config.serve.max_active) * length))
-    fitting = torch.tensor(min(pages, _fitting(config, int(share * free))), device=device)
+    fitting = torch.tensor(min(pages, fitting_pages(config, int(share * free))), device=device)
     dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
     pages = int(fitting)
     if pages < 1:
@@ -197,4 +203,4 @@ def _activation_bytes(config: Config) -> int:
         states = state_shape(config)
         rule = states.heads * (3 * states.key + 4 * states.value)
         mixer = max(mixer, 2 * states.channels * (shape.dtype.itemsize + 4) + rule * shape.dtype.itemsize)
-    return MAX_RANK_TOKENS * (columns * shape.dtype.itemsize + mixer)
+    return _pass_tokens(config) * (columns * shape.dtype.itemsize + mixer)

@@ -16,20 +16,20 @@ class Windows(NamedTuple):
     Attributes:
         tokens: before itself that a query sees, in the layers of these that see most.
         pages: of each rank, at most as many as other layers have.
-        sequences, pass_tokens: the most sequences, and new tokens of a rank in a pass, for which there is certainly
-            room. With as many pages as other layers have there is always room.
+        pass_tokens: the most new tokens of a rank in a pass.
+        sequences: for which there is certainly room; any number with as many pages as other layers have.
     """
 
     tokens: int
     pages: int
+    pass_tokens: int
     sequences: int = UNBOUNDED
-    pass_tokens: int = UNBOUNDED
 
     @classmethod
     def for_sequences(cls, tokens: int, sequences: int, pass_tokens: int, page_tokens: int, most: int) -> Windows:
         """Return those with room for some sequences and a pass. most: the pages that other layers have."""
         pages = sequences * most_pages(tokens, page_tokens) + -(-pass_tokens // page_tokens)
-        return cls(tokens, pages, sequences, pass_tokens) if pages < most else cls(tokens, most)
+        return cls(tokens, pages, pass_tokens, sequences) if pages < most else cls(tokens, most, pass_tokens)
 
 
 def most_pages(window: int, page_tokens: int) -> int:

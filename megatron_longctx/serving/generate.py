@@ -196,7 +196,7 @@ def _summary(engine: LongContextEngine, tokens: int, cached: int, begin: float, 
         parts.append(f"first token after {times[0] - begin:.3f} s")
     if len(times) > 1:
         parts.append(f"{(times[-1] - times[0]) / (len(times) - 1) * 1e3:.1f} ms per token")
-    used, pages = manager.used_pages() + manager.cached_pages(), manager.pages_per_rank * manager.n
+    used, pages = manager.used_pages() + manager.groups[0].cached, manager.pages_per_rank * manager.n
     sizes = zip(engine.model.attention.shape.group_bytes, manager.groups, strict=False)
     gib = sum(size * (group.used + group.cached) for size, group in sizes) * manager.page_tokens / GIB
     parts.append(f"cache {used} of {pages} pages, {gib:.3f} GiB")

@@ -137,7 +137,7 @@ def test_random_operations_neither_leak_nor_corrupt(
     n: int, page: int, pages: int, seed: int, contiguous: int, window: int | None
 ) -> None:
     source = random.Random(seed)
-    windows = None if window is None else Windows(window, source.randint(1, pages), 1, 1)
+    windows = None if window is None else Windows(window, source.randint(1, pages), 1)
     manager = CacheManager(n, pages, page, contiguous, windows=windows)
     memory = Memory(manager)
     texts: list[list[int]] = [[]]  # also of closed sessions, whose pages may still be there
@@ -235,7 +235,7 @@ def test_the_least_recently_used_pages_make_room_from_their_end() -> None:
     old, new = TEXT[:32], TEXT[100:132]
     manager.close(placed(manager, old, 32))
     manager.close(placed(manager, new, 32))
-    assert manager.cached_pages() == 16 and manager.used_pages() == 0 and length(old) == 32  # it is the newest now
+    assert manager.groups[0].cached == 16 and manager.used_pages() == 0 and length(old) == 32  # it is the newest now
     held = manager.open()
     manager.append({held: 32})  # 4 of the pages that are left are free
     assert (length(new), length(old)) == (8, 32) and manager.used_pages() == 8

@@ -160,7 +160,7 @@ def test_shapes_that_do_not_fit_the_plan_are_refused() -> None:
 def test_the_caches_size_is_what_its_shape_says() -> None:
     shape = CacheShape(3, 8, 2, 16, torch.bfloat16)
     attention = CachedAttention(None, shape, 10, CPU)
-    assert sum(layer.nbytes for layer in attention._layers) == 10 * shape.token_bytes == 10 * 3 * 2 * 2 * 16 * 2
+    assert sum(layer.nbytes for layer in attention.layers) == 10 * shape.token_bytes == 10 * 3 * 2 * 2 * 16 * 2
 
 
 def fall_back(rank: int) -> list[str]:

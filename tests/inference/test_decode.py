@@ -180,7 +180,7 @@ def bad_values_stay_with_their_sequence(engine: LongContextEngine, text: list[in
         steps = recorded(engine, "replicated")
         bad, good, fresh = (engine.open() for _ in range(3))
         bad.append(text[:10])
-        for layer in attention._layers:
+        for layer in attention.layers:
             layer[slots_of(manager, bad.number, attention.rank)] = torch.nan
         engine.append({bad: [1, 2, 3], good: text})
         with pytest.raises(ValueError, match="logits are not finite"):

@@ -62,7 +62,7 @@ def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
     for mode in (*MODES, "replicated"):
         manager = CacheManager(n, 80 // n + 6, 4, max_contiguous=3)
         attention = CachedAttention(dist.group.WORLD, shape, manager.slots_per_rank, CPU)
-        assert sum(layer.nbytes for layer in attention._layers) == manager.slots_per_rank * shape.token_bytes
+        assert sum(layer.nbytes for layer in attention.layers) == manager.slots_per_rank * shape.token_bytes
         session = manager.open()
         for count in counts:
             (chunk,) = manager.append({session: count})

@@ -160,7 +160,7 @@ class Soak:
         """Return this rank's cached keys and values of a session in the order of positions, `[layers, tokens, ...]`."""
         attention = self.engine.model.attention
         slots = slots_of(self.engine.cache_manager, session.number, attention.rank)
-        return torch.stack([layer[slots] for layer in attention._layers])
+        return torch.stack([layer[slots] for layer in attention.layers])
 
     def _check_caches(self) -> None:
         """Check that cached tokens have not changed, unless a session was evicted, and no page leaked."""

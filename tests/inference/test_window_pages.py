@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_longctx.config import Config
 from megatron_longctx.inference.cache_manager import CacheFull, CacheManager
 from megatron_longctx.inference.engine import LongContextEngine
-from megatron_longctx.inference.memory import cache_bytes, check_cache, weight_bytes
+from megatron_longctx.inference.memory import cache_bytes, check_cache, fitting_pages, weight_bytes
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import Session
 from megatron_longctx.inference.window_pages import Windows, most_pages
@@ -159,7 +159,7 @@ def named(manager: CacheManager, text: list[int]) -> int:
 
 
 def test_a_prefix_is_found_where_layers_with_windows_can_go_on() -> None:
-    manager = CacheManager(1, 100, 4, windows=Windows(8, 20, 2, 16))
+    manager = CacheManager(1, 100, 4, windows=Windows(8, 20, 16))
     text = list(range(200))
     manager.close(named(manager, text[:160]))
     found = manager.open([*text[:150], -1])
@@ -173,7 +173,7 @@ def test_a_prefix_is_found_where_layers_with_windows_can_go_on() -> None:
     manager.append({other: 80})
     manager.close(other)
     lost = manager.open(text[:160])
-    assert manager.length(lost) == 0 and manager.cached_pages() == 60, "other layers alone still have the text"
+    assert manager.length(lost) == 0 and manager.groups[0].cached == 60, "other layers alone still have the text"
     manager.close(lost)
     manager.close(named(manager, text[:160]))  # computed again where they were lost
     again = manager.open(text[:160])
@@ -182,6 +182,18 @@ def test_a_prefix_is_found_where_layers_with_windows_can_go_on() -> None:
         CacheFull, match=r"in layers with windows: expected at most the \d+ of 20 that are free.*max_active"
     ):
         manager.append({again: 100})
+
+
+def test_pages_that_others_hold_give_their_place_to_those_with_windows() -> None:
+    manager, text = CacheManager(1, 100, 4, windows=Windows(8, 24, 16)), list(range(200))
+    holder, other = named(manager, text[:160]), manager.open()
+    manager.append({other: 84})
+    manager.close(other)
+    again = named(manager, text[:100])
+    assert manager.held_pages([holder, again], 0) == 40 + 25, "nothing was found"
+    manager.close(again)
+    found = manager.open(text[:100])
+    assert manager.length(found) == 100 and manager.held_pages([holder, found], 0) == 40 + 25
 
 
 def test_a_cache_of_windows_needs_the_memory_of_other_layers_alone(tmp_path: Path) -> None:
@@ -194,3 +206,7 @@ def test_a_cache_of_windows_needs_the_memory_of_other_layers_alone(tmp_path: Pat
     check_cache(config, 300, capacity)
     with pytest.raises(ValueError, match=r"inference\.cache_tokens=2000000: expected at most"):
         check_cache(plain, 300, capacity)
+    for capacity in (10**5, 10**7, 10**8, 10**9):
+        pages = fitting_pages(config, capacity)
+        assert cache_bytes(config, pages) <= capacity < cache_bytes(config, pages + 1)
+    assert 5 < fitting_pages(config, 10**9) / fitting_pages(plain, 10**9) < 6
