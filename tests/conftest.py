@@ -29,6 +29,7 @@ if ROOT not in sys.path:
 LONGEST = (
     *("training/test_parity.py", "training/jobs/test_job_failures.py", "models/test_parity.py"),
     *("training/jobs/test_job_signals.py", "core/attention/test_masks.py", "inference/test_serve.py"),
+    *("planner/memory/test_against_runs.py", "training/test_gated_delta_net.py", "inference/test_clients.py"),
 )
 
 

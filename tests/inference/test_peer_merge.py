@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -116,9 +115,8 @@ def compare_between_processes() -> None:
         run_forked(_calls, 3, Path(folder), 3)
 
 
-@pytest.mark.parametrize("what", ["compare_step_by_step", "compare_between_processes"])
-def test_kernels_in_the_interpreter(what: str) -> None:
-    run_interpreted("-m", "tests.inference.test_peer_merge", what)
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted("-m", "tests.inference.test_peer_merge")
 
 
 def test_what_fits() -> None:
@@ -164,4 +162,5 @@ def test_calls_in_cuda_graphs(world: int) -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    compare_step_by_step()
+    compare_between_processes()

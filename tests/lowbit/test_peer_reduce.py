@@ -4,7 +4,6 @@ that map the same files and wait for each other; the choice of a transport; and 
 import itertools
 import logging
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -149,9 +148,8 @@ def compare_between_processes() -> None:
         assert run_forked(_calls_in_any_order, 3, Path(folder), 3) == [[]] * 3
 
 
-@pytest.mark.parametrize("what", ["compare_step_by_step", "compare_between_processes"])
-def test_kernels_in_the_interpreter(what):
-    run_interpreted("-m", "tests.lowbit.test_peer_reduce", what)
+def test_kernels_in_the_interpreter():
+    run_interpreted("-m", "tests.lowbit.test_peer_reduce")
 
 
 @pytest.mark.parametrize(("bits", "short", "scatter"), [(8, True, False), (4, False, True), (0, False, False)])
@@ -324,7 +322,5 @@ def test_calls_in_cuda_graphs_and_beside_computation(calls) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig()
-    if sys.argv[1] == "compare_step_by_step":
-        assert compare_step_by_step() == len(FORMS) == 24
-    else:
-        compare_between_processes()
+    assert compare_step_by_step() == len(FORMS) == 24
+    compare_between_processes()

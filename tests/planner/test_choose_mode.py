@@ -179,6 +179,11 @@ def test_corrections_fade_beyond_the_longest_measured_length() -> None:
     assert costs.correction("slow", 8000, True) == 1.0
 
 
+def test_the_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert calibration_path("cpu", 2, GQA, "p2p").parent == tmp_path / "megatron_longctx"
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 99}'])
 def test_other_files_are_not_calibrations(tmp_path: Path, content: str, calibration: Calibration) -> None:
     path = tmp_path / "c.json"

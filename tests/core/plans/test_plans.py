@@ -167,6 +167,12 @@ def test_tokens_moved(n):
         assert total_moved(backward) == total_moved(plan)
 
 
+def test_tokens_moved_by_each_rank():
+    plan = build_plan("ring", 3, 12)
+    found = [moved_tokens(plan)[rank] for rank in range(3)]
+    assert found == [{Kind.KV: (4, 0)}, {Kind.KV: (8, 4)}, {Kind.KV: (0, 8)}]
+
+
 @pytest.mark.parametrize("bound", [2, 3, 7, 10, 16, 24, 47, 48, 1000])
 def test_all_gather_respects_its_bound(bound):
     for mask in (causal(64), full(64), documents([30, 34], window=(9, 0))):
