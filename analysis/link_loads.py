@@ -56,7 +56,8 @@ def least_seconds(visible: Visibility, cluster: Cluster) -> float:
     token = WORKLOAD.token_bytes(Kind.KV)
     bounds = []
     for node in range(cluster.nodes if cluster.nodes > 1 else 0):
-        ranks, nics = range(node * m, node * m + m), cluster.network_share_gibps * m
+        ranks = range(node * m, node * m + m)
+        nics = sum(map(cluster.capacity, {cluster.ports(rank)[1] for rank in ranks}))
         remote = [home for home in range(n) if cluster.node_of(home) != node]
         seen = [block for rank in ranks for home in remote for block in visible.needed(rank, home)]
         slots = {(block.home, slot) for block in seen for slot in range(block.start, block.stop)}
@@ -82,19 +83,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m analysis.link_loads", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     out = parser.parse_args(argv).out
-    mask, cells = Mask.causal(LENGTH), []
+    mask, cells = Mask.causal(LENGTH), list[tuple[str, str, float]]()
     for cluster in clusters():
         options, n = ModeOptions(cluster=cluster), cluster.n
         for name in (*GATHERING, *SHARING):
             plan = build_plan(MODES[name].from_options(options, n), n, mask)
             least = least_seconds(Visibility(mask, plan.queries, plan.keys), cluster)
             where = f"{cluster.name}, {cluster.nodes} x {cluster.ranks_per_node}"
-            cells.append({"cluster": where, "mode": name, "times": busiest_seconds(plan, cluster) / least})
-            print(f"{where:<28} {name:<12} {cells[-1]['times']:.2f}", flush=True)
-    (out / "link_loads.json").write_text(json.dumps({"length": LENGTH, "cells": cells}, indent=1) + "\n")
+            cells.append((where, name, busiest_seconds(plan, cluster) / least))
+            print(f"{where:<28} {name:<12} {cells[-1][2]:.2f}", flush=True)
+    data = [{"cluster": where, "mode": name, "times": times} for where, name, times in cells]
+    (out / "link_loads.json").write_text(json.dumps({"length": LENGTH, "cells": data}, indent=1) + "\n")
     rows: dict[str, list[str]] = {}
-    for cell in cells:
-        rows.setdefault(cell["cluster"], [cell["cluster"]]).append(f"{cell['times']:.2f}")
+    for where, _, times in cells:
+        rows.setdefault(where, [where]).append(f"{times:.2f}")
     head = ["cluster, nodes x ranks", *GATHERING, *SHARING]
     about = (
         f"Seconds of the busiest link, as a multiple of the bound; {LENGTH:,} tokens, causal, 32:8 heads, forward.\n\n"

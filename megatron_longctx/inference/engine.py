@@ -121,10 +121,9 @@ class LongContextEngine:
             ValueError: the session is closed or has fewer tokens.
         """
         self._check_open(session)
-        total = len(session.tokens)
-        count = total if tokens is None else tokens
-        if not 0 <= count <= total:
-            raise refuse("tokens", count, f"at most the {total} of session {session.number}", "Take fewer.")
+        count = len(session.tokens) if tokens is None else tokens
+        if not 0 <= count <= len(session.tokens):
+            raise refuse("tokens", count, f"at most the {len(session.tokens)} of session {session.number}", "Lower it.")
         cached = min(count, session.cached_tokens if self.exact_chunk is None else session.exact_tokens)
         fork = self._new_session(self.cache_manager.fork(session.number, cached, self.unit), session.salt)
         fork.tokens, fork.last_used = session.tokens[:count], session.last_used
@@ -226,9 +225,8 @@ class LongContextEngine:
         self._place(more, sessions, later=True)
         while active:
             emitted = self.step(active)
-            for generation in active:
-                if generation.finish_reason == "error":
-                    raise no_token() if generation.dead_end else not_finite()
+            if failed := [each for each in active if each.finish_reason == "error"]:
+                raise no_token() if failed[0].dead_end else not_finite()
             yield {each.session: [token for token, _ in drawn if token is not None] for each, drawn in emitted.items()}
             active = [generation for generation in active if generation.finish_reason is None]
 
@@ -302,10 +300,8 @@ class LongContextEngine:
     ) -> tuple[ScheduledChunk, ...]:
         """Place new tokens, and evict sessions that are not `busy` until they fit, if evicting is allowed.
 
-        Args:
-            later: see `CacheManager.append`.
-            evicted: collects the evicted sessions, for the caller to restore; without it, they are restored here if
-                nothing fits.
+        They are added to `evicted`, for the caller to restore; without it, they are restored here if nothing fits.
+        later: see `CacheManager.append`.
         """
         lost = [] if evicted is None else evicted
         while True:
@@ -314,18 +310,12 @@ class LongContextEngine:
             except CacheFull:
                 idle = [s for s in self._open.values() if s not in busy and s.cached_tokens]
                 if not (self.settings.evict and idle):
-                    if evicted is None:
-                        self._restore(lost)
+                    for each in reversed(lost if evicted is None else ()):
+                        each.restore(self.cache_manager)
                     raise
                 oldest = min(idle, key=lambda session: session.last_used)
                 lost.append(Evicted(oldest, self.cache_manager.evict(oldest.number), oldest.next_token))
                 oldest.next_token = None
-
-    def _restore(self, evicted: Sequence[Evicted]) -> None:
-        """Undo evictions. Nothing was computed since then, so their keys and values are still in the pages."""
-        for session, held, next_token in reversed(evicted):
-            self.cache_manager.restore(session.number, held)
-            session.next_token = next_token
 
     def _compute(self, new: Mapping[Session, list[int]]) -> None:
         """Compute every session's tokens that are not cached and then its new ones, all of them or none."""
@@ -358,7 +348,8 @@ class LongContextEngine:
         except BaseException:
             for _, chunks in reversed(placed):
                 self.cache_manager.undo(chunks)
-            self._restore(evicted)
+            for lost in reversed(evicted):
+                lost.restore(self.cache_manager)
             self._states.end(False, self.cache_manager)
             raise
         self._clock += 1

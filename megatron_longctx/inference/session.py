@@ -24,6 +24,7 @@ from .sampling import Sampling, sample
 from .scores import PromptScores, Score, score_table
 
 if TYPE_CHECKING:
+    from .cache_manager import CacheManager
     from .engine import LongContextEngine
 
 NOT_FINITE = -1
@@ -129,6 +130,11 @@ class Evicted(NamedTuple):
     session: Session
     held: Held
     next_token: NextToken | None
+
+    def restore(self, manager: CacheManager) -> None:
+        """Undo the eviction. Nothing was computed since then, so the keys and values are still in the pages."""
+        manager.restore(self.session.number, self.held)
+        self.session.next_token = self.next_token
 
 
 @dataclass(eq=False)

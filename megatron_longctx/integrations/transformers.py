@@ -108,15 +108,8 @@ def shard(
     for key in _BOUNDARIES:
         batch.pop(key, None)
     batch["position_ids"] = _positions(mask, lengths, batch.get("position_ids"), words)
-    labels = batch.get("labels")
-    if labels is not None:
-        if labels.shape != words.shape[:2]:
-            raise refuse("labels", list(labels.shape), f"{list(words.shape[:2])}, as the tokens", "Correct them.")
-        shifted, given = _shifted(labels, mask), batch.get("shift_labels")
-        if given is not None and not torch.equal(given, shifted):
-            raise refuse("shift_labels", "others", "the labels of the next tokens", "Leave them or labels out.")
-        batch["shift_labels"] = shifted
-        batch.setdefault("num_items_in_batch", (shifted != IGNORED).sum())
+    if has_labels := batch.get("labels") is not None:
+        _shift_labels(batch, mask, words)
     sharded = ShardedMask(name, attention, lengths, parents, words)
     result: dict[str, Any] = {"attention_mask": sharded, "use_cache": False}
     for key, value in batch.items():
@@ -127,10 +120,21 @@ def shard(
             raise refuse(f"batch[{key!r}]", f"a tensor {list(value.shape)}", f"only {', '.join(_SEQUENCES)}", remedy)
         else:
             result[key] = value
-    if labels is not None:
+    if has_labels:
         # A model that reads these instead of shift_labels would predict wrong tokens. So it finds none.
         result["labels"] = torch.full_like(result["labels"], IGNORED)
     return result
+
+
+def _shift_labels(batch: dict[str, Any], mask: Mask, words: Tensor) -> None:
+    """Add the labels of the next tokens, and their number."""
+    labels, given = batch["labels"], batch.get("shift_labels")
+    if labels.shape != words.shape[:2]:
+        raise refuse("labels", list(labels.shape), f"{list(words.shape[:2])}, as the tokens", "Correct them.")
+    batch["shift_labels"] = shifted = _shifted(labels, mask)
+    if given is not None and not torch.equal(given, shifted):
+        raise refuse("shift_labels", "others", "the labels of the next tokens", "Leave them or labels out.")
+    batch.setdefault("num_items_in_batch", (shifted != IGNORED).sum())
 
 
 def _positions(mask: Mask, lengths: Sequence[int], given: Tensor | None, words: Tensor) -> Tensor:
