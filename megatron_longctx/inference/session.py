@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy
 import torch
@@ -19,13 +19,10 @@ from torch import Tensor
 from ..config import InferenceConfig
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
+from .cache_manager import CacheManager
 from .pages import Held
 from .sampling import Sampling, sample
 from .scores import PromptScores, Score, score_table
-
-if TYPE_CHECKING:
-    from .cache_manager import CacheManager
-    from .engine import LongContextEngine
 
 NOT_FINITE = -1
 """The id in place of a token whose logits are not finite."""
@@ -53,10 +50,23 @@ Grammars = Callable[[str, Sequence[int]], Matcher]
 """Returns a matcher of `Sampling.grammar`, whose text is ended by these stop tokens."""
 
 
+class Engine(Protocol):
+    """What sessions use of `LongContextEngine`."""
+
+    cache_manager: CacheManager
+    settings: InferenceConfig
+
+    def append(self, new: Mapping[Session, Sequence[int]]) -> None: ...
+    def continue_all(self, sessions: Sequence[Session], sampling: Sampling) -> list[list[int]]: ...
+    def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, list[int]]]: ...
+    def fork(self, session: Session, tokens: int | None = None) -> Session: ...
+    def close(self, session: Session) -> None: ...
+
+
 class Session:
     """One conversation: its tokens, most of them cached. `LongContextEngine.open` creates it."""
 
-    def __init__(self, engine: LongContextEngine, number: int, salt: int = 0) -> None:
+    def __init__(self, engine: Engine, number: int, salt: int = 0) -> None:
         self.number = number
         self.salt = salt  # sessions with another salt do not find this one's pages
         self.tokens: list[int] = []

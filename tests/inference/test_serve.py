@@ -325,7 +325,7 @@ def test_packages_that_are_not_installed_are_named(
     monkeypatch.setitem(sys.modules, missing, None)
     assert cli.main(["serve", "checkpoint=nowhere"]) == 2
     text = capsys.readouterr().err
-    assert f"import of {missing} halted" in text and "pip install 'megatron-longctx[serve]'" in text
+    assert f"serve=without {missing}: expected its packages" in text and "'megatron-longctx[serve]'" in text
 
 
 def test_bad_settings_are_refused_before_the_model_is_loaded(

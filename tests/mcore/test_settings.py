@@ -197,4 +197,4 @@ def test_a_cache_with_other_windows_is_refused(of_model: int | None, of_cache: i
     shape = CacheShape(1, 4, 2, 8, torch.float32, windows=(of_cache,))
     attention = CachedAttention(None, shape, 8, torch.device("cpu"))
     with pytest.raises(ValueError, match=f"window={of_model}: expected {of_cache}, the window of the cache's layer 0"):
-        CachedCoreAttention(core, attention, None)
+        CachedCoreAttention(core, 0, attention, None)
