@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -68,9 +69,7 @@ def run_local(local_rank: int, job: Job, listener: socket.socket, lock: RunLock)
             listener.close()  # otherwise connections would wait here once rank 0 has ended
             store = connect_store(port, limit)
         enable_flight_recorder(folder.ranks)
-        # Until here nothing interrupts a rank that waits for another one, and it has nothing to save.
         join_group(place, store, limit, uses_cuda(config.train.device))
-        interrupt_with_parent()
     except BaseException as error:
         folder.record_error(local_rank, error)
         raise
@@ -89,6 +88,9 @@ def run(job: Job) -> None:
 
         # A name, so that it exists until the process group is destroyed.
         trainer = Trainer(job.config, folder, stop, job.identity)
+        if multiprocessing.parent_process() is not None:
+            # Until here the launcher's end kills a rank: it has nothing to save, and would wait for a dead one.
+            interrupt_with_parent()
         trainer.train()
     except BaseException as error:
         full = disk_full(error, folder)
