@@ -74,6 +74,7 @@ def answers(rank: int, configs: list[Config]) -> list[Answers]:
             sessions = [engine.open() for _ in prompts]
             sessions[0].scores = scores = PromptScores(prompts[0], 1)
             engine.append(dict(zip(sessions, prompts, strict=True)))
+            sessions[0].scores = None  # so that all ranks compute its next tokens
             sessions += [sessions[0].fork(41), sessions[2].fork()]
             sessions[3].append([5, 6, 7])
             tokens = engine.continue_all(sessions, Sampling(max_new_tokens=4))
@@ -92,7 +93,8 @@ def test_ranks_hold_a_part_of_the_weights_and_answer_alike(models: list[Config])
     exact = {"reduction.down_projection": "int8", "reduction.min_kib": 2**20}  # a policy whose sums are all exact
     config = changed(models[0], {"model.num_layers": 4, **exact})
     whole, shared = parallel(config, 3), parallel(config, 3, shard_weights=True)
-    for expected, found in run_distributed(answers, 3, [whole, shared]):
+    coarse = changed(shared, {"reduction.min_kib": 0})
+    for expected, found, quantized in run_distributed(answers, 3, [whole, shared, coarse]):
         assert expected[0] == weight_bytes(whole, ROWS)
         assert found[0] < 0.35 * expected[0] and found[0] < weight_bytes(shared, ROWS), (
             "which counts gathered layers too"
@@ -100,6 +102,7 @@ def test_ranks_hold_a_part_of_the_weights_and_answer_alike(models: list[Config])
         assert len(found[1]) == 89 and found[1] == pytest.approx(expected[1], abs=1e-5)
         assert found[2] == expected[2]
         torch.testing.assert_close(found[3], expected[3], rtol=2e-5, atol=2e-5)
+        assert 0 < (quantized[3] - found[3]).abs().max() < 0.02, "sums of 8 bits"
 
 
 def test_what_cannot_share_is_refused(models: list[Config]) -> None:
