@@ -147,6 +147,7 @@ def test_options_that_would_be_ignored_are_refused(capsys: pytest.CaptureFixture
         message = f"expected no --{words.split()[0]} beside it. Leave one out."
         assert message in plan(capsys, *SMALL, *f"--{words}".split(), code=2)
     assert "=given: expected --memory or --max-length beside it." in plan(capsys, *SMALL, "--device-gib=80", code=2)
+    assert "--device-gib=-3.0: expected" in plan(capsys, *SMALL, "--memory", "--device-gib=-3", code=2)
 
 
 @pytest.mark.parametrize("name", ["gone/plan.png", "plan.txt", "plan"])

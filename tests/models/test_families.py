@@ -180,6 +180,7 @@ def test_harmless_fields_and_nulls_are_ignored(family: Family) -> None:
         ("qwen3_moe", {"decoder_sparse_step": 4}, "decoder_sparse_step=4: expected one that leaves a layer of experts"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: expected at least 1"),
         ("qwen3_next", {"layer_types": ["mamba"] * 3}, "layer_types=.*: expected 3 of linear_attention and full_att"),
+        ("qwen3_next", {"layer_types": [["full_attention"]] * 3}, "layer_types=.*: expected 3 of linear_attention and"),
         ("qwen3_next", {"layer_types": ["full_attention"] * 3}, "layer_types=full_attention: expected a layer of"),
         ("qwen3_next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0: expected at"),
         ("qwen3_next", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.5: expected 0.2"),

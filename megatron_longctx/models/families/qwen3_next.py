@@ -48,7 +48,7 @@ def _read_layers(fields: Fields, num_layers: int) -> list[bool]:
     if interval < 1:
         raise refuse_field("full_attention_interval", interval, "at least 1", RESTORE)
     types = fields.get("layer_types", [_LINEAR if number % interval else FULL for number in range(1, num_layers + 1)])
-    if len(types) != num_layers or not {*types} <= {_LINEAR, FULL}:
+    if len(types) != num_layers or any(each not in (_LINEAR, FULL) for each in types):
         expected = f"{num_layers} of {_LINEAR} and {FULL}, as num_hidden_layers"
         raise refuse_field("layer_types", types, expected, RESTORE)
     return [each == _LINEAR for each in types]

@@ -90,9 +90,9 @@ def show(config: Config, picture: Path | None, device_gib: float | None = None) 
     Raises:
         ValueError: a plan that cannot be built, or an unknown vocabulary size.
     """
-    job = planned_job(config)
+    job, capacity = planned_job(config), _capacity(config, device_gib)
     print(report(job))
-    capacity, needed = _capacity(config, device_gib), predict(job).num_bytes
+    needed = predict(job).num_bytes
     if capacity is not None:
         print(_verdict(needed, capacity))
     if picture:
