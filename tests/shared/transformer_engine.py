@@ -107,10 +107,10 @@ class Quantized(torch.nn.Module):
     def set_extra_state(self, state: Any) -> None:
         assert state is None or not len(state), "a pickle is not loaded"
 
-    def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None, **_: Any) -> Any:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any) -> Any:
         own = {"_extra_state": self.get_extra_state()}
-        inner = self.inner.sharded_state_dict(f"{prefix}inner.", offsets, metadata)  # type: ignore[operator]
-        return inner | make_sharded_tensors_for_checkpoint(own, prefix, None, offsets)
+        inner = self.inner.sharded_state_dict(f"{prefix}inner.", sharded_offsets, metadata)  # type: ignore[operator]
+        return inner | make_sharded_tensors_for_checkpoint(own, prefix, None, sharded_offsets)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         state, region = FP8GlobalStateManager.quantization_state, activation_recompute_forward
