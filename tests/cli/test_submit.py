@@ -192,7 +192,7 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, Change]] = {
     "batch that ranks cannot share": (
         "train -p gpu @demo train.global_batch_size=3", "batch_size=3: expected a multiple of .* = 1 x 2. Nearest"),
     "folder of another run": (
-        "train -p gpu @init run.name=first model.num_layers=3", "runs/first/.*checkpoint 2, model 3.*choose another"),
+        "train -p gpu @init run.name=first model.num_layers=3", "runs/first/.*checkpoint 2, model 3.*name another run"),
     "no cluster for auto": (
         "train -p gpu @demo parallelism.schedule=auto", "schedule=auto: expected .*parallelism.cluster=NAME .*Name"),
     "evaluation beyond the model": (

@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_model_is_refused(resuming: list[str], capsys: p
     before = Path("runs/first/resolved.yaml").read_text()
     message = refused([*resuming, "model.hidden_size=64"], capsys)
     assert message.startswith("runs/first/checkpoints/iter_0000040 is of another model (")
-    for part in ("hidden_size: checkpoint 32, model 64", "expected equal", "choose another"):
+    for part in ("hidden_size: checkpoint 32, model 64", "expected equal", "name another run"):
         assert part in message
     assert Path("runs/first/resolved.yaml").read_text() == before, "a refused job has changed the run"
 
