@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,25 @@ from ..inference.session import Matcher
 
 _MAX_CHARS = 2**16  # of a grammar: compiling one cannot be interrupted
 _CACHE_BYTES = 2**28
-_IGNORED = {
-    *("not", "if", "multipleOf", "uniqueItems", "contains"),
-    *("dependentRequired", "dependentSchemas", "dependencies"),
+_RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_READ: dict[str, set[str]] = {
+    "integer": _RANGE,
+    "number": _RANGE,
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "array": {"items", "prefixItems", "minItems", "maxItems", "additionalItems", "unevaluatedItems"},
+    "object": {
+        *("properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties"),
+        *("propertyNames", "minProperties", "maxProperties"),
+    },
 }
-"""Keywords of schemas that xgrammar leaves out without an error."""
+"""What xgrammar reads of a schema with this type. It leaves out other keywords without an error."""
+_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""Of a schema with one of these it reads nothing else."""
+_NOTES = {
+    *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples"),
+    *("deprecated", "readOnly", "writeOnly", "nullable", "discriminator"),
+}
+"""Keywords that restrict no answer."""
 _LIBRARIES = ("byte-level", "huggingface")
 
 
@@ -91,16 +105,36 @@ def _check_followed(schema: Any) -> None:
         each = left.pop()
         if not isinstance(each, dict):
             continue
-        known = list(each.get("properties") or ())
-        ignored = [key for key in sorted(_IGNORED) if each.get(key, False) is not False]
-        ignored += ["allOf of several schemas"] if len(each.get("allOf") or ()) > 1 else []
-        ignored += [f"required {name!r} without a property" for name in each.get("required") or () if name not in known]
-        ignored += [f"an empty {key}" for key in ("anyOf", "oneOf", "type") if each.get(key) == []]
-        ignored += ["$ref to elsewhere"] if not str(each.get("$ref", "#")).startswith("#") else []
-        if ignored:
-            raise ValueError(f"{ignored[0]} is not supported: leave it out")
+        if ignored := next(_ignored(each), None):
+            raise ValueError(f"{ignored} is not supported: leave it out")
         for key in ("properties", "patternProperties", "$defs", "definitions"):
             left += (each.get(key) or {}).values()
         for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
             left += each.get(key) or []
         left += [each.get(key) for key in ("items", "additionalProperties", "propertyNames")]
+
+
+def _ignored(schema: dict[str, Any]) -> Iterator[str]:
+    """Yield what xgrammar leaves out of a schema itself."""
+    if alone := next((key for key in _ALONE if key in schema), None):
+        read, where = {alone, *(("type",) if alone in ("const", "enum") else ())}, f"beside {alone}"
+    else:
+        implied = (
+            ["object"] if "properties" in schema else ["array"] * (not {"items", "prefixItems"}.isdisjoint(schema))
+        )
+        kinds = schema.get("type", implied)
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        read = {"type"}.union(*(_READ.get(kind, ()) for kind in kinds))
+        where = f"with type {' or '.join(kinds)}" if kinds else "without a type"
+    for key in sorted(schema.keys() - read - _NOTES):
+        if schema[key] is not False and not key.startswith("x-"):
+            yield f"{key} {where}"
+    if not {"pattern", "format"}.isdisjoint(schema) and not {"minLength", "maxLength"}.isdisjoint(schema):
+        yield "a length beside pattern or format"
+    if len(schema.get("allOf") or ()) > 1:
+        yield "allOf of several schemas"
+    known = list(schema.get("properties") or ())
+    yield from (f"required {name!r} without a property" for name in schema.get("required") or () if name not in known)
+    yield from (f"an empty {key}" for key in ("anyOf", "oneOf", "type") if schema.get(key) == [])
+    if not str(schema.get("$ref", "#")).startswith("#"):
+        yield "$ref to elsewhere"
