@@ -32,11 +32,7 @@ def for_other_nodes() -> bool:
 
 
 def ranks_per_gpu() -> int:
-    """Return how many ranks share a GPU.
-
-    Raises:
-        ValueError: `RANKS_PER_GPU` is not a positive integer.
-    """
+    """Return how many ranks share a GPU. Raises ValueError: `RANKS_PER_GPU` is not a positive integer."""
     value = os.environ.get(RANKS_PER_GPU, "1")
     if not value.isdecimal() or int(value) < 1:
         raise refuse(RANKS_PER_GPU, value, "a whole number of at least 1", "Correct it, or unset it.")

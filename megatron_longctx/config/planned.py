@@ -73,11 +73,7 @@ def mode_options(par: ParallelismConfig) -> ModeOptions:
 
 @names_as_keys()
 def configured_mode(par: ParallelismConfig) -> Mode:
-    """Return the mode with its options.
-
-    Raises:
-        ValueError: the mode refuses its options.
-    """
+    """Return the mode with its options. Raises ValueError: the mode refuses its options."""
     return find_mode(par.schedule, par.context_parallel_size, mode_options(par))
 
 

@@ -111,11 +111,7 @@ class Batch:
         return tuple(blocks_of_ranks)
 
     def plan(self, mode: str) -> Plan:
-        """Return the plan of a mode, computed once.
-
-        Raises:
-            ValueError: the mode is unknown.
-        """
+        """Return the plan of a mode, computed once. Raises ValueError: the mode is unknown."""
         if mode not in CACHE_MODES:
             raise refuse("inference.mode", mode, "one of " + ", ".join(CACHE_MODES), "Choose one of these.")
         if mode not in self._plans:

@@ -58,11 +58,7 @@ class Fp8Weight:
 
     @classmethod
     def of(cls, weight: Tensor) -> Fp8Weight:
-        """Quantize a weight `[outputs, inputs]`.
-
-        Raises:
-            ValueError: 16 does not divide both sizes.
-        """
+        """Quantize a weight `[outputs, inputs]`. Raises ValueError: 16 does not divide both sizes."""
         if any(size % MULTIPLE for size in weight.shape):
             expected = f"exact for a product of size {' x '.join(map(str, weight.shape))}"
             raise refuse("inference.weights", "fp8", expected, f"FP8 needs multiples of {MULTIPLE}.")

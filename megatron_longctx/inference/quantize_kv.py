@@ -106,11 +106,7 @@ class Int8KV(KVFormat):
 
 
 def int8_kv(head_dim: int, value_dim: int, dtype: torch.dtype) -> KVFormat:
-    """Return the format of 8-bit integers.
-
-    Raises:
-        ValueError: the head dims differ.
-    """
+    """Return the format of 8-bit integers. Raises ValueError: the head dims differ."""
     if head_dim != value_dim:
         raise refuse("head dimension of values", value_dim, f"{head_dim}, as of keys", "Take another format.")
     return Int8KV(head_dim, dtype)

@@ -70,11 +70,7 @@ class Fields:
         return value
 
     def require(self, name: str) -> int:
-        """Return the value of a field.
-
-        Raises:
-            ValueError: the field is absent, or not an integer.
-        """
+        """Return the value of a field. Raises ValueError: the field is absent, or not an integer."""
         value = self.get(name, None, int)
         if value is None:
             raise refuse_field(name, None, "an integer", RESTORE)

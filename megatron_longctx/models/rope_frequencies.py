@@ -124,11 +124,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
-    """Return the parameters that `read_scaling` reads.
-
-    Raises:
-        ValueError: `transformers` has no such kind.
-    """
+    """Return the parameters that `read_scaling` reads. Raises ValueError: `transformers` has no such kind."""
     if scaling.kind == "none":
         return None
     if scaling.kind not in _PARAMETERS:

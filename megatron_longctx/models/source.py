@@ -35,21 +35,13 @@ class TensorInfo(NamedTuple):
 
 
 def require_package(name: str, what: str) -> None:
-    """Refuse `what` if a package of the extra `models` is missing.
-
-    Raises:
-        ValueError: names the package.
-    """
+    """Refuse `what` if a package of the extra `models` is missing. Raises ValueError: names the package."""
     if importlib.util.find_spec(name) is None:
         raise ValueError(f"{what}: expected the package {name}. Run {install('models')}.")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        ValueError: the file is missing, or does not hold an object.
-    """
+    """Return the object in a JSON file. Raises ValueError: the file is missing, or does not hold an object."""
     try:
         content = json.loads(files.read_bytes(path, _MAX_JSON_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:

@@ -57,11 +57,7 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read a calibration.
-
-    Raises:
-        ValueError: the file is missing, is not a calibration, or has another version.
-    """
+    """Read a calibration. Raises ValueError: the file is missing, is not a calibration, or has another version."""
     try:
         data = json.loads(path.read_text())
         if data["version"] != _VERSION:

@@ -25,11 +25,7 @@ _CENTRED: dict[str, Any] = {"ha": "center", "va": "center"}
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Write a PNG with the pair map and the load of every rank.
-
-    Raises:
-        OSError: `path` cannot be written.
-    """
+    """Write a PNG with the pair map and the load of every rank. Raises OSError: `path` cannot be written."""
     height = min(max(4.8, 0.36 * plan.n + 2.4), 12.0)
     figure = _figure(height * 2.35, height)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))

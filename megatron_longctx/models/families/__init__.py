@@ -27,11 +27,7 @@ _NOT_SUPPORTED = {
 
 
 def family_of_source(config: Mapping[str, Any]) -> Family:
-    """Return the family of a `config.json`.
-
-    Raises:
-        ValueError: no family has its architecture.
-    """
+    """Return the family of a `config.json`. Raises ValueError: no family has its architecture."""
     architectures, model_type = config.get("architectures") or [], config.get("model_type")
     if not isinstance(architectures, list):
         raise refuse_field("architectures", architectures, "a list", RESTORE)

@@ -210,11 +210,7 @@ class Api:
         yield b"data: [DONE]\n\n"
 
     async def _read_body(self, request: Request) -> bytes:
-        """Read the body.
-
-        Raises:
-            ApiError: it is too large, or does not arrive in time.
-        """
+        """Read the body. Raises ApiError: it is too large, or does not arrive in time."""
         most, data, size = self.max_body_bytes, bytearray(), 0
         length = request.headers.get("content-length", "0")
         if int(length) > most:
@@ -313,11 +309,7 @@ def _require_json(request: Request) -> None:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Do the work unless the client disconnects before it is done.
-
-    Raises:
-        ClientDisconnect: it did.
-    """
+    """Do the work unless the client disconnects before it is done. Raises ClientDisconnect: it did."""
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":

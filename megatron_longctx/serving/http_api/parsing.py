@@ -147,11 +147,7 @@ class ParsedRequest:
 
 
 def parse_request(model: Model, data: bytes, chat: bool) -> ParsedRequest:
-    """Parse the body of a request.
-
-    Raises:
-        ApiError: it cannot be served.
-    """
+    """Parse the body of a request. Raises ApiError: it cannot be served."""
     body = _object(data, model.limits.tokens)
     if body.get("model") not in (None, model.name):
         message = f"model={shown(body['model'])} is not served here; the model is {model.name!r}"
