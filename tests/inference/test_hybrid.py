@@ -160,13 +160,14 @@ def test_rows_are_written_once_and_the_least_recent_prefix_gives_way() -> None:
     kept = []
     for first in (0, 50):
         session = manager.open()
-        chunks = [manager.append({session: count}) for count in (8, 2)]
+        chunks = [manager.append({session: count}) for count in (8, 1, 1)]
         rows.begin(chunks, {session: 8}, ())
         moves = []
         for chunk in chunks:
             rows.move(chunk)
             moves.append(rows.moves[session])
-        assert moves[0][0] == 0 and moves[1][0] == moves[0][1] != moves[1][1]
+        assert [read for read, _ in moves] == [0, *(write for _, write in moves[:-1])]
+        assert len({write for _, write in moves}) == 3, "the first is kept, the second is read"
         manager.name_pages(session, range(first, first + 10))
         rows.end(True, manager)
         kept.append(moves[0][1])
@@ -186,6 +187,12 @@ def test_rows_are_written_once_and_the_least_recent_prefix_gives_way() -> None:
         rows.adopt(session, manager)
         assert manager.length(session) == place
         rows.close(session)
+    rows.end(False, manager)
+    for lost in ((), sessions[:1]):
+        rows.begin([chunks := manager.append({sessions[0 if not lost else 1]: 1})], {}, lost)
+        rows.move(chunks)
+        rows.end(True, manager)
+    assert list(rows._rows) == sessions[1:2], "an evicted session gives its state up"
 
 
 def test_the_server_answers_as_transformers(tmp_path: Path, on_cpu: None) -> None:
