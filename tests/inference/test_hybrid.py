@@ -96,7 +96,12 @@ def forks_and_dropped_sessions_go_on_from_a_state_that_is_kept(engine: LongConte
     shorter.append(parent.tokens[31:])
     torch.testing.assert_close(engine.next_logits([shorter]), logits)
     assert parent.generate(Sampling(max_new_tokens=6)) == fork.generate(Sampling(max_new_tokens=6))
-    for session in (parent, fork, at_page, shorter, fresh):
+    text = [104, *range(97, 104)]  # two whole pages: the last token is computed again, so the first one is kept
+    whole = engine.open()
+    whole.append(text)
+    again = engine.open(text[:-1])
+    assert again.cached_tokens == 4
+    for session in (parent, fork, at_page, shorter, fresh, whole, again):
         session.close()
 
 

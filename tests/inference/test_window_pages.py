@@ -57,6 +57,7 @@ def converse(engine: LongContextEngine) -> Iterator[tuple[list[int], Tensor]]:
     manager = engine.cache_manager
     group, windows = manager.groups[1], manager.windows
     assert windows is not None and group.num_pages == windows.pages < manager.pages_per_rank
+    assert engine.rank_tokens == windows.pass_tokens == 128, "there is room for no larger pass"
     most = most_pages(windows.tokens, manager.page_tokens) * manager.n
 
     def logits(session: Session) -> tuple[list[int], Tensor]:
@@ -182,6 +183,16 @@ def test_a_prefix_is_found_where_layers_with_windows_can_go_on() -> None:
         CacheFull, match=r"in layers with windows: expected at most the \d+ of 20 that are free.*max_active"
     ):
         manager.append({again: 100})
+
+
+def test_a_prefix_that_was_found_stays_longer_than_what_a_text_leaves_behind() -> None:
+    manager, text = CacheManager(1, 100, 4, windows=Windows(8, 20, 16, 2)), list(range(80))
+    manager.close(named(manager, text))
+    manager.close(named(manager, [*text, *range(500, 540)]))
+    found = manager.open(text)
+    assert manager.length(found) == 80
+    others = [manager.open() for _ in range(2)]
+    assert manager.fits({found: 21, others[0]: 1}) and not manager.fits({each: 1 for each in (found, *others)})
 
 
 def test_pages_that_others_hold_give_their_place_to_those_with_windows() -> None:
