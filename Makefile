@@ -41,6 +41,8 @@ $(STAMP) $(DEMO): pyproject.toml constraints.txt
 	@echo "== set-up: $(VENV) (once; several minutes where torch is downloaded) =="
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRA)]'
+	@# Apart from the rest: layers of transformers call fla-core's kernels, also on CPUs, if they can import it.
+	$(if $(filter dev,$(EXTRA)),$(BIN)/python -m pip install -c constraints.txt --no-deps --upgrade -t $(VENV)/fla-core fla-core)
 	@touch $@
 
 demo: $(RUNS) ## Train a small GPT with 4 context-parallel ranks and with 1, and compare them (CPU, minutes)

@@ -1,20 +1,15 @@
-"""The parts of a gated delta net by the Triton kernels of the package fla-core, for 16-bit tensors on GPUs.
-
-The kernels have context parallelism of their own: every rank computes its last state and the matrix by which an
-entering state is multiplied, all gather both, and each continues from its own entering state, forward and backward. The
-package's function that describes the ranks needs equal numbers of tokens; the kernels do not, so it is described here.
-"""
+"""The parts of a gated delta net by the Triton kernels of the package fla-core, for 16-bit tensors on GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from .delta_ranks import SharedRule
 from .pack import Pack
 
 
@@ -56,7 +51,6 @@ def gated_delta_rule(
         v, g, beta: `[b, s, h, v]` and `[b, s, h]`.
         group: the context-parallel ranks, none of them without tokens; unused if no document goes on between them.
     """
-    from fla.ops.cp import FLACPContext
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     place = pack.place
@@ -65,22 +59,8 @@ def gated_delta_rule(
         flat = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta))
         out, _ = chunk_gated_delta_rule(*flat, use_qk_l2norm_in_kernel=True, cu_seqlens=stops, cu_seqlens_cpu=on_host)
         return out.view(v.shape)  # type: ignore[no-any-return]
-    stops, on_host = pack.stops(1, q.device)
-    context = FLACPContext(
-        group=group,
-        cu_seqlens=stops,
-        cu_seqlens_cpu=on_host,
-        is_first_rank=not place.continues,
-        pre_num_ranks=place.rank - place.first_rank,
-        is_last_rank=place.last_rank == place.rank,
-        post_num_ranks=place.last_rank - place.rank,
-    )
-    rows: list[Any] = [
-        chunk_gated_delta_rule(
-            *(x[row : row + 1] for x in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=True, cp_context=context
-        )[0]
-        for row in range(len(q))
-    ]
+    split = ((x[row : row + 1] for x in (q, k, v, g, beta)) for row in range(len(q)))
+    rows: list[Tensor] = [SharedRule.apply(*row, place, pack.stops(1, q.device), group) for row in split]  # type: ignore[no-untyped-call]
     return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 

@@ -259,6 +259,21 @@ class Place:
         return self._continued[self.rank]
 
     @property
+    def leaves(self) -> bool:
+        """Whether this section's last document goes on on a later rank."""
+        return self.last_rank > self.rank
+
+    @property
+    def middle(self) -> bool:
+        """Whether this section is a part of one document that began before it and ends after it."""
+        return len(self.lengths) == 1 and self.continues and self.leaves
+
+    @property
+    def chained(self) -> bool:
+        """Whether any section may be such a part: two sections in a row continue a document."""
+        return any(map(all, pairwise(self._continued)))
+
+    @property
     def exchanges(self) -> bool:
         """Whether a document goes on from one rank to another; otherwise ranks need nothing of each other."""
         return any(self._continued)

@@ -16,7 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
-from megatron_longctx.mcore import groups
+from megatron_longctx.mcore import delta_kernels, groups
 from megatron_longctx.mcore.delta_net import GatedDeltaNet, _normalized
 from megatron_longctx.mcore.model import transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
@@ -115,22 +115,25 @@ def test_it_is_the_published_layer(tmp_path: Path) -> None:
 
 
 def _rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_qk_l2norm_in_kernel: bool,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor,
+    use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The documented interface of fla-core's function, by the reference recurrence."""
-    context = cp_context or SimpleNamespace(is_first_rank=True, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
-    assert use_qk_l2norm_in_kernel and len(q) == 1 and torch.equal(context.cu_seqlens, context.cu_seqlens_cpu)
+    assert use_qk_l2norm_in_kernel and len(q) == 1 and torch.equal(cu_seqlens, cu_seqlens_cpu)
     q, k = (_normalized(x).repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))
-    lengths = context.cu_seqlens.diff().tolist()
-    own = delta_rule.section(lengths, not context.is_first_rank, delta_rule.chunked, q, k, v, g, beta)
-    if cp_context is None:
-        return own.out, None
-    lasts = tensor_parallel.gather_from_sequence_parallel_region(own.last.unsqueeze(0), group=context.group)
-    rank, size = context.group.rank(), context.group.size()
-    assert context.is_last_rank == (context.post_num_ranks == 0) and rank + context.post_num_ranks < size
-    out = delta_rule.finish(own, lasts, rank - context.pre_num_ranks, rank)
-    return out + 0 * lasts.sum().to(out.dtype), None  # its gradient is a collective on every rank
+    return delta_rule.section(cu_seqlens.diff().tolist(), False, delta_rule.chunked, q, k, v, g, beta).out, None
+
+
+def _shared_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, place: Any, stops: Any, group: Any
+) -> Tensor:  # fmt: skip
+    """`SharedRule`, which tests/mcore/test_delta_ranks.py compares, by the reference recurrence."""
+    q, k = (_normalized(x).repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))
+    assert len(q) == 1 and stops[1].diff().tolist() == place.lengths
+    own = delta_rule.section(place.lengths, place.continues, delta_rule.chunked, q, k, v, g, beta)
+    lasts = tensor_parallel.gather_from_sequence_parallel_region(own.last.unsqueeze(0), group=group)
+    out = delta_rule.finish(own, lasts, place.first_rank, place.rank)
+    return out + 0 * lasts.sum().to(out.dtype)  # its gradient is a collective on every rank
 
 
 def _convolution(
@@ -152,13 +155,13 @@ def _gated_norm(x: Tensor, gates: Tensor, weight: Tensor, bias: None, *, eps: fl
 
 def _by_stand_ins(rank: int, root: Path) -> None:
     for name, contents in {
-        "fla.ops.cp": {"FLACPContext": SimpleNamespace},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": _rule},
         "fla.modules.causal_conv1d": {"causal_conv1d": _convolution},
         "fla.modules.norm.fused_norm_gate": {"rms_norm_gated": _gated_norm},
     }.items():
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(contents)
+    delta_kernels.SharedRule = SimpleNamespace(apply=_shared_rule)  # type: ignore[assignment,misc]
     config = tiny_config(root, "kernels", {**SIZES, "parallelism.context_parallel_size": 3, **HELPER})
     collection = groups.from_config(config.parallelism)
     sequence, megatron = build_sequence(config, collection.cp), transformer_config(config)

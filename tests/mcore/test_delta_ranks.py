@@ -1,0 +1,79 @@
+"""fla-core's kernels under Triton's interpreter give the reference's outputs and gradients over ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_longctx.mcore.delta_net import _normalized
+from megatron_longctx.models import delta_rule
+from megatron_longctx.models.delta_rule import Place
+from tests.core.kernels.interpreter import run_forked, run_interpreted
+
+INSTALLED = Path(sys.prefix, "fla-core", "fla")  # by `make setup`, apart from other packages
+HEADS, SHARED, SIZE = 1, 2, 16
+CASES = (
+    # documents, tokens of each rank
+    ((150,), (70, 80)),
+    ((90, 1, 65), (66, 90)),
+    ((5, 200), (70, 66, 69)),
+    ((205, 64, 1, 30), (100, 69, 131)),
+)
+
+
+def fla_for_the_interpreter(folder: Path) -> None:
+    """Import a copy of fla-core in which loops' variables, Python's numbers in the interpreter, are not converted."""
+    import triton.runtime.autotuner
+
+    shutil.copytree(INSTALLED, folder / "fla")
+    path = folder / "fla/ops/common/chunk_delta_h.py"
+    path.write_text(path.read_text(encoding="utf-8").replace("i_t.to(tl.int64)", "i_t"), encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    triton.runtime.autotuner.Autotuner._bench = lambda *args, **kwargs: [1.0, 1.0, 1.0]
+    import fla.ops.gated_delta_rule
+
+    assert str(folder) in fla.ops.gated_delta_rule.__file__
+
+
+def compare(rank: int, documents: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+    from megatron_longctx.mcore.delta_ranks import SharedRule
+
+    torch.manual_seed(0)
+    total = sum(documents)
+    q, k, v, grad = (torch.randn(1, total, heads, SIZE) for heads in (HEADS, HEADS, SHARED, SHARED))
+    g, beta = -torch.rand(1, total, SHARED) / 8, torch.rand(1, total, SHARED)
+    bounds = [0, *accumulate(tokens)]
+    place = Place([0, *accumulate(documents)][:-1], bounds, rank)
+    inside = slice(*bounds[rank : rank + 2])
+    stops = torch.tensor([0, *accumulate(place.lengths)])
+    own = [x[:, inside].contiguous().requires_grad_() for x in (q, k, v, g, beta)]
+    out = SharedRule.apply(*own, place, (stops, stops), dist.group.WORLD)
+    found = [out, *torch.autograd.grad(out, own, grad[:, inside])]
+    whole = [x.double().requires_grad_() for x in (q, k, v, g, beta)]
+    wide = (*(_normalized(x).repeat_interleave(SHARED, 2) for x in whole[:2]), *whole[2:])
+    zeros = torch.zeros(1, SHARED, SIZE, SIZE)
+    expected = delta_rule.chunked(documents, zeros, *wide)[0]
+    for one, other in zip(found, (expected, *torch.autograd.grad(expected, whole, grad.double())), strict=True):
+        torch.testing.assert_close(one, other[:, inside].float(), rtol=2e-3, atol=2e-4)
+
+
+def test_kernels_over_ranks_equal_the_reference() -> None:
+    if not INSTALLED.is_dir():
+        pytest.skip(f"{INSTALLED} is missing: make setup")
+    run_interpreted(__file__)
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with tempfile.TemporaryDirectory() as folder:
+        fla_for_the_interpreter(Path(folder))
+        for documents, tokens in CASES:
+            run_forked(compare, len(tokens), documents, tokens)
