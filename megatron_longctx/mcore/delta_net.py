@@ -146,7 +146,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
 
     def _by_kernels(self, mixed: Tensor, gates: Tensor, beta: Tensor, decay: Tensor, pack: Pack) -> Tensor:
         """Compute all between the projections by the kernels of fla-core; `[s, b, ...]` each."""
-        mixed = delta_kernels.convolved(mixed.transpose(0, 1), self._halo(mixed, pack), self.conv_weight, pack)
+        mixed, halo = self._with_halo(mixed, pack)
+        mixed = delta_kernels.convolved(mixed.transpose(0, 1), halo, self.conv_weight, pack)
         q, k, v = (x.contiguous() for x in self._heads_of(mixed))
         g, beta = (x.transpose(0, 1).contiguous() for x in self._gates(beta, decay))
         out = delta_kernels.gated_delta_rule(q, k, v, g, beta, pack, self._cp)
@@ -158,7 +159,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         if self.states is not None:
             mixed = self.states.convolved(self.number, mixed, self.conv_weight)
         else:
-            halo = self._halo(mixed, pack)
+            mixed, halo = self._with_halo(mixed, pack)
             before = mixed.new_zeros(self.conv_weight.shape[1] - 1, *mixed.shape[1:]) if halo is None else halo
             mixed = delta_rule.convolved(mixed, before, self.conv_weight, pack.positions(mixed.device))
         q, k, v = self._heads_of(functional.silu(mixed))
@@ -192,13 +193,13 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         rate = functional.softplus(decay.float() + self.decay_bias.float())
         return -self.decay_log.float().exp() * rate, beta.float().sigmoid()
 
-    def _halo(self, x: Tensor, pack: Pack) -> Tensor | None:
-        """Return the tokens of other ranks before `x` `[s, b, c]` that convolutions read; None if none are needed."""
+    def _with_halo(self, x: Tensor, pack: Pack) -> tuple[Tensor, Tensor | None]:
+        """Return `x` `[s, b, c]`, and the tokens of other ranks before it that convolutions read; None if none are."""
         if not pack.place.exchanges:
-            return None
+            return x, None
         before = self.conv_weight.shape[1] - 1
-        tail = functional.pad(x, (0, 0, 0, 0, before, 0))[len(x) :]
-        return self._gathered(tail).index_select(0, pack.tail_rows(before, x.device))
+        x, tail = _Tail.apply(x, before)  # type: ignore[no-untyped-call]
+        return x, self._gathered(tail).index_select(0, pack.tail_rows(before, x.device))
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Gather along the first dimension over context-parallel ranks; backward sums the gradients of all ranks."""
@@ -225,6 +226,23 @@ def _normalized(x: Tensor) -> Tensor:
     """Return vectors of length 1, as Qwen3-Next does: computed in fp32 or wider, with 1e-6 under the root."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+class _Tail(torch.autograd.Function):
+    """Returns `x`, and its last rows behind zeros. The gradient of a slice would be as large as x, and one more sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        tail = x[max(0, len(x) - rows) :]
+        return x.view_as(x), functional.pad(tail, (0, 0, 0, 0, rows - len(tail), 0))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        whole, tail = grads
+        own = min(len(whole), len(tail))
+        whole[len(whole) - own :] += tail[len(tail) - own :]  # the convolution made it, and nothing else reads it
+        return whole, None
 
 
 class _Joint(torch.autograd.Function):

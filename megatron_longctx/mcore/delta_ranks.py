@@ -83,7 +83,6 @@ class SharedRule(torch.autograd.Function):
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=system, g=g, **where)
         state = q.new_zeros(len(place.lengths), *entered.shape[1:], dtype=torch.float32)
         state[:1] = entered
-        h, new, _ = _scan(where, k, w, g)(u, state)
         common = {"q": q, "k": k, "g": g, "do": grad, "scale": q.shape[3] ** -0.5, "chunk_size": _CHUNK, **where}
         local = chunk_bwd_dv_local(**common)
         grad_last = torch.zeros_like(state)
@@ -91,10 +90,15 @@ class SharedRule(torch.autograd.Function):
         def scan() -> Any:
             return chunk_gated_delta_rule_bwd_dhu(w=w, dv=local, h0=state, dht=grad_last, **common)
 
+        # What a rank sends comes first, and a rank that waits computes its states again meanwhile.
         made = scan() if place.continues or not place.leaves else None
+        if made is None:
+            h, new, _ = _scan(where, k, w, g)(u, state)
         entering = made[1][:1] if made is not None else torch.zeros_like(entered)
         turned = None if transfer is None else transfer.mT
         every = _gathered(entering, turned, place, ctx.group)
+        if made is not None:
+            h, new, _ = _scan(where, k, w, g)(u, state)
         if place.leaves:
             grad_last[-1] = joined(every[place.rank + 1 : place.last_rank + 1].flip(0), v.shape[3])
             made = scan()
