@@ -22,7 +22,7 @@ MOST_DIFFERENT = 2e-4  # of the pixels: versions of fonts differ less, and ten d
         ["rows"],
         ["attention", "attention_packed_h200_x2"],
         ["trees", "trees_h200_x2"],
-        ["hybrid", "hybrid_h200_x2"],
+        ["hybrid", "hybrid_h100_x2"],
     ],
     ids=" ".join,
 )
