@@ -91,7 +91,6 @@ def logits_of(engine: LongContextEngine) -> Tensor:
 
 
 def same_bits(rank: int, configs: list[Config]) -> list[bool]:
-    torch.compiler.set_stance("force_eager")  # fused activations take long to compile
     found = []
     for config in configs:
         engine, model = engine_of(config)
