@@ -22,6 +22,14 @@ def test_text_is_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
 
 
+def test_a_yaml_file_is_read_again_after_changes_of_it_or_of_its_values(tmp_path: Path) -> None:
+    path = tmp_path / "values.yaml"
+    for content, expected in (("a: {b: [1]}", {"a": {"b": [1]}}), ("a: 3", {"a": 3})):
+        path.write_text(content)
+        files.read_yaml(path).clear()
+        assert files.read_yaml(path) == expected
+
+
 def test_what_is_not_a_small_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 6)
