@@ -40,7 +40,7 @@ def test_the_best_checkpoint_stays_and_time_saves(tmp_path: Path) -> None:
     def job(name: str, settings: dict[str, Any], **options: Any) -> Job:
         return Job(tiny_config(tmp_path, name, {"parallelism.context_parallel_size": 2, **settings}), **options)
 
-    clock = {"train.steps": 6, "train.save": True, "train.save_minutes": 1e-3}
+    clock = {"train.steps": 40, "train.save": True, "train.save_minutes": 1e-3}
     recorded(2, {
         "four steps": job("best", BEST, before_optimizer=_validate_as_given),
         "four steps again": job("on", BEST, before_optimizer=_validate_as_given),
@@ -51,7 +51,7 @@ def test_the_best_checkpoint_stays_and_time_saves(tmp_path: Path) -> None:
     assert checkpoint_folder.iterations(folder) == [2, 4], "the best, and the newest"
     assert checkpoint_folder.best(folder) == (3.0, 2)
     assert checkpoint_of({"checkpoint": str(tmp_path / "best"), "iteration": "best"}) == (tmp_path / "best", 2)
-    assert len(checkpoint_folder.iterations(tmp_path / "clock/checkpoints")) >= 2, "60 ms are about a step"
+    assert len(checkpoint_folder.iterations(tmp_path / "clock/checkpoints")) >= 2, "60 ms are less than 40 steps"
     folder = tmp_path / "on/checkpoints"
     assert checkpoint_folder.iterations(folder) == [5, 6] and checkpoint_folder.best(folder) == (2.0, 5)
 
