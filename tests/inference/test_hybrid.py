@@ -51,9 +51,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def truth(config: Config) -> list[torch.Tensor]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return run_distributed(truths, 1, config)[0]
+    return run_distributed(truths, 1, config)[0]
 
 
 def truths(rank: int, config: Config) -> list[torch.Tensor]:
@@ -148,7 +146,6 @@ def found_by(rank: int, configs: list[Config]) -> list[Logits]:
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("tensor", "n"), [(1, 1), (1, 2), (1, 3), (2, 2)])
 def test_every_way_equals_the_training_forward_pass(
     tensor: int, n: int, config: Config, truth: list[torch.Tensor]

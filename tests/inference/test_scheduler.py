@@ -325,7 +325,6 @@ def with_every_engine(rank: int, plain: Config, evicting: Config, learned: Confi
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("n", [1, 2])
 def test_requests_are_served_as_if_alone(tmp_path: Path, n: int) -> None:
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
@@ -351,7 +350,6 @@ def with_windows(rank: int, config: Config) -> list[list[int]]:
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_layers_with_windows_have_room_for_all_active_requests(tmp_path: Path) -> None:
     windows = {"model.window": 10, "model.window_pattern": 2, "serve.max_active": 4}
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128, **windows})
