@@ -48,20 +48,15 @@ class RecordedTrainer(Trainer):
         """
         gradients = self.gradients()
         of = {id(x): gradients[name] for name, x in named_parameters(self.models).items()}
-        held = [
-            (module._parameters, key, x)
-            for chunk in self.models
-            for module in chunk.modules()
-            for key, x in module._parameters.items()
-            if x is not None
-        ]
+        owners = [module._parameters for chunk in self.models for module in chunk.modules()]
+        held = [(owner, key, x) for owner in owners for key, x in owner.items() if x is not None]
         # Others take the parameters' places: one whose data was of another dtype for a while has lost DDP's hook.
-        for parameters, key, x in held:
-            parameters[key] = torch.nn.Parameter(of[id(x)], requires_grad=False)
-            vars(parameters[key]).update(vars(x))
+        for owner, key, x in held:
+            owner[key] = torch.nn.Parameter(of[id(x)], requires_grad=False)
+            vars(owner[key]).update(vars(x))
         self.write_weights(directory)
-        for parameters, key, x in held:
-            parameters[key] = x
+        for owner, key, x in held:
+            owner[key] = x
 
     def write_weights(self, directory: Path) -> None:
         """Write a checkpoint of the weights alone. Collective."""
