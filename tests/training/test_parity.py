@@ -25,7 +25,7 @@ OFFLOADED = {"recompute.mode": "attention_output+offload", "recompute.head_chunk
 
 # The settings of the single rank. Each case adds parallel sizes to one of these. Masked losses (one token after each
 # end of document) make the ranks' shares of the loss unequal even if their lengths are equal.
-SHORT = {"train.steps": 3, "optim.warmup_steps": 1}
+SHORT = {"train.steps": 3, "optim.warmup_steps": 0}
 YARN = {"model.rope_scaling.kind": "yarn", "model.rope_scaling.factor": 4.0, "model.rope_scaling.original_length": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {**SHORT, "data.mask_eod_loss": True},
