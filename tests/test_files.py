@@ -1,7 +1,5 @@
 """Small files survive a full disk: they are written completely or remain unchanged."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Mixed requests lose no page, whatever happens to them, and get the answers that their prompts get alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from analysis.soak import configuration, serve

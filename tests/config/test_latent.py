@@ -1,7 +1,5 @@
 """Multi-latent attention: settings and features that exclude it, and the numbers of parameters and FLOPs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

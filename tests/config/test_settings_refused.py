@@ -1,7 +1,5 @@
 """Wrong settings raise one ValueError, which names the value, the expectation and the remedy."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_longctx.config import TYPE_NAMES, Config, data_parallel_size, keys_of

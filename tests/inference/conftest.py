@@ -1,7 +1,5 @@
 """Shared fixtures of the inference tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The server's clients and their features: `openai`, `lm_eval`, and answers that equal those of `transformers`."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

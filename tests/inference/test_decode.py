@@ -1,7 +1,5 @@
 """Replicated decode: the same tokens and logits as plans, few step sizes, refused settings, graphs on GPUs."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A trained model with a sharded cache answers as in one dense forward pass, turn by turn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """With `inference.exact_reuse`, a prompt's logits are bit-identical with and without a cached prefix."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A long prompt delays running answers and short prompts by no more than the stated time."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import defaultdict

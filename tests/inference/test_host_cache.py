@@ -1,7 +1,5 @@
 """Pages that had to give way come back from host memory, as if they had stayed."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gated delta nets in inference: logits equal those of one forward pass over the whole text, on any ranks."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

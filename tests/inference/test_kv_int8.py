@@ -1,7 +1,5 @@
 """Keys and values that are stored and sent as 8-bit integers: the same numbers in every mode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain

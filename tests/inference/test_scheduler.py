@@ -1,7 +1,5 @@
 """Concurrent requests get the same answers as alone, share prefixes, and leave nothing in the cache."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Iterator

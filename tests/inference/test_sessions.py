@@ -1,7 +1,5 @@
 """Sessions beyond the right numbers: harmless errors, ends, seeds, forks, eviction, warm-up, and no leaks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

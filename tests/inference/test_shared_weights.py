@@ -1,7 +1,5 @@
 """Ranks that share a cache and the weights answer as in one dense forward pass."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Thousands of random operations leak no page, change no other session, and answer as the dense model does."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Drafts from the prompt change no token, whatever is drawn how, and save passes where an answer repeats its prompt."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers with windows free their pages, and results stay the same."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import chain

@@ -1,7 +1,5 @@
 """Windows and sinks over the cache: logits equal those of the training forward pass over the whole text."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

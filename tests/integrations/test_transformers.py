@@ -1,7 +1,5 @@
 """transformers' models on this attention: every family, Trainer, fully_shard and torch.compile beside eager."""
 
-from __future__ import annotations
-
 import copy
 from itertools import accumulate
 from pathlib import Path

@@ -3,8 +3,6 @@
 `tests/training/test_resume.py` resumes at other parallel sizes.
 """
 
-from __future__ import annotations
-
 import math
 import queue
 import shutil

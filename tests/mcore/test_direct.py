@@ -1,7 +1,5 @@
 """Layers that run directly: bit-identical to Megatron's, with a fraction of their host work."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models with FP8 weights: what they compute, on how many ranks, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trees of shared prefixes train as their branches do apart, each repeating its prefixes, on any parallel sizes."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every family computes the logits of `transformers` and generates its tokens, at every parallel size."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny runs of the real `Trainer` for tests: corpus, configuration, several runs in one spawn, and what each saw."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random

@@ -1,7 +1,5 @@
 """Mixtures of experts train equally for all sizes of context and expert parallelism, and resume at other sizes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Heartbeats: every rank's last operation, the ranks that others may have waited for, and the end of a hanging rank."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Batches read ahead: their order, preparation before use, errors of workers, and the end of workers."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

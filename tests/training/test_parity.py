@@ -1,7 +1,5 @@
 """Losses, gradient norms and gradients of each parallel size and mode equal those of one rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

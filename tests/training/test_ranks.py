@@ -1,7 +1,5 @@
 """Functions on several ranks: the number of ranks, errors, and the result under torchrun."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's folder: the lock and its holder, `status.json`, recorded errors, and reports of full disks."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing

@@ -1,7 +1,5 @@
 """Which checkpoints a run writes and keeps besides its last."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

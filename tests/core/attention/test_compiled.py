@@ -1,7 +1,5 @@
 """Compiled models: a call is opaque to the compiler, and losses and gradients are those of the uncompiled model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

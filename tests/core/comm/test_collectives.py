@@ -1,7 +1,5 @@
 """Collectives on small values, work that succeeds on all ranks or fails on all, and the choice of a transport."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Peer memory is set up by all ranks or refused by all with the same error, and no rank is left waiting."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

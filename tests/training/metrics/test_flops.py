@@ -1,7 +1,5 @@
 """FLOPs compared with numbers computed by hand, and peaks of devices whose names contain one another."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_longctx.config import ModelConfig, names
