@@ -1,7 +1,5 @@
 """Small files survive a full disk: they are written completely or remain unchanged."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -20,6 +18,14 @@ def test_text_is_written(tmp_path: Path) -> None:
     files.write_text(tmp_path / "note", "secönd\n")
     assert (tmp_path / "note").read_text(encoding="utf-8") == "secönd\n"
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
+def test_a_yaml_file_is_read_again_after_changes_of_it_or_of_its_values(tmp_path: Path) -> None:
+    path = tmp_path / "values.yaml"
+    for content, expected in (("a: {b: [1]}", {"a": {"b": [1]}}), ("a: 3", {"a": 3})):
+        path.write_text(content)
+        files.read_yaml(path).clear()
+        assert files.read_yaml(path) == expected
 
 
 def test_what_is_not_a_small_file_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """No module of the package imports itself, directly or through others, by imports anywhere in its source."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath

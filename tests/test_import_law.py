@@ -3,8 +3,6 @@
 Every import counts, also those inside functions, under TYPE_CHECKING and through `importlib.import_module("…")`.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

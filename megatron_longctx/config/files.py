@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from copy import deepcopy
+from functools import lru_cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -76,10 +78,14 @@ def read_yaml(path: Path) -> Any:
         ValueError: it is large, deep, not UTF-8 or not YAML, or it contains expressions: anchors, whose aliases
             multiply, or `${…}`, which reads the environment.
     """
+    return deepcopy(_values(read_bytes(path, _MAX_YAML_BYTES).decode()))
+
+
+@lru_cache(maxsize=16)  # a search for the longest sequence reads its cluster a thousand times
+def _values(content: str) -> Any:
     import yaml  # here, so that what reads no file needs torch and numpy alone
     from omegaconf import OmegaConf
 
-    content = read_bytes(path, _MAX_YAML_BYTES).decode()
     if "${" in content:
         raise ValueError("${…} where values are expected")
     depth = 0

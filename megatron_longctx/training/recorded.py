@@ -46,13 +46,17 @@ class RecordedTrainer(Trainer):
 
         Checkpoints join what ranks of any parallel sizes hold.
         """
-        parameters, gradients = named_parameters(self.models), self.gradients()
-        weights = {name: parameter.data for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.data = gradients[name]
+        gradients = self.gradients()
+        of = {id(x): gradients[name] for name, x in named_parameters(self.models).items()}
+        owners = [module._parameters for chunk in self.models for module in chunk.modules()]
+        held = [(owner, key, x) for owner in owners for key, x in owner.items() if x is not None]
+        # Others take the parameters' places: one whose data was of another dtype for a while has lost DDP's hook.
+        for owner, key, x in held:
+            owner[key] = torch.nn.Parameter(of[id(x)], requires_grad=False)
+            vars(owner[key]).update(vars(x))
         self.write_weights(directory)
-        for name, parameter in parameters.items():
-            parameter.data = weights[name]
+        for owner, key, x in held:
+            owner[key] = x
 
     def write_weights(self, directory: Path) -> None:
         """Write a checkpoint of the weights alone. Collective."""

@@ -1,7 +1,5 @@
 """Comparisons of evaluations: their tables, and folders that do not belong to one model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """GGUF files have the same weights, fields and tokenizer as the Hugging Face folder of the same model."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

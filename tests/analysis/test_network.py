@@ -1,7 +1,5 @@
 """The emulated network: links are limited and modes are right; skipped if the machine does not permit it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

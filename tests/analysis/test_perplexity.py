@@ -1,7 +1,5 @@
 """Tables of perplexities with quantized sums, and the text that they use."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pictures of the docs are drawn with today's code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy

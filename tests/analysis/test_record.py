@@ -1,7 +1,5 @@
 """Medians of a recorded run exclude the first steps and a profiled step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """TransformerEngine's attention in place of ours computes the same outputs and gradients."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

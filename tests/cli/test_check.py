@@ -1,7 +1,5 @@
 """The `check` verb on CPUs: a correct recipe passes; one with wrong ranks fails and names the parameters."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import shutil

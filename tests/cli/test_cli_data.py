@@ -1,7 +1,5 @@
 """`megatron-longctx data` writes text as Megatron's indexed dataset, byte for byte."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """`megatron-longctx plan`: its exact output, and its drawings."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

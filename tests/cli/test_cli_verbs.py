@@ -1,7 +1,5 @@
 """The command's verbs: help, exit codes, and one-line errors on standard error without traceback."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

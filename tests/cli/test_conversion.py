@@ -1,7 +1,5 @@
 """Import and export: bit-identical weights, the logits of `transformers`, and refusals that leave no files."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """The text model of a published one for images."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

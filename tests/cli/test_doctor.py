@@ -1,7 +1,5 @@
 """The doctor: what it finds on any machine, and that broken packages become findings instead of failures."""
 
-from __future__ import annotations
-
 import platform
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """`submit` refuses what cannot run, composes the configuration and copies the code once; fakes of Slurm's commands
 record how they are called."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every key at the ends of its range and beyond: the value is refused in one line that names the key, or accepted."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

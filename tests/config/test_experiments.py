@@ -1,7 +1,5 @@
 """Experiments without running them: their jobs compose, their modes are planned and simulated, their steps fit."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

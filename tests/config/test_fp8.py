@@ -1,7 +1,5 @@
 """What FP8 refuses: keys beside it, sizes of products, inference, and devices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

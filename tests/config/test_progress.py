@@ -1,7 +1,5 @@
 """The lines of work that takes long."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

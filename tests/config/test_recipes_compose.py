@@ -1,7 +1,5 @@
 """Every recipe composes, alone and with others, into a configuration that can be planned."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A configuration is read back unchanged from a run's folder, and other files are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

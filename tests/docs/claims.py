@@ -7,8 +7,6 @@ bracket. `result@commit` is a result that this commit had. Names of `COMPUTED` a
 `not_measured` (sizes, defaults, rules) need none.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

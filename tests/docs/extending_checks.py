@@ -1,7 +1,5 @@
 """What the examples of docs/extending.md must do: run by test_extending.py on a package that has them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import half_kv

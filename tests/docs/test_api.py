@@ -1,7 +1,5 @@
 """docs/api.rst, docs/plain_pytorch.md and the README: every example runs, and every public name has one."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

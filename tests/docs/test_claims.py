@@ -1,7 +1,5 @@
 """Every measured figure that README.md and docs/ print is a recorded one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

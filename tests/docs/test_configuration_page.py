@@ -1,7 +1,5 @@
 """`docs/configuration.md` has every key, as the configuration declares it today."""
 
-from __future__ import annotations
-
 from analysis.configuration_page import PAGE, page
 from megatron_longctx.config import Config, TrainConfig, keys_of
 from megatron_longctx.config.meanings import comments, meanings

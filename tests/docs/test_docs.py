@@ -1,7 +1,5 @@
 """What README.md and docs/ say is there: links, files, commands, settings, wings; and the script they print runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shlex

@@ -3,8 +3,6 @@
 It takes about 40 s on two busy cores, nearly all of them in the eight commands that start ranks.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """docs/extending.md: each of its examples is one file in a copy of the package, and does what the page says."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Every paper's page is made of its list and its recorded numbers, and the list has all that the paper has."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

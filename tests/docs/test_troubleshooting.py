@@ -1,7 +1,5 @@
 """docs/troubleshooting.md quotes what the code says."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Shared fixtures of the inference tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,14 +14,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
     from megatron_longctx.testing.distributed import run_distributed
     from tests.shared.training import Job, run_jobs, tiny_config, tiny_corpus
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        root = tmp_path_factory.mktemp("runs")
-        tiny_corpus(root / "corpus")
-        settings = {"train.save": True, "train.steps": 12, "parallelism.context_parallel_size": 2}
-        settings["inference.max_model_len"] = 100_000
-        config = tiny_config(root, "trained", settings)
-        run_distributed(run_jobs, 2, [Job(config)])
+    root = tmp_path_factory.mktemp("runs")
+    tiny_corpus(root / "corpus")
+    settings = {"train.save": True, "train.steps": 12, "parallelism.context_parallel_size": 2}
+    settings["inference.max_model_len"] = 100_000
+    config = tiny_config(root, "trained", settings)
+    run_distributed(run_jobs, 2, [Job(config)])
     return config
 
 

@@ -1,7 +1,5 @@
 """Conversations of several sessions with a real model, and the same tokens through a dense forward pass."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

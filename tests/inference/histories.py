@@ -1,7 +1,5 @@
 """Caches with a history, for tests of the next batch."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from itertools import chain, count, islice

@@ -1,7 +1,5 @@
 """A server in this process. Tests take requests from its inbox in place of the ranks, and answer them."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import math

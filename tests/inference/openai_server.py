@@ -1,7 +1,5 @@
 """A server of a random Llama, an `openai` client of it, and the model that `transformers` reads from the same files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

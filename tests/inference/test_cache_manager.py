@@ -1,7 +1,5 @@
 """The cache manager: every token is found where it was stored, pages do not leak, ranks hold even shards."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Plans over a cache: every new token attends to its own sequence up to itself, each pair exactly once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Attention over a cache with a history equals dense attention over each whole sequence."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """The choice of a mode: the simulator's predictions, the sizes of messages, and where their numbers come from."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

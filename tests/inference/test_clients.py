@@ -1,7 +1,5 @@
 """The server's clients and their features: `openai`, `lm_eval`, and answers that equal those of `transformers`."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -371,7 +369,6 @@ def sampled(
     return found, [score.logprob for score in events[-1].prompt_scores or ()], max(rows)
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("sizes", [{}, {"context": 2}, {"context": 3}, {"tensor": 2, "context": 2}], ids=str)
 def test_any_number_of_ranks_draws_the_same_tokens(served: Any, sizes: dict[str, int]) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor

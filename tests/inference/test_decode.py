@@ -1,7 +1,5 @@
 """Replicated decode: the same tokens and logits as plans, few step sizes, refused settings, graphs on GPUs."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace
@@ -212,7 +210,6 @@ def every_shape(rank: int, configs: list[Config]) -> None:
             tiles_do_not_matter(engine, prompts)
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_replicated_decode_equals_plans(n: int, tmp_path: Path) -> None:
     shapes = [(2, "rope"), (1, "learned"), (4, "rope")]

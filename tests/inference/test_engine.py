@@ -1,7 +1,5 @@
 """A trained model with a sharded cache answers as in one dense forward pass, turn by turn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,10 +27,8 @@ def models_of(trained: Config) -> list[Model]:
 
 @pytest.fixture(scope="module")
 def truth(trained: Config) -> list[Truth]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        single = [Model(parallel(model.config, 1), model.checkpoints) for model in models_of(trained)]
-        return run_distributed(truths, 1, single)[0]
+    single = [Model(parallel(model.config, 1), model.checkpoints) for model in models_of(trained)]
+    return run_distributed(truths, 1, single)[0]
 
 
 def check(records: list[Record], truth: Truth) -> None:
@@ -53,7 +49,6 @@ def test_one_rank_equals_the_dense_model(truth: list[Truth]) -> None:
         assert all(len(set(record.tokens)) > 5 for record in each.records)
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_every_turn_equals_the_dense_model(trained: Config, truth: list[Truth], n: int) -> None:
     model, *others = models_of(trained)

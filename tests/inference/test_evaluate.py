@@ -1,7 +1,5 @@
 """`megatron-longctx eval` as a user starts it: the same results at any parallel sizes, files, and refused arguments."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

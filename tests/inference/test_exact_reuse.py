@@ -1,7 +1,5 @@
 """With `inference.exact_reuse`, a prompt's logits are bit-identical with and without a cached prefix."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -87,7 +85,6 @@ def every_length(rank: int, configs: list[Config]) -> int:
     return count
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("n", [1, 3])
 def test_cold_and_reused_prompts_are_bit_identical(tmp_path: Path, n: int) -> None:
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})

@@ -1,7 +1,5 @@
 """Products in FP8: their quantization and error, and the fused kernels under Triton's interpreter and on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

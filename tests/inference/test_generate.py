@@ -1,7 +1,5 @@
 """`megatron-longctx generate` as a user starts it: only text on standard output, the same at any parallel sizes."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

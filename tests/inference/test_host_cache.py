@@ -1,7 +1,5 @@
 """Pages that had to give way come back from host memory, as if they had stayed."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -104,7 +102,6 @@ def with_engines(rank: int, config: Config, exact: Config) -> list[int]:
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("n", "window"), [(1, None), (2, None), (2, 10)])
 def test_prompts_find_what_rests_on_the_host(tmp_path: Path, n: int, window: int | None) -> None:
     windows = {} if window is None else {"model.window": window, "model.window_pattern": 2, "serve.max_active": 2}

@@ -1,7 +1,5 @@
 """The HTTP interface: requests and answers."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import tracemalloc

@@ -1,7 +1,5 @@
 """The HTTP interface's limits: access, sizes, connections, and time limits for clients and ranks."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import math

@@ -1,7 +1,5 @@
 """Gated delta nets in inference: logits equal those of one forward pass over the whole text, on any ranks."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -51,9 +49,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def truth(config: Config) -> list[torch.Tensor]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return run_distributed(truths, 1, config)[0]
+    return run_distributed(truths, 1, config)[0]
 
 
 def truths(rank: int, config: Config) -> list[torch.Tensor]:
@@ -148,7 +144,6 @@ def found_by(rank: int, configs: list[Config]) -> list[Logits]:
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("tensor", "n"), [(1, 1), (1, 2), (1, 3), (2, 2)])
 def test_every_way_equals_the_training_forward_pass(
     tensor: int, n: int, config: Config, truth: list[torch.Tensor]

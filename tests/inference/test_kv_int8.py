@@ -1,7 +1,5 @@
 """Keys and values that are stored and sent as 8-bit integers: the same numbers in every mode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -116,7 +114,6 @@ def through_the_engine(rank: int, configs: list[Config]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_the_engine_stores_and_sends_8_bit_values(tmp_path: Path) -> None:
     """The logits are alike in every mode and in decode; a single rank stays exact."""
     config = tiny_config(tmp_path, "x", {"attention.kv_int8": True})

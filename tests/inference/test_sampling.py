@@ -1,7 +1,5 @@
 """Greedy, temperature, top-k, top-p and seeds."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

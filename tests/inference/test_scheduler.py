@@ -1,7 +1,5 @@
 """Concurrent requests get the same answers as alone, share prefixes, and leave nothing in the cache."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -325,7 +323,6 @@ def with_every_engine(rank: int, plain: Config, evicting: Config, learned: Confi
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("n", [1, 2])
 def test_requests_are_served_as_if_alone(tmp_path: Path, n: int) -> None:
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
@@ -351,7 +348,6 @@ def with_windows(rank: int, config: Config) -> list[list[int]]:
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_layers_with_windows_have_room_for_all_active_requests(tmp_path: Path) -> None:
     windows = {"model.window": 10, "model.window_pattern": 2, "serve.max_active": 4}
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128, **windows})

@@ -1,7 +1,5 @@
 """`megatron-longctx serve` as its clients see it: answers, streams, limits, and errors that affect no other request."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

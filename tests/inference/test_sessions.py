@@ -1,7 +1,5 @@
 """Sessions beyond the right numbers: harmless errors, ends, seeds, forks, eviction, warm-up, and no leaks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -292,7 +290,6 @@ def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
     return tokens, logits
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_sessions_keep_their_promises_on_any_number_of_ranks(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
     (alone,) = run_distributed(every_promise, 1, parallel(config, 1))

@@ -1,7 +1,5 @@
 """Ranks that share a cache and the weights answer as in one dense forward pass."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -41,12 +39,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Config]:
 
 @pytest.fixture(scope="module")
 def truth(models: list[Config]) -> list[Truth]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return run_distributed(truths, 1, [Model(parallel(config, 1)) for config in models])[0]
+    return run_distributed(truths, 1, [Model(parallel(config, 1)) for config in models])[0]
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     ("context", "tensor", "of"), [(2, 1, (0, 1, 2, 3)), (3, 1, (0, 1)), (2, 2, (0, 1, 3)), (3, 2, (0, 3))]
 )
@@ -87,7 +82,6 @@ def answers(rank: int, configs: list[Config]) -> list[Answers]:
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_ranks_hold_a_part_of_the_weights_and_answer_alike(models: list[Config]) -> None:
     """Also prompts' scores, forks, and ranks that have no tokens of a prompt."""
     exact = {"reduction.down_projection": "int8", "reduction.min_kib": 2**20}  # a policy whose sums are all exact

@@ -1,7 +1,5 @@
 """Thousands of random operations leak no page, change no other session, and answer as the dense model does."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -221,7 +219,6 @@ def check(config: Config, samples: list[Sample]) -> None:
         assert torch.allclose(sample.logits, logits[-1], atol=1e-5)
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("n", "which"), [(1, (0, 1, 2, 3)), (2, (0, 3)), (3, (1, 3))])
 def test_random_operations_leak_and_corrupt_nothing(tmp_path: Path, n: int, which: tuple[int, ...]) -> None:
     """`tests/analysis/test_soak.py` sends random requests through a scheduler."""

@@ -1,7 +1,5 @@
 """Drafts from the prompt change no token, whatever is drawn how, and save passes where an answer repeats its prompt."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +77,6 @@ def a_fork_and_an_end_inside_a_draft(engine: LongContextEngine) -> None:
     assert engine.cache_manager.used_pages() == 0
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("context", "tensor"), [(1, 1), (2, 1), (3, 1), (2, 2)])
 def test_drafts_change_no_token(tmp_path: Path, context: int, tensor: int) -> None:
     config = parallel(tiny_config(tmp_path, "x", {"data.seq_length": 128}), context, tensor)

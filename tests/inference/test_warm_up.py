@@ -1,7 +1,5 @@
 """Kernels compiled before the first prompt: afterwards no prompt and no decode waits for Triton."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers with windows free their pages, and results stay the same."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import chain
@@ -115,7 +113,6 @@ def truths(rank: int, texts: list[tuple[Config, list[list[int]]]]) -> list[list[
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("n", NUMBERS)
 def test_logits_are_those_of_the_training_forward_pass(n: int, tmp_path: Path) -> None:
     configs = {name: tiny_config(tmp_path, "x", settings) for name, settings in MODELS.items()}

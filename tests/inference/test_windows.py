@@ -1,7 +1,5 @@
 """Windows and sinks over the cache: logits equal those of the training forward pass over the whole text."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -130,9 +128,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
 
 @pytest.fixture(scope="module")
 def truth(configs: dict[str, Config]) -> dict[str, list[Tensor]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        found = run_distributed(truths, 1, list(configs.values()))[0]
+    found = run_distributed(truths, 1, list(configs.values()))[0]
     return dict(zip(configs, found, strict=True))
 
 
@@ -141,7 +137,6 @@ def check(found: Logits, truth: list[Tensor]) -> None:
     torch.testing.assert_close(torch.stack(list(found.values())).double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("tensor", "n"), [(1, 1), (1, 2), (1, 3), (2, 2)])
 def test_every_way_equals_the_training_forward_pass(
     tensor: int, n: int, configs: dict[str, Config], truth: dict[str, list[Tensor]]
@@ -174,7 +169,6 @@ def with_int8(rank: int, configs: list[Config]) -> list[Logits]:
     return logits_of(rank, [("", config) for config in configs])
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_8_bit_keys_and_values_have_windows_and_sinks(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "x", {**next(iter(SHAPES.values())), "attention.kv_int8": True})
     cases = [parallel(config, 3, **WAYS[way]) for way in ("pass_kv", "replicated")]

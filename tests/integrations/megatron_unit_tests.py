@@ -5,8 +5,6 @@ returns Megatron's local layers instead, with norms that support sequence parall
 core attention, CORE_ATTENTION=ours replaces it. Neither has attention dropout. Ranks write outcomes into OUTCOMES.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The doors of Megatron-Bridge and verl: their own slices, RoPE and providers, and what they refuse."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from functools import partial

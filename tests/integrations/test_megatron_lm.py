@@ -4,8 +4,6 @@
 Megatron-Core.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

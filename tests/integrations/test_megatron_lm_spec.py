@@ -1,7 +1,5 @@
 """What `--spec` names, as far as it needs no Megatron-LM."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 `MEGATRON_LM=path make test-megatron-lm ARGS=-s` prints the counts that are in docs/switch.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

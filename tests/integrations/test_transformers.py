@@ -1,7 +1,5 @@
 """transformers' models on this attention: every family, Trainer, fully_shard and torch.compile beside eager."""
 
-from __future__ import annotations
-
 import copy
 from itertools import accumulate
 from pathlib import Path
@@ -144,7 +142,7 @@ def test_the_script_of_the_page_trains_alike_on_1_to_3_ranks(on_ranks: dict[int,
 
 def _compiled() -> tuple[float, float]:
     """The differences of a compiled model from the same one as it is."""
-    results = []
+    torch._dynamo.config.disable, results = False, []
     for change in (lambda model: model, lambda model: torch.compile(model, backend="aot_eager")):
         model = model_of("mistral", num_hidden_layers=1, layer_types=None)
         loss = change(model)(**shard(batch_of(), DOCUMENTS)).loss

@@ -1,7 +1,5 @@
 """Batches as trees and back: every row's tokens, the place that predicts each, and GRPO's curve in both forms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Fakes of `srun`, `scontrol` and the final command on PATH record their arguments
 tests/slurm runs the scripts on a real Slurm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -3,8 +3,6 @@
 `tests/training/test_resume.py` resumes at other parallel sizes.
 """
 
-from __future__ import annotations
-
 import math
 import queue
 import shutil
@@ -27,7 +25,7 @@ from megatron_longctx.mcore import checkpoint_writer as writer
 from megatron_longctx.mcore import optimizer as optim
 from megatron_longctx.mcore.checkpoint_optimizer import boxes
 from megatron_longctx.mcore.checkpoint_writer import HostCopies, PendingSave, copy_through
-from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.distributed import PATIENCE_S, run_distributed
 from megatron_longctx.training.saver import Saver
 from tests.mcore.tiny_gpt import BATCH, Layout, Trainer
 
@@ -204,7 +202,7 @@ def test_tensors_may_change_when_they_are_staged(tmp_path: Path, monkeypatch: py
 
     class LateCopies(HostCopies):
         def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-            assert go.wait(600)
+            assert go.wait(PATIENCE_S)
             return super().copy(tensor)
 
     def write(bucket: Any) -> None:
@@ -225,7 +223,7 @@ def test_tensors_may_change_when_they_are_staged(tmp_path: Path, monkeypatch: py
     waiting.start()
     assert not staged.wait(0.2), "training continues only when everything is copied"
     go.set()
-    waiting.join(600)
+    waiting.join(PATIENCE_S)
     tensors["large"] += 1
     saver._saving._thread.join()
     assert {name: x.sum().item() for name, x in written.items()} == {"small": 0, "large": 0}

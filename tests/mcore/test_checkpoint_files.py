@@ -1,7 +1,5 @@
 """Bytes that were changed are found before a checkpoint is loaded, and no pickle in a checkpoint is run."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

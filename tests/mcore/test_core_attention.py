@@ -1,7 +1,5 @@
 """The core attention of Megatron's layers: equal to dense attention, and unsupported uses are refused."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from itertools import product

@@ -1,7 +1,5 @@
 """Datasets: written, refused if they cannot be trained on, and identified by their content, wherever they are."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Tests run in spawned processes, because the replacements last as long as a process.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any

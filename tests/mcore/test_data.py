@@ -1,7 +1,5 @@
 """Batches: their text, labels, masks and documents, and the order of samples."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Steps of packs with similar work, dealt out to data-parallel replicas."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from statistics import fmean

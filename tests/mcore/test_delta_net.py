@@ -1,7 +1,5 @@
 """A gated delta net computes what the published layer in `transformers` does with the same weights."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

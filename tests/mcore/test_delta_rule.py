@@ -1,7 +1,5 @@
 """The gated delta rule over ranks: outputs and gradients are those of the recurrence, whatever ranks hold."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 

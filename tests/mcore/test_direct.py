@@ -1,7 +1,5 @@
 """Layers that run directly: bit-identical to Megatron's, with a fraction of their host work."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable
@@ -91,7 +89,6 @@ def logits_of(engine: LongContextEngine) -> Tensor:
 
 
 def same_bits(rank: int, configs: list[Config]) -> list[bool]:
-    torch.compiler.set_stance("force_eager")  # fused activations take long to compile
     found = []
     for config in configs:
         engine, model = engine_of(config)

@@ -1,7 +1,5 @@
 """FP8: Megatron's settings, groups of amaxes, equal scales in reruns and after a checkpoint, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from types import SimpleNamespace

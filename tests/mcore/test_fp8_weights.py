@@ -1,7 +1,5 @@
 """Models with FP8 weights: what they compute, on how many ranks, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,6 @@ def parallel(tensor: int, context: int) -> dict[str, Any]:
 def logits_of(rank: int, configs: list[Config]) -> list[tuple[Tensor, int, bool]]:
     """Return the logits of a prompt and of further tokens, the bytes of the layers' weights, and whether layers run
     directly."""
-    torch.compiler.set_stance("force_eager")
     found = []
     for config in configs:
         collection = groups.from_config(config.parallelism, seed=5)

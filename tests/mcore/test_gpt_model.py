@@ -1,7 +1,5 @@
 """Our GPT against Megatron's own on one rank; fingerprints of models; and 8-bit keys and values."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The chunked LM head against Megatron's: losses, gradients, and the largest logits in memory."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

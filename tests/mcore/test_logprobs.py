@@ -1,7 +1,5 @@
 """Log-probabilities of rollouts: in trees, apart, and as the inference engine's layers compute them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

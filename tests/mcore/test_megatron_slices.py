@@ -1,7 +1,5 @@
 """Batches that Megatron slices: its layouts are accepted, and every other combination is refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

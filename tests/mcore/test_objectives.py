@@ -1,7 +1,5 @@
 """The policy gradient, written out token by token, and trained in trees and apart."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gradients reduced behind backward and parameters gathered behind forward: the same numbers, to the last bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 One has layers without RoPE, the others multi-latent attention (MLA).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Each case has two steps of two different packs, with the same weights. In pipeli
 backward, the packs of both micro-batches are in flight.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Orders of samples: Megatron's stream, packs by best fit, and blends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy

@@ -1,7 +1,5 @@
 """Layers that store few activations: the same gradients, how often each part runs, and what is stored where."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

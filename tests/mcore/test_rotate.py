@@ -1,7 +1,5 @@
 """RoPE's fused kernel: under Triton's interpreter, compiled for a GPU, and run on one."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

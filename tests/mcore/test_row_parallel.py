@@ -1,7 +1,5 @@
 """Row-parallel layers with quantized sums: alone, in a GPT with TP=2, and in its layer spec."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every field of Megatron's configuration is applied or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

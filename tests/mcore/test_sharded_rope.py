@@ -1,7 +1,5 @@
 """A rank's RoPE: Megatron's own rotation at the positions that the rank holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd

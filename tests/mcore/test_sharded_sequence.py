@@ -1,7 +1,5 @@
 """The tokens of a batch that each rank gets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

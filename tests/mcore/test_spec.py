@@ -1,7 +1,5 @@
 """Layer specs with context-parallel attention, and their norms: formulas, dtypes, marks of sequence parallelism."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Specs of Megatron's stacks: attention is replaced, and layers that cannot be right are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A step's loss and gradients are divided by the sum of the loss mask over all ranks, at any parallel sizes."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Layers' inputs and attention's results between forward and backward: where they are stored, and for how long."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterable

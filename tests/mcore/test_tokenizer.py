@@ -1,7 +1,5 @@
 """Tokenizers of every library are read from files, without network, and identified by them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

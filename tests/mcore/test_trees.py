@@ -1,7 +1,5 @@
 """Trees of shared prefixes train as their branches do apart, each repeating its prefixes, on any parallel sizes."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from pathlib import Path
@@ -77,8 +75,8 @@ def random_tree(seed: int, nodes: int, longest: int = 9) -> Tree:
     return tree._replace(lengths=tuple(lengths))
 
 
-# Two micro-batches a step: trees of 1 to 200 nodes.
-NODES = (17, 2), (1, 9), (200, 5), (12, 3), (9, 1), (40, 3), (8, 60), (2, 6), (30, 30), (4, 20)
+# Two micro-batches a step: trees of 1 to 200 nodes, the largest only in the longest run.
+NODES = (17, 2), (1, 9), (12, 3), (200, 5), (9, 1), (40, 3), (8, 60), (2, 6), (30, 30), (4, 20)
 TREES = [[random_tree(10 * step + i, nodes) for i, nodes in enumerate(each)] for step, each in enumerate(NODES)]
 
 

@@ -1,7 +1,5 @@
 """A GPT small enough to train in a test, with dense attention, on any parallel sizes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

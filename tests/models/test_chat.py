@@ -1,7 +1,5 @@
 """Chats as text: templates of files and tokenizers, invalid templates, and text that is streamed token by token."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

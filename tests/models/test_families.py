@@ -1,7 +1,5 @@
 """Every field of a `config.json` is converted or refused, and weights convert to Megatron's and back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

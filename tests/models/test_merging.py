@@ -1,7 +1,5 @@
 """Sequences with equal beginnings as trees: what every sequence learns is learned once, from the same tokens."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from itertools import pairwise

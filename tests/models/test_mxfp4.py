@@ -1,7 +1,5 @@
 """gpt-oss's weights in MXFP4 are dequantized to the same numbers as by `transformers`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every family computes the logits of `transformers` and generates its tokens, at every parallel size."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from megatron_longctx.training.compose import RESOLVED, load_config
 from tests.shared.published import ours, theirs, write_model
 from tests.shared.training import changed
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
 LENGTH = 98
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 512}
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}

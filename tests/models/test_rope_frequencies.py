@@ -1,7 +1,5 @@
 """RoPE's frequencies equal those of `transformers` to the last bit; unsupported scaling is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The wheel: its content, and that it works without the checkout; an editable installation reads the checkout."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

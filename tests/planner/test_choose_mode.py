@@ -1,7 +1,5 @@
 """The choice of a mode depends on the cluster and the memory bound, and reports why a mode cannot run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Simulated times against times calculated by hand, and properties of every mode."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

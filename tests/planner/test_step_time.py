@@ -1,7 +1,5 @@
 """The simulated time of training steps, compared with recorded steps on H200s."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

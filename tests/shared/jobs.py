@@ -1,7 +1,5 @@
 """Whole jobs as a user starts them: a command in a process of its own, watched, signalled and waited for."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

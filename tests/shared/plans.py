@@ -1,7 +1,5 @@
 """Plans written by hand, in which queries and partial results travel as in no mode, and edits of plans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 

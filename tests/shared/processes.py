@@ -1,7 +1,5 @@
 """Processes that start with everything imported, which otherwise is most of what they do."""
 
-from __future__ import annotations
-
 import io
 import os
 import resource

@@ -1,7 +1,5 @@
 """Tiny published models, as `transformers` writes them, and what this project's engine makes of imported ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank's view of a sharded sequence, without other processes: for everything that does not communicate."""
 
-from __future__ import annotations
-
 from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.mcore.sequence import ShardedSequence
 

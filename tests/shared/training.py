@@ -1,7 +1,5 @@
 """Tiny runs of the real `Trainer` for tests: corpus, configuration, several runs in one spawn, and what each saw."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random
@@ -15,10 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longctx.config import Config, ParallelismConfig, validate
+from megatron_longctx.config import Config, validate
 from megatron_longctx.mcore import checkpoint, groups, model
 from megatron_longctx.mcore.corpus import Corpus, Document, join_shards, write_corpus, write_shard
-from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.compose import save_config
@@ -136,7 +133,7 @@ class Job:
 
     Args:
         config: of the run; its folder is made.
-        gradients_at: steps, counted from 0, whose gradients are kept.
+        gradients_at: steps, counted from 0, whose gradients are written into the run's folder.
         start_from: weights of this checkpoint directory (its latest) take the place of the fresh ones.
         save_start: write a checkpoint of step 0 into the run's folder first.
         round_weights: round the initial weights to bf16.
@@ -158,7 +155,10 @@ class Job:
 
 @dataclass
 class Record:
-    """What one rank saw of a run. Gradients are whole: reduced, and merged over all parallel axes."""
+    """What one rank saw of a run.
+
+    gradients: reduced; only where neither tensors nor layers are divided between ranks.
+    """
 
     first_step: int = 0
     last_step: int = 0
@@ -170,7 +170,7 @@ class Record:
 
 
 class RecordingTrainer(RecordedTrainer):
-    """The recorded trainer, with a job's own start, faults and gradients that are whole over all parallel axes."""
+    """The recorded trainer, with a job's own start and faults."""
 
     def __init__(self, job: Job) -> None:
         folder = RunFolder.of(job.config)
@@ -179,15 +179,15 @@ class RecordingTrainer(RecordedTrainer):
             save_config(job.config, folder.resolved)
         dist.barrier()
         self.job = job
-        super().__init__(job.config, folder)
+        super().__init__(job.config, folder, job.gradients_at)
         self.record = Record(self.step, losses=self.curves.losses, grad_norms=self.curves.grad_norms)
-        self._exports: list[int] = []
         self._set_weights()
 
     def _before_optimizer_step(self) -> None:
+        super()._before_optimizer_step()
         job = self.job
-        if self.step in job.gradients_at:
-            self._keep_gradients()
+        if self.step in job.gradients_at and self.groups.tp.size() * self.groups.pp.size() == 1:
+            self.record.gradients[self.step] = self.gradients()
         if job.before_optimizer is not None:
             job.before_optimizer(self)
         if self.step == job.stop_in and dist.get_rank() == dist.get_world_size() - 1:
@@ -203,8 +203,6 @@ class RecordingTrainer(RecordedTrainer):
             self.record.error = f"{type(error).__name__}: {error}"
         self.record.last_step = self.step
         groups.destroy()
-        for step in self._exports:
-            self.record.gradients[step] = _merged(self.config, self._export_folder, step, self.vocab_size)
         return self.record
 
     def _one_step(self) -> StepResult:
@@ -228,17 +226,6 @@ class RecordingTrainer(RecordedTrainer):
         return checkpoint.TrainingState(
             self.models, None, None, fingerprint=model.fingerprint(self.config, self.vocab_size)
         )
-
-    @property
-    def _export_folder(self) -> Path:
-        return self.folder.path / "gradients"
-
-    def _keep_gradients(self) -> None:
-        if self.groups.tp.size() * self.groups.pp.size() == 1:
-            self.record.gradients[self.step] = self.gradients()
-            return
-        self.write_gradients(self._export_folder)
-        self._exports.append(self.step)
 
 
 def record_all(rank: int, root: Path, jobs: Mapping[str, dict[str, Any]], steps: Collection[int]) -> dict[str, Curves]:
@@ -275,16 +262,3 @@ def run_job(job: Job) -> Record:
         groups.destroy()
         return Record(error=f"{type(error).__name__}: {error}")
     return trainer.run()
-
-
-def _merged(config: Config, directory: Path, iteration: int, vocab_size: int) -> Gradients:
-    """The parameters of a checkpoint, loaded into a model that is not parallel."""
-    single = dataclasses.replace(config, parallelism=ParallelismConfig())
-    collection = groups.initialize(seed=config.train.seed)
-    gpt = model.build_model(
-        single, model.transformer_config(single), collection, build_sequence(single, collection.cp), vocab_size
-    )
-    state = checkpoint.TrainingState([gpt], None, None, fingerprint=model.fingerprint(config, vocab_size))
-    checkpoint.load(directory, state, iteration=iteration)
-    groups.destroy()
-    return {name: parameter.detach().clone() for name, parameter in gpt.named_parameters()}

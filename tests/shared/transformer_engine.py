@@ -4,8 +4,6 @@ It has the names, the order of updates and the rules of its `quantization` and `
 by torch. `install` makes it importable.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import sys

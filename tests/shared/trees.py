@@ -1,7 +1,5 @@
 """The tokens before a node of a tree of shared prefixes, by definition."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -5,8 +5,6 @@ Where this machine lets us make network namespaces (root, iproute2), each node i
 this machine's network. Nothing of the system's own Slurm, munge or network is touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pwd

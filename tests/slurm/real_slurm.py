@@ -4,8 +4,6 @@ Every run trains the demo recipe, made tiny. Runs that were stopped, requeued or
 of the one that was not, to the last bit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

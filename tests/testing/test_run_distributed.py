@@ -87,7 +87,7 @@ def test_a_failure_is_seen_although_a_child_of_the_rank_lives_on(tmp_path):
     processes = RankProcesses(_leave_a_child, (place,), range(2), start_method="fork")
     try:
         with pytest.raises(RankFailed, match=r"^rank 1 ended with exit code 3$"):
-            assert processes.wait(60)
+            assert processes.wait(PATIENCE_S)
     finally:
         processes.kill()
         os.kill(int(place.read_text()), signal.SIGKILL)
@@ -112,7 +112,7 @@ def _rank(rank):
 
 def test_a_process_whose_end_was_not_seen_yet_is_not_missed(monkeypatch):
     processes = RankProcesses(_rank, (), range(1), start_method="fork")
-    assert processes.wait(60)
+    assert processes.wait(PATIENCE_S)
     monkeypatch.setattr(processes, "_exit_codes", lambda: [None])  # as if a fork server had reaped it just now
     processes._signal(signal.SIGKILL)
 

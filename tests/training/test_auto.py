@@ -1,7 +1,5 @@
 """`parallelism.schedule=auto`: what it is based on, what it chooses, what it refuses."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

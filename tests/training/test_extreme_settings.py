@@ -1,7 +1,5 @@
 """Settings at the limits of their ranges train one step to finite weights, all in one process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Forks: when they are safe, and results and errors of work in one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

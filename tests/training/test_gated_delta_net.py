@@ -1,7 +1,5 @@
 """Layers `G` of `model.pattern`: runs at any parallel sizes are those of one rank, and what cannot run is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`model.builder=hybrid`: Megatron's `HybridModel` trains as its `GPTModel` does, from and to the same checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

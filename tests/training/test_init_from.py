@@ -1,7 +1,5 @@
 """A run starts with another run's weights, at any parallel sizes, and with a new optimizer."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches read ahead: their order, preparation before use, errors of workers, and the end of workers."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -129,8 +127,8 @@ def _result_of(process: Callable[[Connection], None]) -> Any:
     rank = context.Process(target=process, args=(there,))
     rank.start()
     there.close()
-    result = here.recv() if here.poll(60) else "nothing within a minute"
-    rank.join(60)
+    result = here.recv() if here.poll(PATIENCE_S) else "nothing"
+    rank.join(PATIENCE_S)
     if rank.exitcode is None:
         rank.kill()
         return f"{result}, and it has not ended"

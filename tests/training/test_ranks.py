@@ -1,7 +1,5 @@
 """Functions on several ranks: the number of ranks, errors, and the result under torchrun."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx.core.errors import JobFailed
+from megatron_longctx.testing.distributed import PATIENCE_S
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
 
 
@@ -44,5 +43,5 @@ def test_under_torchrun_rank_0_returns_the_result(tmp_path: Path) -> None:
         "print('found', run_on_ranks(Ranks.of(None, 'cpu'), lambda rank: 10 + rank))\n"
     )
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout.split() == ["found", "10"]

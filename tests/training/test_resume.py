@@ -1,7 +1,5 @@
 """A stopped run resumes from its folder, at any other parallel sizes, with the losses of an uninterrupted run."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rollouts from JSONL to batches: trees with the tokens, labels and values of every response."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

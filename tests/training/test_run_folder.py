@@ -1,7 +1,5 @@
 """A run's folder: the lock and its holder, `status.json`, recorded errors, and reports of full disks."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_longctx.testing.distributed import start_context
+from megatron_longctx.testing.distributed import PATIENCE_S, start_context
 from megatron_longctx.training import launcher
 from megatron_longctx.training.local_ranks import RankFailed
 from megatron_longctx.training.run_folder import DiskFull, RunFolder, RunLock, RunStatus, disk_full
@@ -77,13 +75,13 @@ def test_ranks_that_outlive_their_launcher_hold_the_lock(path: Path) -> None:
     here, there = context.Pipe()
     rank = context.Process(target=_rank, args=(lock, there))
     rank.start()
-    assert here.poll(120) and here.recv() == "started"
+    assert here.poll(PATIENCE_S) and here.recv() == "started"
     lock.release()
     message = refused(path)
     held = f"its lock is held on this host by process {rank.pid}"
     assert f"training; {os.uname().nodename} ({held}) is training this one" in message
     here.send("end")
-    rank.join(120)
+    rank.join(PATIENCE_S)
     RunLock(path).release()
 
 
@@ -217,7 +215,7 @@ def _save_too_much(to: Path, as_stream: bool) -> None:
 def test_errors_of_torch_save_are_recognized(tmp_path: Path, as_stream: bool) -> None:
     process = start_context().Process(target=_save_too_much, args=(tmp_path / "file", as_stream))
     process.start()
-    process.join(120)
+    process.join(PATIENCE_S)
     assert process.exitcode == 3
 
 

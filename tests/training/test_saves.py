@@ -1,8 +1,7 @@
 """Which checkpoints a run writes and keeps besides its last."""
 
-from __future__ import annotations
-
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def test_the_best_checkpoint_stays_and_time_saves(tmp_path: Path) -> None:
     def job(name: str, settings: dict[str, Any], **options: Any) -> Job:
         return Job(tiny_config(tmp_path, name, {"parallelism.context_parallel_size": 2, **settings}), **options)
 
-    clock = {"train.steps": 6, "train.save": True, "train.save_minutes": 1e-3}
+    clock = {"train.steps": 40, "train.save": True, "train.save_minutes": 1e-3}
     recorded(2, {
         "four steps": job("best", BEST, before_optimizer=_validate_as_given),
         "four steps again": job("on", BEST, before_optimizer=_validate_as_given),
@@ -51,7 +50,7 @@ def test_the_best_checkpoint_stays_and_time_saves(tmp_path: Path) -> None:
     assert checkpoint_folder.iterations(folder) == [2, 4], "the best, and the newest"
     assert checkpoint_folder.best(folder) == (3.0, 2)
     assert checkpoint_of({"checkpoint": str(tmp_path / "best"), "iteration": "best"}) == (tmp_path / "best", 2)
-    assert len(checkpoint_folder.iterations(tmp_path / "clock/checkpoints")) >= 2, "60 ms are about a step"
+    assert len(checkpoint_folder.iterations(tmp_path / "clock/checkpoints")) >= 2, "60 ms are less than 40 steps"
     folder = tmp_path / "on/checkpoints"
     assert checkpoint_folder.iterations(folder) == [5, 6] and checkpoint_folder.best(folder) == (2.0, 5)
 
@@ -76,9 +75,8 @@ def test_a_damaged_file_of_the_best_is_refused(tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
     config = changed(Config(), {"data.split": "90,10"})
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(message)):
         validate(changed_train(config, settings))
-    assert message in str(caught.value)
 
 
 def changed_train(config: Config, settings: dict[str, Any]) -> Config:

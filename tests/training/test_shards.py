@@ -1,7 +1,5 @@
 """Datasets made in shards: the same bytes with any workers and after any cut, from JSONL, parquet and `datasets`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

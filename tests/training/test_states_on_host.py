@@ -1,7 +1,5 @@
 """Optimizer states on the host: training and checkpoints are bit-identical."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

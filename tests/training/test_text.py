@@ -1,7 +1,5 @@
 """Conversations as tokens: only answers are learned, and errors have the line."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """The loop besides training: metrics and their means, profiles, stop signals, and dumps of non-finite steps."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

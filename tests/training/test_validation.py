@@ -1,7 +1,5 @@
 """The validation loss during training: it is equal at all parallel sizes, and training does not change."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Offline files of W&B, written by training and by `wandb sync`, as W&B's own reader reads them."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """`python -m analysis.benchmarks all_reduce` on CPU: its results are complete, and errors are those of the formats."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`python -m analysis.benchmarks attention` on CPU: its results are complete and right."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of hybrid models: what its table says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`python -m analysis.benchmarks inference` on CPU: its results, and how the choice of `auto` is judged."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The basis of the papers' tables: volumes of plans, rounding like the kernels, Hadamard matrices, simulated steps."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

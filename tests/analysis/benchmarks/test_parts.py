@@ -1,7 +1,5 @@
 """Benchmarks on CPU, `parts` to `huggingface`: their results and tables."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

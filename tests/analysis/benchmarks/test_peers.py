@@ -1,7 +1,5 @@
 """Other packages in the attention benchmark: their results are right, and absent ones are named with a reason."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from dataclasses import replace

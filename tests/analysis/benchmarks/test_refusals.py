@@ -1,7 +1,5 @@
 """Benchmarks refuse options and settings that they cannot measure, and write nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

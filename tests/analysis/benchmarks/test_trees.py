@@ -1,7 +1,5 @@
 """`python -m analysis.benchmarks trees` on CPU: trees and their rollouts apart give the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

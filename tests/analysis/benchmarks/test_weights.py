@@ -1,7 +1,5 @@
 """`python -m analysis.benchmarks weights` on CPU: all ways agree, and a cell that fails does not end the others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

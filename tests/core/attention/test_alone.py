@@ -1,7 +1,5 @@
 """The core runs in an environment with torch and numpy alone, and loads little."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

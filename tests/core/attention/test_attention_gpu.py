@@ -3,8 +3,6 @@
 One set of processes for each number of GPUs runs all its cases. Messages use NCCL or peer memory.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """A pass that fails leaves messages unsent, so the next one is refused; after a lack of memory everywhere it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of one rank: results, refused settings, and the bounded number of masks in memory."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,8 +1,6 @@
 """Compiled models: a call is opaque to the compiler, and losses and gradients are those of the uncompiled model."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -53,12 +51,20 @@ def _difference(group: dist.ProcessGroup | None, backend: str) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """The compiler, which the tests' conftest.py switches off."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(disable=False):
+        yield
+
+
 def _of_ranks(rank: int) -> float:
+    torch._dynamo.config.disable = False
     return _difference(dist.group.WORLD, "eager")
 
 
 def test_compiled_models_are_exact() -> None:
-    torch.compiler.reset()
     assert _difference(None, "aot_eager") == 0.0
     assert run_distributed(_of_ranks, 2) == [0.0, 0.0]
 
@@ -71,7 +77,6 @@ def test_the_compiler_does_not_look_into_a_call() -> None:
         graphs.append(graph)
         return graph.forward
 
-    torch.compiler.reset()
     model = torch.compile(Model(ContextParallelAttention()), backend=backend)
     model(torch.randn(23, 1, HIDDEN), MASK).backward()
     called = [{node.name for node in graph.graph.nodes if node.op.startswith("call")} for graph in graphs]

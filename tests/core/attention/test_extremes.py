@@ -1,7 +1,5 @@
 """Extreme numbers: logits with a large common offset, sinks far above and below all logits, and NaN."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

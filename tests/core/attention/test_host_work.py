@@ -1,7 +1,5 @@
 """The number and order of operations that the host issues in a pass, each of which costs a call of the driver."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter, deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The 8-bit format of keys and values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 `pytest tests/core/attention --hypothesis-profile=long` runs many more examples, and other ones every time.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

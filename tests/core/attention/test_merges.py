@@ -1,7 +1,5 @@
 """The sums of partial results: their merges, executed on tensors."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

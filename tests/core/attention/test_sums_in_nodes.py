@@ -1,7 +1,5 @@
 """Gradients that are summed within nodes, on ranks that are processes: exact, with one message per node."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from types import SimpleNamespace

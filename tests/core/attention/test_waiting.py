@@ -1,7 +1,5 @@
 """The measured time of waiting for messages, which contains that for a late peer and restarts after every reading."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The first call of a run compiles the kernels of all later calls."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Peer memory of CPU processes that map the same files, or of one process, for Triton's interpreter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,8 +1,5 @@
 """Peer memory is set up by all ranks or refused by all with the same error, and no rank is left waiting."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +9,12 @@ from torch import Tensor
 
 from megatron_longctx.config.gpus import max_gpu_ranks
 from megatron_longctx.core.attention import ContextParallelAttention
-from megatron_longctx.core.comm import PeerMemoryError, PeerTransport, peer, symmetric
+from megatron_longctx.core.comm import PeerTransport, peer, symmetric
 from megatron_longctx.core.kernels import AttentionKernel
 from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training.ranks import world_group
+from tests.core.comm.test_collectives import error_of
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -45,24 +44,11 @@ def use(memory: Memory) -> None:
     peer._stream = lambda device: None  # type: ignore[assignment, return-value]
 
 
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def error_of(work: Callable[[], Any]) -> str:
-    try:
-        return f"no error: {work()}"
-    except PeerMemoryError as error:
-        return str(error)
-
-
 def _allocating(rank: int) -> list[Any]:
     remedy = "Choose attention.transport=p2p."
 
     def allocate(*sizes: int) -> list[Any]:
-        return symmetric.allocate(world(), CPU, sizes, remedy)
+        return symmetric.allocate(world_group(), CPU, sizes, remedy)
 
     full = Memory(limit=100 if rank == 1 else 2**62)
     use(full)
@@ -76,7 +62,7 @@ def _allocating(rank: int) -> list[Any]:
 
 def _growing(rank: int) -> list[Any]:
     use(Memory(limit=2**30 if rank == 1 else 2**62))
-    transport = PeerTransport(world(), CPU, key="inference.transport")
+    transport = PeerTransport(world_group(), CPU, key="inference.transport")
     generations = []
     for num_bytes in (MIB, 2 * MIB):
         transport.ensure_capacity(num_bytes, 1)
@@ -87,7 +73,7 @@ def _growing(rank: int) -> list[Any]:
 
 def _broken_off(rank: int) -> list[Any]:
     use(Memory())
-    transport = PeerTransport(world(), CPU)
+    transport = PeerTransport(world_group(), CPU)
     if rank == 1:
         channel: Any = None
         transport.abort(ValueError("a kernel gave up\nwith details"), channel, lambda _: [])
@@ -98,7 +84,7 @@ def _broken_off(rank: int) -> list[Any]:
 def _growing_ahead(rank: int) -> list[Any]:
     """The number of allocations for passes that need 64 MiB more each time."""
     use(Memory())
-    transport = PeerTransport(world(), CPU, growth=2.0)
+    transport = PeerTransport(world_group(), CPU, growth=2.0)
     for number in range(1, 17):
         transport.ensure_capacity(number * 64 * MIB, 1)
     return [transport.generation]
@@ -107,7 +93,7 @@ def _growing_ahead(rank: int) -> list[Any]:
 def _growing_as_far_as_possible(rank: int) -> list[Any]:
     """One rank cannot allocate twice as much, but what a pass needs."""
     use(Memory(limit=3 * 64 * MIB if rank == 1 else 2**62))
-    transport = PeerTransport(world(), CPU, growth=2.0)
+    transport = PeerTransport(world_group(), CPU, growth=2.0)
     result = []
     for needed in (2, 3, 3):
         transport.ensure_capacity(needed * 64 * MIB, 1)
@@ -117,7 +103,7 @@ def _growing_as_far_as_possible(rank: int) -> list[Any]:
 
 def _more_steps(rank: int) -> list[Any]:
     use(Memory())
-    transport = PeerTransport(world(), CPU)
+    transport = PeerTransport(world_group(), CPU)
     result = []
     for steps in (5, 64, 65, 128):
         transport.ensure_capacity(8, steps)
@@ -194,7 +180,7 @@ class Full:
 
 def _too_much(rank: int) -> list[str]:
     """More memory than any GPU has; then one rank that has none left."""
-    group, device = world(), torch.device("cuda", torch.cuda.current_device())
+    group, device = world_group(), torch.device("cuda", torch.cuda.current_device())
     transport = PeerTransport(group, device)
     transport.ensure_capacity(2**24, 1)
     errors = [error_of(lambda size=size: transport.ensure_capacity(size, 1)) for size in (2**42, 8)]

@@ -1,7 +1,5 @@
 """Peer memory: whether ranks can read each other's memory, and batches of flag operations."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shared code of the kernel tests: random blocks, fp64 attention written out, and the error rule."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Triton kernels without a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Stand-ins for FlashAttention's functions without a GPU: the same parameters and results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace

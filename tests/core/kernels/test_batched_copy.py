@@ -1,7 +1,5 @@
 """Strided copies, one at a time in wide words or several in one kernel, copy the same values for any strides."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

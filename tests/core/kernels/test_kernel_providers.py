@@ -1,7 +1,5 @@
 """CPU providers, and packed providers over stand-ins, against fp64 attention written out in blocks.py."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

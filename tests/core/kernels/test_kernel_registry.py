@@ -1,7 +1,5 @@
 """The choice of a kernel: offers, refusals and logs."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import sys

@@ -1,7 +1,5 @@
 """The GPU providers and the fused merge, on a CUDA device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every autograd function of the package refuses gradients of gradients, rather than drop them silently."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Random masks and caches, and the pairs that they show, computed without slices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import lcm

@@ -3,8 +3,6 @@
 `test_plans` shows that they are correct, as it does for all plans.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

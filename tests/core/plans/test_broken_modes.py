@@ -1,7 +1,5 @@
 """`verify` finds every way to break a plan of any mode and mask, at a random place, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

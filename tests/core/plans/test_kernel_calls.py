@@ -1,7 +1,5 @@
 """Kernel calls cover slices once, within what the kernel supports, in as few calls as that allows."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Masks against their definition, pair by pair; the arithmetic of slices and bands; visibility between ranks."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

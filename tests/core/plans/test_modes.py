@@ -1,7 +1,5 @@
 """Properties of each mode besides correctness: balance, few messages, use of links."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 

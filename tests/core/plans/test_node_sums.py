@@ -1,7 +1,5 @@
 """Partial gradients that are summed within a node before they are sent to another node."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Plans compute attention: `verify` proves it. tests/core/attention runs them on tensors."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import replace

@@ -3,8 +3,6 @@
 tests/core/attention runs them: test_masks on tensors, test_peer_protocol with messages as early and late as can be.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_longctx.core.plans import (

@@ -1,7 +1,5 @@
 """The placement of send batches: valid, and the same as if each were compared with all earlier ones."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Results: ranges of positions, scores by task, length and depth, and the files of an evaluation."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Questions: of the given length, with the answers in the text at their depths, and the same for a seed."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

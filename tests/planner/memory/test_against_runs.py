@@ -1,7 +1,5 @@
 """The memory model compared with the memory of real tensors: on CPU in these tests, on H200s in recorded runs."""
 
-from __future__ import annotations
-
 import gc
 import json
 import statistics

@@ -1,7 +1,5 @@
 """Predictions by hand, and their uses: refusals, advice, the longest sequence, reports, and checks before a run."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures that the tests of calibration and of the benchmarks share."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

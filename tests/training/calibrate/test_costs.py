@@ -1,7 +1,5 @@
 """Message benchmarks: messages have the given size and go to the given ranks, over both transports."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

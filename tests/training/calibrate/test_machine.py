@@ -1,7 +1,5 @@
 """The `calibrate` verb on CPU: `auto` uses the stored results, and what cannot be measured is refused."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

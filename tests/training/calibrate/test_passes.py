@@ -1,7 +1,5 @@
 """Whole passes: the lengths and modes of measured steps, the host's time, and warming up before measuring."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

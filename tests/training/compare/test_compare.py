@@ -1,7 +1,5 @@
 """The comparison of runs: numbers of the tables, the pictures, and runs that cannot be compared."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Views of runs, made without a network: the dashboard in a real browser, a workspace and a report in W&B."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

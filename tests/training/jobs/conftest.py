@@ -1,7 +1,5 @@
 """A small corpus, and the working directory of jobs that use it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A short demo: both runs, their table and their picture."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A failing rank ends the whole job soon, with its message; wrong input ends it before ranks start."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

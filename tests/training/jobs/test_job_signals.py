@@ -1,7 +1,5 @@
 """TERM, USR1, HUP and INT write a checkpoint and stop; the same command resumes; no process is left."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -1,7 +1,5 @@
 """A run from start to end: its output and files, how it resumes, and what it refuses to resume."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Sinks: JSON is always valid, no step is written twice, W&B never ends a run."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
