@@ -31,7 +31,7 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"if": INTEGER, "then": {"minimum": 3}}, "1"), (STRING | {"format": "regex"}, '"("'),
     *((STRING | {"pattern": regex}, text) for regex, text in (("a^b", '"ab"'), ("(a$|b)c", '"ac"'), (r"\Aa", '"Aa"'))),
     *((STRING | {"pattern": regex}, text) for regex, text in (('"', '"""'), (r"\n", '"\n"'), (r"\x22", '"""'))),
-    *((OBJECT | {"patternProperties": {key: INTEGER}}, text) for key, text in (("a^b", '{"ab": "x"}'), ('"', '{""": 1}'))),
+    *((OBJECT | {"patternProperties": {key: INTEGER}}, text) for key, text in (("a^", '{"a": ""}'), ('"', '{""": 1}'))),
     (OBJECT | PROPERTY | {"propertyNames": {"pattern": "^b$"}}, '{"a": 1}'),
 )  # fmt: skip
 
