@@ -293,7 +293,7 @@ def _tools(model: Model, body: Mapping[str, Any]) -> tuple[list[Any], Format | N
     if not tools or choice == "none":
         return [], None
     listed = tools if isinstance(tools, list) else []
-    functions = [each.get("function") for each in listed if isinstance(each, dict) and each.get("type") == "function"]
+    functions: list[Any] = [t.get("function") for t in listed if isinstance(t, dict) and t.get("type") == "function"]
     if not functions or len(functions) < len(tools) or not all(_is_function(each) for each in functions):
         raise wrong("tools", tools, "a list of functions with names")
     if any(each.get("strict") for each in functions):
