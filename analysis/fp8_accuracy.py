@@ -20,8 +20,7 @@ from analysis.benchmarks.report import Report, check_least, paired, table
 from megatron_longctx.config import Config
 from megatron_longctx.config.progress import Progress
 from megatron_longctx.inference.evaluation import Haystack, Question, make_questions, score
-from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.inference.scores import PromptScores
+from megatron_longctx.inference.sampling import PromptScores, Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, inference_config
 from megatron_longctx.mcore.tokenizer import build_tokenizer, detokenize

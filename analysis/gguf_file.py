@@ -22,8 +22,7 @@ from torch import Tensor
 from analysis.gguf_tokenizer import write_tokenizer
 from megatron_longctx.cli.conversion import new_folder
 from megatron_longctx.core.errors import refuse
-from megatron_longctx.models.huggingface import ShardWriter
-from megatron_longctx.models.source import TensorInfo
+from megatron_longctx.models.huggingface import ShardWriter, TensorInfo
 
 # Fields of config.json, keyed by the metadata's keys without the architecture's name.
 _FIELDS = {

@@ -27,7 +27,7 @@ from megatron_longctx.core.comm import gather_objects
 from megatron_longctx.core.comm.device import synchronize
 from megatron_longctx.inference import fp8
 from megatron_longctx.inference.fp8 import Fp8Weight
-from megatron_longctx.inference.scores import PromptScores
+from megatron_longctx.inference.sampling import PromptScores
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, inference_config
 from megatron_longctx.training.compose import compose_config

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from megatron_longctx.config import Config
 from megatron_longctx.core.comm.device import synchronize
 from megatron_longctx.core.errors import refuse
+from megatron_longctx.inference.batch import ScheduledChunk
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.choose_cache_mode import Chooser, facts_of_rank_0
 from megatron_longctx.inference.decode import Decoder
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.memory import pages_per_rank
-from megatron_longctx.inference.placement import ScheduledChunk
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import NextToken, Session
 from megatron_longctx.mcore import groups

@@ -31,8 +31,15 @@ from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..models import Dims, Family, Weight, check_same_function, family_of_model, family_of_source, in_file_order
 from ..models.fields import of_text
-from ..models.huggingface import HuggingFaceFolder, ShardWriter
-from ..models.source import CONFIG_FILES, TOKENIZER_FILES, TensorInfo, matching_files, read_json
+from ..models.huggingface import (
+    CONFIG_FILES,
+    TOKENIZER_FILES,
+    HuggingFaceFolder,
+    ShardWriter,
+    TensorInfo,
+    matching_files,
+    read_json,
+)
 from ..serving.inference_job import checkpoint_of, split_arguments
 from ..training import preflight
 from ..training.compose import RESOLVED, load_config, override_config, save_config

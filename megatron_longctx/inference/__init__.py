@@ -5,11 +5,10 @@
 for users; `mcore.inference` builds it from a run.
 """
 
-from .batch import Batch
+from .batch import Batch, ScheduledChunk
 from .cache_manager import CacheFull, CacheManager
 from .cached_attention import CachedAttention, CachedModel, CacheShape
 from .choose_cache_mode import Chooser, Decision, LinkFacts
 from .engine import LongContextEngine
-from .placement import ScheduledChunk
 from .sampling import Sampling
 from .session import Session

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..core.errors import refuse
+from .batch import MAX_CONTIGUOUS, ScheduledChunk, assign
 from .pages import Copy, Group, Held, Key, Place, Shard
-from .placement import MAX_CONTIGUOUS, ScheduledChunk, assign
 from .window_pages import UNBOUNDED, WindowPages, Windows, most_pages
 
 

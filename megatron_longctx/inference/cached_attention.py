@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,14 @@ from ..core.comm import (
 from ..core.errors import refuse
 from ..core.kernels import KernelRequest, choose_kernel
 from ..core.plans import Kind, Recorder, Target, Workload
-from .batch import Batch
+from .batch import Batch, ScheduledChunk
 from .paged import FUSED_DTYPES, PackedPartials, Pages, attend_pages, attend_splits, has_fused_kernels, merge_ranks
-from .peer_merge import PeerMerge
-from .placement import ScheduledChunk
 from .quantize_kv import SCALE_BYTES, Int8KV
-from .scores import PromptScorer
+from .sampling import PromptScorer
 from .states import RecurrentStates
+
+if TYPE_CHECKING:
+    from .peer_merge import PeerMerge
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +246,8 @@ class CachedAttention:
         if group is None or self._merge is not None or not isinstance(self._runtime.transport, PeerTransport):
             return
         if shape.dtype in FUSED_DTYPES and all(gather_objects(group, has_fused_kernels())):
+            from .peer_merge import PeerMerge
+
             try:
                 heads = shape.num_heads // self._parts
                 self._merge = PeerMerge.of(group, self.device, most, heads, shape.head_dim, self._parts)

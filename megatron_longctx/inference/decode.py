@@ -24,10 +24,10 @@ from torch import Tensor
 from ..config import InferenceConfig
 from ..core.comm import gather_objects
 from ..core.errors import refuse
+from .batch import ScheduledChunk
 from .cache_manager import CacheManager
 from .cached_attention import CachedAttention, CachedModel
 from .paged import FUSED_DTYPES, Pages, has_fused_kernels, max_queries_per_tile
-from .placement import ScheduledChunk
 from .session import NOT_FINITE, NextToken
 
 logger = logging.getLogger(__name__)

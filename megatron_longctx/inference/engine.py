@@ -16,14 +16,12 @@ from torch import Tensor
 from ..config import InferenceConfig, check_inference
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
-from .batch import Batch
+from .batch import Batch, ScheduledChunk
 from .cache_manager import CacheFull, CacheManager
 from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
 from .decode import Decoder
-from .placement import ScheduledChunk
-from .sampling import Sampling, no_token, not_finite
-from .scores import PromptScorer, Score
+from .sampling import PromptScorer, Sampling, Score, no_token, not_finite
 from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
 from .states import StateRows
 

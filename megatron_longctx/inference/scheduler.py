@@ -14,8 +14,7 @@ from .engine import LongContextEngine
 from .host_cache import HostCache
 from .pace import Pace
 from .pages import Copy
-from .sampling import Sampling, no_token
-from .scores import PromptScores, Score
+from .sampling import PromptScores, Sampling, Score, no_token
 from .session import Generation, Session, check_ids, check_length
 
 

@@ -21,8 +21,7 @@ from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
 from .cache_manager import CacheManager
 from .pages import Held
-from .sampling import Sampling, sample
-from .scores import PromptScores, Score, score_table
+from .sampling import PromptScores, Sampling, Score, sample, score_table
 
 NOT_FINITE = -1
 """The id in place of a token whose logits are not finite."""

@@ -23,9 +23,8 @@ from torch import Tensor
 from ..core.comm import all_gather_rows
 from ..core.errors import refuse
 from ..models import delta_rule
-from .batch import Batch
+from .batch import Batch, ScheduledChunk
 from .cache_manager import CacheFull, CacheManager
-from .placement import ScheduledChunk
 
 ROWS_OF_SEQUENCE = 3
 """The most rows that the passes over a chunk need for a sequence: one that is read, the one of a prefix, a new one."""

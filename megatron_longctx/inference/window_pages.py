@@ -82,13 +82,8 @@ class WindowPages:
         return own.get(index, place.page if place is not None and place.rank == rank else None)
 
     def see(self, held: Held, own: Mapping[int, int]) -> None:
-        """Let a session that has only complete pages hold those that its next token sees. own: see `find`.
-
-        One more is held if it is there, so that the last page can be computed again.
-        """
+        """Let a session that has only complete pages hold those that its next token sees. own: see `find`."""
         held.left = self.first_seen(len(held.pages) * self._page_tokens)
-        if held.left and self.find(held.pages, held.left - 1, own) is not None:
-            held.left -= 1
         for group, shards in zip(self.groups, held.groups[1:], strict=True):
             for index in range(held.left, len(held.pages)):
                 rank, page = held.pages[index][0], self.find(held.pages, index, own)

@@ -1,7 +1,7 @@
 """Reductions among GPUs that can write each other's memory, each in one kernel: pack, push, wait, sum, push, unpack.
 
 A block handles the same groups of every chunk in all steps and on all ranks, because it waits for the same block of the
-peers (see `lowbit.peer_flags`). Arguments are not checked: call `peer_reduce`.
+peers (see `lowbit.peer_flags`). Arguments are not checked: call `quantized`.
 """
 
 from __future__ import annotations

@@ -30,10 +30,9 @@ from ..inference.cached_attention import CachedAttention
 from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
 from ..inference.engine import LongContextEngine
 from ..inference.memory import cache_shape, free_pages, pages_per_rank, state_shape, windows_of, with_shared_weights
-from ..inference.scores import PromptScorer
+from ..inference.sampling import PromptScorer
 from ..inference.states import RecurrentStates
-from ..lowbit.crossover import Timings
-from ..lowbit.reduction import ReductionPolicy
+from ..lowbit.reduction import ReductionPolicy, Timings
 from . import checkpoint
 from .core_attention import layer_window
 from .delta_net import GatedDeltaNet

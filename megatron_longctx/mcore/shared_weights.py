@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ..core.comm import all_gather_rows
 from ..core.comm.collectives import all_gather_single
-from ..lowbit.peer_reduce import peer_reduction
-from ..lowbit.quantized import all_reduce
+from ..lowbit.quantized import all_reduce, peer_reduction
 from .direct import LayerWeights
 from .groups import WeightGroups
 from .row_parallel import ReducedRowParallelLinear

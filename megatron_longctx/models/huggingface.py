@@ -1,20 +1,30 @@
-"""Folders in the format of Hugging Face: `config.json`, safetensors files, a tokenizer."""
+"""Folders in the format of Hugging Face: `config.json`, safetensors files with the tensors they list, a tokenizer."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .source import CONFIG_FILES, FLOATS, TOKENIZER_FILES, TensorInfo, matching_files, read_json, require_package
+from ..config import files
+from ..config.extras import install
 
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
+    *("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "chat_template.jinja"),
+)
+# Copied with a tokenizer: `transformers` finds the class of some tokenizers only in the model's config.json.
+CONFIG_FILES = ("config.json", "generation_config.json")
+_MAX_JSON_BYTES = 2**26  # the index of a model with 100,000 tensors has 10 MB
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OF_TEXT = re.compile(r"^model\.language_model\.")  # the text model in one that reads images, too
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
@@ -24,6 +34,17 @@ _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4 = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.bfloat16)
+
+
+class TensorInfo(NamedTuple):
+    """The shape and dtype of a tensor on disk."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class HuggingFaceFolder:
@@ -79,22 +100,22 @@ class HuggingFaceFolder:
 
     def write_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer, its chat template and `config.json` as `transformers` reads them, if there is one."""
-        if files := matching_files(self._folder, TOKENIZER_FILES):
+        if found := matching_files(self._folder, TOKENIZER_FILES):
             folder.mkdir()
-            for file in [*files, *matching_files(self._folder, CONFIG_FILES)]:
+            for file in [*found, *matching_files(self._folder, CONFIG_FILES)]:
                 shutil.copyfile(file, folder / file.name)
 
     def _read_index(self) -> dict[str, str]:
         """Return the file of every tensor according to the index; nothing if a single file has all."""
         path = self._folder / INDEX
         if path.is_file():
-            files = read_json(path).get("weight_map")
-            if not isinstance(files, dict) or not files:
+            shards = read_json(path).get("weight_map")
+            if not isinstance(shards, dict) or not shards:
                 raise ValueError(f"{path}: expected a weight_map. Fetch the file again.")
-            for name, shard in files.items():
+            for name, shard in shards.items():
                 if not isinstance(shard, str) or Path(shard).name != shard:
                     raise ValueError(f"{path}: expected a file of this folder for {name}: {shard!r}.")
-            return files
+            return shards
         if not (self._folder / SINGLE).is_file():
             remedy = "Other formats (*.bin) are pickles, which may run code: convert them, or fetch safetensors."
             raise ValueError(f"{self._folder}: expected {SINGLE}, or {INDEX} and its files. {remedy}")
@@ -173,7 +194,7 @@ class ShardWriter:
             OSError: a file cannot be written.
         """
         computed, count = iter(values), len(self._files)
-        files: dict[str, str] = {}
+        shard_of: dict[str, str] = {}
         for number, groups in enumerate(self._files, 1):
             name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
             with (self._folder / name).open("wb") as stream:
@@ -184,10 +205,10 @@ class ShardWriter:
                         tensor = tensors[key].contiguous()
                         assert TensorInfo(tuple(tensor.shape), tensor.dtype) == info, key
                         stream.write(tensor.flatten().view(torch.uint8).numpy().data)
-                    files |= dict.fromkeys(group, name)
+                    shard_of |= dict.fromkeys(group, name)
         if count > 1:
             total = sum(info.num_bytes for groups in self._files for group in groups for info in group.values())
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))}
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -202,3 +223,26 @@ def _header(tensors: Mapping[str, TensorInfo]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def require_package(name: str, what: str) -> None:
+    """Refuse `what` if a package of the extra `models` is missing. Raises ValueError: names the package."""
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"{what}: expected the package {name}. Run {install('models')}.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ValueError: the file is missing, or does not hold an object."""
+    try:
+        content = json.loads(files.read_bytes(path, _MAX_JSON_BYTES).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path}: expected a JSON file ({reason}). Fetch it again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, not a {type(content).__name__}. Fetch it again.")
+    return content
+
+
+def matching_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """Return the files of a folder whose names match one of `patterns`, sorted."""
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})

@@ -34,11 +34,10 @@ def predicted_step_s(job: Job) -> float | None:
     exact, reduced = cluster.device.layer_tflops("none"), cluster.device.layer_tflops(train.fp8)
     if exact is None or reduced is None:
         return None
-    in_fp8 = range(train.bf16_layers_at_start, model.num_layers - train.bf16_layers_at_end)
     again = 1 if config.recompute.mode == "none" else 4 / 3  # forward a second time
     layers = sum(
-        products / (reduced if number in in_fp8 else exact) + others / exact
-        for number, (products, others) in enumerate(layer_flops(model))
+        products / (reduced if in_fp8 else exact) + others / exact
+        for in_fp8, (products, others) in zip(job.fp8_layers, layer_flops(model), strict=True)
     )
     head = head_flops(model, job.vocab_size) * (1 if config.recompute.head_chunk_tokens is None else 4 / 3) / exact
     costs, stages = Costs.of_cluster(cluster), range(par.pipeline_parallel_size)

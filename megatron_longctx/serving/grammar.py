@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,12 @@ _NOTES = {
     *("deprecated", "readOnly", "writeOnly", "nullable", "discriminator"),
 }
 """Keywords that restrict no answer."""
+_FORMATS = {"idn-email", "idn-hostname", "iri", "iri-reference", "regex"}
+"""Formats of JSON Schema that it leaves out. Others that it does not know have no meaning there."""
+_ESCAPES = "dDwWsSbBpPkxucnrtfv"
+"""Letters after a backslash that it reads or refuses; others would stand for themselves."""
+_WRITTEN = {"\\", *"xucnrtfv0"}
+"""What stands after a backslash for one character, which JSON may have to write otherwise."""
 _LIBRARIES = ("byte-level", "huggingface")
 
 
@@ -76,6 +83,7 @@ class Grammars:
                 _check_followed(schema)
                 return self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
             if kind == "regex":
+                _refuse(_left_out_of_regex(value))
                 return self._compiler.compile_regex(value)
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
             return self._compiler.compile_grammar(f"root ::= {choices}")
@@ -98,6 +106,11 @@ class Grammars:
         return allowed
 
 
+def _refuse(left_out: Iterator[str]) -> None:
+    for each in left_out:
+        raise ValueError(f"{each} is not supported: leave it out")
+
+
 def _check_followed(schema: Any) -> None:
     """Raise ValueError for what xgrammar leaves out of a schema: an answer might break it."""
     left = [schema]
@@ -105,8 +118,7 @@ def _check_followed(schema: Any) -> None:
         each = left.pop()
         if not isinstance(each, dict):
             continue
-        if ignored := next(_ignored(each), None):
-            raise ValueError(f"{ignored} is not supported: leave it out")
+        _refuse(_ignored(each))
         for key in ("properties", "patternProperties", "$defs", "definitions"):
             left += (each.get(key) or {}).values()
         for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
@@ -138,3 +150,25 @@ def _ignored(schema: dict[str, Any]) -> Iterator[str]:
     yield from (f"an empty {key}" for key in ("anyOf", "oneOf", "type") if schema.get(key) == [])
     if not str(schema.get("$ref", "#")).startswith("#"):
         yield "$ref to elsewhere"
+    if schema.get("format") in _FORMATS:
+        yield f"the format {schema['format']}"
+    if "propertyNames" in schema and known:
+        yield "propertyNames beside properties"
+    for pattern in (schema.get("pattern", ""), *(schema.get("patternProperties") or ())):
+        yield from _left_out_of_regex(pattern)
+        if any(char < " " or char == '"' for char in pattern) or not _WRITTEN.isdisjoint(_escaped(pattern)):
+            yield f"the pattern {pattern!r}, of characters that JSON may escape,"
+
+
+def _escaped(regex: str) -> set[str]:
+    return set(re.findall(r"\\(.)", regex, re.DOTALL))
+
+
+def _left_out_of_regex(regex: str) -> Iterator[str]:
+    """Yield what xgrammar leaves out of a regular expression, which matches whole texts."""
+    if letters := {char for char in _escaped(regex) if char.isascii() and char.isalpha()}.difference(_ESCAPES):
+        yield f"the escape \\{min(letters)} in a regular expression"
+    plain = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", regex, flags=re.DOTALL)  # without escapes and sets
+    ends = r"^\^|\$$" if "(" in plain else r"(?:^|(?<=\|))\^|\$(?=\||$)"  # of the whole, or of its alternatives
+    if not {"^", "$"}.isdisjoint(re.sub(ends, "", plain)):
+        yield "^ or $ inside a regular expression"

@@ -4,9 +4,8 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import chain, count, islice
 
-from megatron_longctx.inference.batch import Batch
+from megatron_longctx.inference.batch import MAX_CONTIGUOUS, Batch, ScheduledChunk
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.placement import MAX_CONTIGUOUS, ScheduledChunk
 
 
 def slots_of(manager: CacheManager, session: int, rank: int) -> list[int]:

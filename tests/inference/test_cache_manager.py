@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_longctx.inference.batch import MAX_CONTIGUOUS, ScheduledChunk, split_pages
 from megatron_longctx.inference.cache_manager import CacheFull, CacheManager
 from megatron_longctx.inference.pages import PagePool
-from megatron_longctx.inference.placement import MAX_CONTIGUOUS, ScheduledChunk, split_pages
 from megatron_longctx.inference.window_pages import Windows
 from tests.inference.histories import slots_of
 

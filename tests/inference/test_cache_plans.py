@@ -13,9 +13,8 @@ from megatron_longctx.core.plans import recorder as recording_of
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.core.plans.plan import trim
 from megatron_longctx.core.plans.recording import Compute, Copy
-from megatron_longctx.inference.batch import Batch
+from megatron_longctx.inference.batch import MAX_CONTIGUOUS, Batch
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.placement import MAX_CONTIGUOUS
 from megatron_longctx.planner.describe import moved_tokens, rank_pairs
 from megatron_longctx.planner.simulate import simulate
 from megatron_longctx.testing.verify import verify

@@ -1,11 +1,11 @@
-"""JSON schemas: what xgrammar would leave out of one is refused."""
+"""JSON schemas and regular expressions: what xgrammar would leave out of one is refused."""
 
 import json
 from typing import Any
 
 import pytest
 
-from megatron_longctx.serving.grammar import _check_followed
+from megatron_longctx.serving.grammar import _check_followed, _left_out_of_regex, _refuse
 
 INTEGER, STRING, OBJECT = {"type": "integer"}, {"type": "string"}, {"type": "object"}
 PROPERTY = {"properties": {"a": INTEGER}}
@@ -28,7 +28,11 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"$ref": "#/$defs/x", "$defs": {"x": INTEGER}, "minimum": 5}, "3"),
     ({"anyOf": [{"allOf": [STRING, INTEGER]}]}, "1"),
     *(({"$ref": "https://fox/schema"}, "1"), ({"anyOf": []}, "1"), ({"properties": {"a": {"not": {}}}}, '{"a": 1}')),
-    ({"if": INTEGER, "then": {"minimum": 3}}, "1"),
+    ({"if": INTEGER, "then": {"minimum": 3}}, "1"), (STRING | {"format": "regex"}, '"("'),
+    *((STRING | {"pattern": regex}, text) for regex, text in (("a^b", '"ab"'), ("(a$|b)c", '"ac"'), (r"\Aa", '"Aa"'))),
+    *((STRING | {"pattern": regex}, text) for regex, text in (('"', '"""'), (r"\n", '"\n"'), (r"\x22", '"""'))),
+    *((OBJECT | {"patternProperties": {key: INTEGER}}, text) for key, text in (("a^", '{"a": ""}'), ('"', '{""": 1}'))),
+    (OBJECT | PROPERTY | {"propertyNames": {"pattern": "^b$"}}, '{"a": 1}'),
 )  # fmt: skip
 
 
@@ -59,3 +63,14 @@ def test_schemas_that_libraries_make_are_taken() -> None:
         },
         "additionalProperties": False,
     })  # fmt: skip
+
+
+@pytest.mark.parametrize("regex", ["a^b", "a$b", "(^a|b)c", "(a)$|^b", "^^a", r"\Aa\Z", r"[\h]", r"\\^"])
+def test_what_would_be_left_out_of_a_regular_expression_is_refused(regex: str) -> None:
+    with pytest.raises(ValueError, match=r"in(side)? a regular expression is not supported: leave it out"):
+        _refuse(_left_out_of_regex(regex))
+
+
+@pytest.mark.parametrize("regex", ["^a|b$", "^a$|^b$", "^(a|b)$", r"\^a\$", "[^$]", "[$^]+", r"\d+\.\w*[\]^]", "^", ""])
+def test_anchors_at_ends_and_escapes_are_taken(regex: str) -> None:
+    _refuse(_left_out_of_regex(regex))

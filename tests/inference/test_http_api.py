@@ -3,7 +3,9 @@
 import http.client
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from megatron_longctx.inference.scheduler import Event
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.models.chat import Chat, load_chat
 from megatron_longctx.serving.http_api import options, tools
-from megatron_longctx.serving.http_api.parsing import ApiError, Model, parse_request
+from megatron_longctx.serving.http_api.parsing import ApiError, Model, ParsedRequest, parse_request
 from tests.inference.http_server import BODY, LIMITS, Served, answer_on, decode, encode, serving
 from tests.shared.jobs import PATIENCE_S
 
@@ -93,6 +95,12 @@ def test_errors_of_the_ranks_are_reported(served: Served) -> None:
     served.inbox.deliver([Event(number, finish_reason="error", error="late")])
     status, text, _ = answer_on(connection)
     assert status == 200 and b'"late"' in text and b"[DONE]" not in text
+
+
+def test_answers_are_counted_before_there_are_any(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ParsedRequest, "answers", property(lambda request: [][1]))
+    status, answer, _ = served.ask({"prompt": [[97]] * 100, "n": 100_000})
+    assert status == 400 and "asks for 10000000 answers: expected at most 8" in answer["error"]["message"]
 
 
 def test_a_body_may_be_chunked(served: Served) -> None:
@@ -178,6 +186,8 @@ MODEL = Model("m", encode, decode, 0, Chat(), 16, LIMITS)
         {"stream_options": {"include_obfuscation": True}},
         {"stream_options": {"include_usages": True}},
         {"top_k\u2028": 5},
+        {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strictness": 1}}},
     ],
     ids=str,
 )
@@ -221,6 +231,39 @@ def test_errors_name_the_key(body: dict[str, Any], chat: bool, param: str) -> No
     with pytest.raises(ApiError) as caught:
         parse_request(MODEL, json.dumps(body).encode(), chat)
     assert caught.value.status == 400 and caught.value.body["error"]["param"] == param
+
+
+FUNCTION = {"name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("tool", "call", "param"),
+    [
+        ({"type": "function", "function": {}}, {}, "tools"),
+        ({"type": "function", "function": {"name": 5}}, {}, "tools"),
+        ({"type": "function", "function": {"name": "f", "strict": True}}, {}, "tools"),
+        ({"type": "web_search"}, {}, "tools"),
+        (None, {"function": FUNCTION | {"name": {"a": 1}}}, "messages[0].tool_calls"),
+        (None, {"function": FUNCTION, "type": "custom"}, "messages[0].tool_calls.type"),
+        (None, {"function": FUNCTION, "output": "a"}, "messages[0].tool_calls.output"),
+        (None, {"function": FUNCTION | {"result": "a"}}, "messages[0].tool_calls.function.result"),
+    ],
+    ids=str,
+)
+def test_tools_and_calls_that_would_be_ignored_are_refused(tool: Any, call: dict[str, Any], param: str) -> None:
+    template: Any = SimpleNamespace(source="tools <tool_call> arguments", render=lambda given: "a")
+    model = replace(MODEL, chat=Chat(template))
+    fine: dict[str, Any] = {"function": FUNCTION, "type": "function", "id": "1", "index": 0}
+    function = {"type": "function", "function": {"name": "f", "strict": False}}
+
+    def parsed(tool: Any, call: Any) -> ParsedRequest:
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return parse_request(model, json.dumps({"messages": [message], "tools": [tool]}).encode(), True)
+
+    assert parsed(function, fine).tools is not None
+    with pytest.raises(ApiError) as caught:
+        parsed(tool or function, call or fine)
+    assert caught.value.status == 400 and caught.value.param == param
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatron_longctx.config import ServeConfig
 from megatron_longctx.inference.scheduler import Event, RequestLimits
 from megatron_longctx.models.chat import Chat
 from megatron_longctx.serving import serve
-from megatron_longctx.serving.http_api import app, server
+from megatron_longctx.serving.http_api import app
 from megatron_longctx.serving.http_api.access import API_KEY, Access, build_access
 from megatron_longctx.serving.http_api.app import Api
 from megatron_longctx.serving.http_api.inbox import Inbox
@@ -178,23 +178,11 @@ def test_more_requests_than_connections_get_503() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_closes_only_its_sending_half_gets_its_answer(served: Served, stream: bool) -> None:
-    connection = served.post({**BODY, "stream": stream})
-    connection.shutdown(socket.SHUT_WR)
-    number = served.request().number
-    time.sleep(3 * server._PROBE_S)  # it probes whether the client still reads
-    served.say(number, "cd", "length")
-    status, text, _ = answer_on(connection)
-    assert status == 200 and (b"[DONE]" in text if stream else text["choices"][0]["text"] == "cd")
-    connection = served.post({**BODY, "stream": stream})
-    connection.shutdown(socket.SHUT_WR)
-    number = served.request().number
-    connection.close()  # now it has gone
-    assert served.take() == number
-    served.say(number, "c", "cancelled")
-    unfinished = served.connect("POST /v1/completions", b'{"prompt"', Content_Length="100")
-    unfinished.shutdown(socket.SHUT_WR)
-    assert ended(unfinished)
+def test_a_client_that_closes_its_sending_half_has_gone(served: Served, stream: bool) -> None:
+    with served.post({**BODY, "stream": stream}) as connection:
+        number = served.request().number
+        connection.shutdown(socket.SHUT_WR)
+        assert served.take() == number
 
 
 def test_stalled_ranks_are_reported() -> None:

@@ -107,7 +107,12 @@ def requests_reuse_whole_prompts(engine: LongContextEngine) -> None:
     other = Request(3, (*PROMPT[:20], 97, 98), sampling)
     expected = [alone(engine, each) for each in (same[0], other)]
     with scheduling(engine, prefill_chunk=8) as scheduler:
-        events = finish(scheduler, *same, other)
+        for request in (*same, other):
+            scheduler.submit(request)
+        events = {event.number: [event] for event in scheduler.advance()}
+        assert scheduler.num_requests == {"waiting": 2, "running": 2}, "a prompt that ends differently finds no state"
+        for number, more in finish(scheduler).items():
+            events.setdefault(number, []).extend(more)
         turn = Request(4, (*PROMPT, *tokens_of(events[0]), 99, 100), sampling)
         events |= finish(scheduler, turn)
     kept = 29 // page * page

@@ -53,7 +53,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def compare_step_by_step() -> None:
-    from megatron_longctx.inference.peer_merge_triton import MERGE, PUSH, merge_over_peers
+    from megatron_longctx.inference.peer_merge import MERGE, PUSH, merge_over_peers
     from tests.core.comm.simulated_peers import one_process
 
     for number, (shape, dtype) in enumerate(itertools.product(SHAPES, (torch.float32, torch.bfloat16))):
@@ -84,7 +84,7 @@ def compare_step_by_step() -> None:
 
 def parts_of_heads(memories: list[PeerMemory], shape: tuple[int, int, int], dtype: torch.dtype, row: int) -> None:
     """Every rank gets its part of the heads."""
-    from megatron_longctx.inference.peer_merge_triton import MERGE, PUSH, merge_over_peers
+    from megatron_longctx.inference.peer_merge import MERGE, PUSH, merge_over_peers
 
     world = len(memories)
     every = [random_partials(shape, (3, 1, 70, 2)[rank], rank) for rank in range(world)]

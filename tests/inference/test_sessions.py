@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.config import Config
+from megatron_longctx.inference.batch import ScheduledChunk
 from megatron_longctx.inference.cache_manager import CacheFull
 from megatron_longctx.inference.engine import LongContextEngine
-from megatron_longctx.inference.placement import ScheduledChunk
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import Session
 from megatron_longctx.inference.warm_up import warm_up

@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from megatron_longctx.config.gpus import max_gpu_ranks
 from megatron_longctx.core.comm import all_gather_rows
-from megatron_longctx.lowbit import peer_reduce
+from megatron_longctx.lowbit import quantized
 from megatron_longctx.lowbit.peer_memory import allocate_peer_memory
-from megatron_longctx.lowbit.peer_reduce import PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantize import RawFormat, dequantize, quantize, requantize_sum, sum_quantized
-from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
+from megatron_longctx.lowbit.quantized import PeerReduction, all_reduce, formats, peer_reduction, reduce_scatter
 from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy
 from megatron_longctx.testing.distributed import run_distributed
 from tests.core.kernels.interpreter import hopper_code, run_forked, run_interpreted
@@ -45,7 +44,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def force_steps(steps: int) -> None:
     """Use one step whenever the memory has room, or always two."""
-    peer_reduce._EXTRA_ONE_STEP_BYTES = 2**60 if steps == 1 else -1
+    quantized._EXTRA_ONE_STEP_BYTES = 2**60 if steps == 1 else -1
 
 
 def in_rank_order(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:

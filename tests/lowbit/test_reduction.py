@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_longctx.core.comm import device
-from megatron_longctx.lowbit import crossover
-from megatron_longctx.lowbit.crossover import Timings
+from megatron_longctx.lowbit import reduction
 from megatron_longctx.lowbit.quantized import all_reduce, reduce_scatter
-from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy, SumFormat
+from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy, SumFormat, Timings
 from megatron_longctx.testing.distributed import run_distributed
 
 KIB = 1024
@@ -88,7 +87,7 @@ def test_exact_sums_that_may_overwrite_copy_nothing(tmp_path: Path) -> None:
 
 def _auto(rank: int, folder: Path) -> dict:
     """`auto` measures once, logs it, and then follows its file."""
-    crossover._SIZES = crossover._SIZES[:4]  # up to 1 MiB
+    reduction._SIZES = reduction._SIZES[:4]  # up to 1 MiB
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -163,8 +162,8 @@ def _with_a_fake_clock(rank: int) -> list:
 
     ways = {"exact": way("plain", 1e-5, 1e-9), "int8": way("quantized", 1e-4, 0.5e-9)}  # even at 180,000 bytes
     group, cpu = dist.group.WORLD, torch.device("cpu")
-    result = crossover._measure(torch.bfloat16, group, cpu, ways)
-    slow = crossover._measure(torch.bfloat16, group, cpu, {"slow": way("slow", 0.2, 0.0), "int8": ways["int8"]})
+    result = reduction._measure(torch.bfloat16, group, cpu, ways)
+    slow = reduction._measure(torch.bfloat16, group, cpu, {"slow": way("slow", 0.2, 0.0), "int8": ways["int8"]})
     return [
         [size for size, _ in result.samples if result.fastest(size)],
         len(result.samples),
@@ -179,7 +178,7 @@ def test_first_calls_do_not_count_and_the_slowest_rank_decides() -> None:
     ranks = run_distributed(_with_a_fake_clock, 2)
     assert ranks[0] == ranks[1]
     faster, sizes, exact, slow_sizes, slow_calls, redrawn = ranks[0]
-    assert faster == crossover._SIZES[2:] and faster[0] == 256 * KIB and sizes == len(crossover._SIZES)
+    assert faster == reduction._SIZES[2:] and faster[0] == 256 * KIB and sizes == len(reduction._SIZES)
     assert exact == pytest.approx(2 * (1e-5 + 16 * KIB * 1e-9))
     assert slow_sizes == 1 and slow_calls == 2, "larger sizes or more rounds would take too long"
     assert redrawn
@@ -194,7 +193,7 @@ def test_gpus_are_timed_with_what_the_host_needs() -> None:
         x.mul_(1)
 
     call(x)
-    assert device.mean_seconds(lambda: call(x), x.device, crossover._CALLS) > 2e-4
+    assert device.mean_seconds(lambda: call(x), x.device, reduction._CALLS) > 2e-4
 
 
 def test_a_larger_error_needs_a_gain() -> None:
@@ -213,7 +212,7 @@ def test_a_larger_error_needs_a_gain() -> None:
 def test_files_of_different_cases_differ(tmp_path: Path) -> None:
     case = {"operation": "all_reduce", "device": "NVIDIA H200", "ranks": 8, "hosts": 1, "ways": "int8 in groups of 128"}
     others = [{"operation": "reduce_scatter"}, {"hosts": 2}, {"ways": "int8 in groups of 64"}]
-    assert len({crossover._path(case | other, tmp_path) for other in ({}, *others)}) == 4
+    assert len({reduction._path(case | other, tmp_path) for other in ({}, *others)}) == 4
 
 
 def test_unknown_policies_are_refused() -> None:

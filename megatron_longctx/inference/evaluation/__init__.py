@@ -5,6 +5,5 @@ no download. `score` returns the share of the expected answers in an answer. `re
 and pictures. The verb `eval` evaluates a run.
 """
 
-from .questions import DEPTHS, Question, make_questions
+from .questions import DEPTHS, TASKS, Haystack, Question, make_questions
 from .results import score
-from .tasks import TASKS, Haystack

@@ -13,8 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...config import files
-from .questions import Question
-from .tasks import TASKS
+from .questions import TASKS, Question
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

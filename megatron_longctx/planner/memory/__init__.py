@@ -4,7 +4,6 @@
 finds the longest sequence that fits.
 """
 
-from .fit import SAFE_SHARE, check, max_length
 from .model import STATES_PIECE, Prediction, checkpoint_bytes, predict
-from .reports import report, summary
+from .reports import SAFE_SHARE, check, max_length, report, summary
 from .shapes import Job

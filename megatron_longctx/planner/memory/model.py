@@ -111,7 +111,7 @@ def checkpoint_bytes(job: Job) -> int:
 
 
 def _stage(job: Job, stage: int, attention: AttentionBytes) -> Prediction:
-    kinds = [(layer_bytes(job, *kind), count) for kind, count in job.kinds(stage).items()]
+    kinds = [(layer_bytes(job, kind), count) for kind, count in job.kinds(stage).items()]
     layer = max((each for each, _ in kinds), key=lambda each: each.total)
     kept = _kept(job, stage, kinds)
     backwards = [Phase("backward of a layer", (*kept, *_layer_backward(job, each, attention))) for each, _ in kinds]
@@ -167,8 +167,8 @@ def _resident(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ..
         Term("gradients (fp32)", parameters * 4),
         Term("attention's buffers", attention.buffers, per_token=True),
     ]
-    if job.config.train.fp8 != "none":  # in the order of both operands of products; layers in bf16 need none
-        terms.append(Term("weights in FP8", 2 * stage_layers(job, stage)))
+    if in_fp8 := stage_layers(job, stage, fp8=True):  # in the order of both operands of products
+        terms.append(Term("weights in FP8", 2 * in_fp8))
     if not job.config.optim.states_on_host:
         state = _state_bytes(job) - (8 if _makes_moments(job) else 0)
         terms.append(Term("optimizer state (fp32)", own_parameters(job, stage) * state))

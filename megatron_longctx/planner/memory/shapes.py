@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple
 
 from ...config import Config, cluster_of, configured_plan, planned_mask, workload_of
 from ...config.model import DELTA_RULE_CHUNK as CHUNK
@@ -12,6 +13,18 @@ from ...core.errors import refuse
 from ...core.plans import Kind, Plan, Recorder, Recording, Target, backward_plan
 from ...core.plans.kernel_calls import fa4_takes
 from ..footprint import Footprint, footprint
+
+
+class LayerKind(NamedTuple):
+    """What makes a layer larger or smaller: experts in place of its MLP, a gated delta net in place of attention, and
+    products in FP8."""
+
+    experts: bool = False
+    recurrent: bool = False
+    fp8: bool = False
+
+
+DENSE = LayerKind()
 
 
 @dataclass(frozen=True)
@@ -40,19 +53,22 @@ class Job:
         return recompute.kept_results if recompute.mode.startswith("attention_output") else 1.0
 
     @property
-    def product_bytes(self) -> int:
-        """The size of an element of a product's input that backward keeps."""
-        return self.element_bytes if self.config.train.fp8 == "none" else 1
-
-    @property
     def num_layers(self) -> int:
         """The number of layers of one pipeline stage."""
         return self.config.model.num_layers // self.config.parallelism.pipeline_parallel_size
 
-    def kinds(self, stage: int) -> Counter[tuple[bool, bool]]:
-        """Return how many layers of a pipeline stage have experts or not, and are recurrent or not."""
-        own = slice(stage * self.num_layers, (stage + 1) * self.num_layers)
-        return Counter(zip(self.config.model.expert_layers[own], self.config.model.recurrent_layers[own], strict=True))
+    @property
+    def fp8_layers(self) -> tuple[bool, ...]:
+        """Whether each layer's products are in FP8."""
+        train, count = self.config.train, self.config.model.num_layers
+        inside = range(train.bf16_layers_at_start, count - train.bf16_layers_at_end)
+        return tuple(train.fp8 != "none" and number in inside for number in range(count))
+
+    def kinds(self, stage: int) -> Counter[LayerKind]:
+        """Return how many layers of each kind a pipeline stage has."""
+        own, model = slice(stage * self.num_layers, (stage + 1) * self.num_layers), self.config.model
+        each = model.expert_layers[own], model.recurrent_layers[own], self.fp8_layers[own]
+        return Counter(map(LayerKind, *each))
 
     @cached_property
     def plan(self) -> Plan:
@@ -122,16 +138,17 @@ def stage_parameters(job: Job, stage: int) -> int:
     return total
 
 
-def stage_layers(job: Job, stage: int) -> int:
-    """Return how many of `stage_parameters` are in layers."""
-    return sum(count * layer_parameters(job, *kind) for kind, count in job.kinds(stage).items())
+def stage_layers(job: Job, stage: int, fp8: bool = False) -> int:
+    """Return how many of `stage_parameters` are in layers, or in those whose products are in FP8."""
+    kinds = job.kinds(stage).items()
+    return sum(count * layer_parameters(job, kind) for kind, count in kinds if kind.fp8 or not fp8)
 
 
 def stage_experts(job: Job, stage: int) -> int:
     """Return how many of `stage_parameters` expert parallelism shards; fewer ranks are data-parallel for these."""
     if job.config.parallelism.expert_model_parallel_size == 1:
         return 0
-    return expert_parameters(job) * sum(count for (experts, _), count in job.kinds(stage).items() if experts)
+    return expert_parameters(job) * sum(count for kind, count in job.kinds(stage).items() if kind.experts)
 
 
 def mlp_weights(job: Job) -> tuple[int, int]:
@@ -152,8 +169,9 @@ def embedding_weights(job: Job) -> int:
     return job.vocab_size * job.config.model.hidden_size // job.config.parallelism.tensor_parallel_size
 
 
-def layer_parameters(job: Job, experts: bool = False, recurrent: bool = False) -> int:
-    """Return the number of parameters of one transformer layer on one rank, of one of the kinds of `Job.kinds`."""
+def layer_parameters(job: Job, kind: LayerKind = DENSE) -> int:
+    """Return the number of parameters of one transformer layer on one rank."""
+    experts, recurrent, _ = kind
     model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
     heads = (model.num_attention_heads + 2 * model.num_kv_heads) * model.kv_channels
     width = 0 if experts else model.ffn_hidden_size
@@ -218,11 +236,9 @@ class LayerBytes:
         return self.input + self.result + self.attention + self.mlp
 
 
-def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> LayerBytes:
-    """Return the activations of one layer of one of the kinds of `Job.kinds`.
-
-    They are those that Megatron's layers save with this package's attention and torch's norms.
-    """
+def layer_bytes(job: Job, kind: LayerKind) -> LayerBytes:
+    """Return the activations of a layer that Megatron saves with this package's attention and torch's norms."""
+    experts, recurrent, fp8 = kind
     config, e, tokens = job.config, job.element_bytes, job.tokens
     model, tp, workload = config.model, config.parallelism.tensor_parallel_size, workload_of(config)
     per_sequence = tokens // config.train.micro_batch_size
@@ -242,7 +258,8 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
     fc1 = e * tokens * model.fc1_columns * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
     norm = norm_bytes(job, hidden, job.hidden_tokens)
-    normed_input = norm - hidden + hidden * job.product_bytes // e
+    product_bytes = 1 if fp8 else e  # of an element of a product's input that backward keeps
+    normed_input = norm - hidden + hidden * product_bytes // e
     if config.train.fp8 == "delayed":  # the output projection keeps its input in FP8, beside attention's own output
         saved += per_sequence * workload.elements(Kind.OUT)
     if model.latent:  # the cosines and sines that queries and keys were multiplied by are saved as well
@@ -259,7 +276,7 @@ def layer_bytes(job: Job, experts: bool = False, recurrent: bool = False) -> Lay
         result, saved, qkv, kept = 0, delta_net_bytes(job), 0, 0
     post_norms = 2 * norm * model.post_norms  # they keep their input, not their output; both have the same size
     gate = 2 * act if model.fc1_columns == 2 and not (job.fused and model.activation == "swiglu") else 0
-    inside, fc1 = expert_bytes(job) if experts else (fc1 + act * job.product_bytes // e + gate, fc1)
+    inside, fc1 = expert_bytes(job, product_bytes) if experts else (fc1 + act * product_bytes // e + gate, fc1)
     tile_tokens = config.recompute.mlp_tile_tokens
     return LayerBytes(
         input=hidden,
@@ -281,14 +298,14 @@ def norm_bytes(job: Job, size: int, rows: int) -> int:
     return size + 4 * rows * (1 if rms else 2) + (0 if job.fused or not rms else size)
 
 
-def expert_bytes(job: Job) -> tuple[int, int]:
+def expert_bytes(job: Job, product_bytes: int) -> tuple[int, int]:
     """Return the activations of a layer's experts on one rank, and the part that is the output of the first matrix."""
     model, par, e = job.config.model, job.config.parallelism, job.element_bytes
     columns, width = model.fc1_columns, model.expert_width // par.tensor_size_of_experts
     rows = job.hidden_tokens * model.moe_router_topk * par.tensor_size_of_experts  # through the experts of a rank
     fc1 = e * rows * columns * width
     # The input of both matrices. A gate adds its two halves and their product before it is weighted.
-    inside = job.product_bytes * rows * (model.hidden_size + width) + fc1
+    inside = product_bytes * rows * (model.hidden_size + width) + fc1
     if not (job.fused and model.activation == "swiglu"):
         inside += e * rows * width * (3 if columns == 2 else 1)
     routing = job.hidden_tokens * (model.num_moe_experts or 0) * 4
@@ -324,7 +341,7 @@ def delta_rule_bytes(job: Job) -> int:
     """Return what backward of the gated delta rule needs besides its arguments.
 
     On CPUs, chunks of 64 tokens are computed again in fp64: about 8 matrices of a chunk, 13 of its keys and 4 of its
-    values. For GPUs it is an estimate that was not measured: gradients, corrections, and a state for each chunk.
+    values. On GPUs gradients, corrections, and a state for each chunk.
     """
     model, e = job.config.model, job.element_bytes
     keys, values = model.linear_key_head_dim or 0, model.linear_value_head_dim or 0

@@ -136,10 +136,10 @@ class Api:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         self._require_ranks()
-        answers, most = parsed.answers, self.inbox.max_waiting
-        if len(answers) > most:
-            raise ApiError(400, f"the body asks for {len(answers)} answers: expected at most {most}")
-        numbers = self.inbox.submit(answers, request.state.client, listen)
+        count, most = len(parsed.prompts) * parsed.best_of, self.inbox.max_waiting
+        if count > most:
+            raise ApiError(400, f"the body asks for {count} answers: expected at most {most}")
+        numbers = self.inbox.submit(parsed.answers, request.state.client, listen)
         if numbers is None:
             if self.inbox.stopping:
                 raise ApiError(503, "the server is stopping", "server_error")

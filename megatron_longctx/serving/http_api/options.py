@@ -159,11 +159,14 @@ def _grammar(body: Mapping[str, Any]) -> str | None:
     found: dict[str, tuple[str, Any]] = {}
     form = body.get("response_format") or {"type": "text"}
     kind = form.get("type") if isinstance(form, dict) else None
+    if isinstance(form, dict):
+        refuse_ignored(form, ("type", *["json_schema"] * (kind == "json_schema")), {}, "response_format.")
     if kind == "json_schema":
-        inner = form.get("json_schema")
-        schema = inner.get("schema") if isinstance(inner, dict) else None
+        inner = form["json_schema"] if isinstance(form.get("json_schema"), dict) else {}
+        schema = inner.get("schema")
         if not isinstance(schema, dict):
             raise wrong("response_format", form, "json_schema.schema, an object")
+        refuse_ignored(inner, ("name", "description", "schema", "strict"), {}, "response_format.json_schema.")
         found["response_format"] = "json", schema
     elif kind == "json_object":
         found["response_format"] = "json", {"type": "object"}

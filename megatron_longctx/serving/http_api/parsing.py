@@ -292,12 +292,19 @@ def _tools(model: Model, body: Mapping[str, Any]) -> tuple[list[Any], Format | N
         raise ApiError(400, f"tool_choice={shown(choice)} is not supported; leave it out", param="tool_choice")
     if not tools or choice == "none":
         return [], None
-    functions = isinstance(tools, list) and all(isinstance(t, dict) and t.get("type") == "function" for t in tools)
-    if not functions or not all(isinstance(t.get("function"), dict) for t in tools):
-        raise wrong("tools", tools, "a list of functions")
+    listed = tools if isinstance(tools, list) else []
+    functions: list[Any] = [t.get("function") for t in listed if isinstance(t, dict) and t.get("type") == "function"]
+    if not functions or len(functions) < len(tools) or not all(_is_function(each) for each in functions):
+        raise wrong("tools", tools, "a list of functions with names")
+    if any(each.get("strict") for each in functions):
+        raise ApiError(400, "strict=true of tools is not supported; leave it out", param="tools")
     if flag(body, "parallel_tool_calls") is False and body.get("parallel_tool_calls") is not None:
         raise ApiError(400, "parallel_tool_calls=false is not supported; leave it out", param="parallel_tool_calls")
     return tools, _format(model, "tools")
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str)
 
 
 def _format(model: Model, key: str) -> Format:
@@ -358,12 +365,14 @@ def _past_call(call: Any, where: str) -> dict[str, Any]:
     try:
         arguments = call["function"]["arguments"]
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        function = {"name": str(call["function"]["name"]), "arguments": parsed}
-        if not isinstance(parsed, dict):
+        if not (_is_function(call["function"]) and isinstance(parsed, dict)):
             raise ValueError
     except (TypeError, KeyError, ValueError, RecursionError):
         expected = "expected calls with function.name and function.arguments, a JSON object as text"
         raise ApiError(400, f"{where}: {expected}", param=where) from None
+    refuse_ignored(call, ("id", "index", "function"), {"type": ("function",)}, f"{where}.")
+    refuse_ignored(call["function"], ("name", "arguments"), {}, f"{where}.function.")
+    function = {"name": call["function"]["name"], "arguments": parsed}
     return {"id": str(call.get("id", "")), "type": "function", "function": function}
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from ...inference.sampling import Score
 from ...inference.scheduler import Event
-from ...inference.scores import Score
 from ..text_stream import TextStream
 from .options import ApiError
 from .parsing import Model, ParsedRequest

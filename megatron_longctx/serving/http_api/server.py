@@ -4,49 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
 import time
 from collections import Counter
 from typing import Any
 
-import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .app import Api
 
 _STOP_S = 3
-_PROBE_S = 0.5
-_CONTINUE = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
 
 
 class _Connection(H11Protocol):
     """A connection with limits that uvicorn lacks.
 
-    uvicorn itself waits forever for a request's head and for a client that does not read. It counts connections without
-    a request, and it treats a client that has closed only its sending half as disconnected.
+    uvicorn itself waits forever for a request's head and for a client that does not read, and it counts connections
+    without a request.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._since = time.monotonic()
-        self._half_closed = False
         self._check_progress(None)
         self._make_room()
-
-    def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Handle the end of what the client sends: it may still read, or have closed the whole connection."""
-        super().eof_received()
-        if self._waits_for_client:
-            return None  # the rest of the request will never come
-        self._half_closed = True
-        self._probe()
-        return True
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._half_closed and self._waits_for_client:  # all its requests are answered
-            self.transport.close()
 
     @property
     def _address(self) -> str | None:
@@ -71,17 +52,6 @@ class _Connection(H11Protocol):
             return
         of_address = Counter(c._address for c in waiting)
         min(waiting, key=lambda c: (-of_address[c._address], c._since)).transport.abort()
-
-    def _probe(self) -> None:
-        """After the client's end of file, send interim answers, which clients skip, to find out if it still reads."""
-        if self.transport.is_closing():
-            return
-        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.transport.abort()  # the probe was rejected: the client has gone
-            return
-        if self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version != b"1.0":
-            self.transport.write(self.conn.send(_CONTINUE))
-        self.loop.call_later(_PROBE_S, self._probe)
 
     def _check_progress(self, before: Any) -> None:
         """Every `timeout_keep_alive` seconds, close the connection if the client has neither read nor sent anything."""

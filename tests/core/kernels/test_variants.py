@@ -217,7 +217,7 @@ BOUNDS = {
     ("lowbit.peer_kernels", "_two_step_kernel"): (peers, 4),
     ("lowbit.peer_kernels", "_one_step_kernel"): (peers, 4),
     # 1, 2, 4, 8, and 16 or more splits, or up to 128, that are a multiple of 16 numbers apart, or not.
-    ("inference.peer_merge_triton", "_merge_over_peers_kernel"): (merged_over_peers, 24),
+    ("inference.peer_merge", "_merge_over_peers_kernel"): (merged_over_peers, 24),
 }
 WAITING = (peers, merged_over_peers)
 

@@ -5,6 +5,7 @@ import json
 import statistics
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from analysis.benchmarks.hybrid_model import config_of
 from analysis.recorded_memory import (
     EARLIER,
     ONE_GPU,
@@ -29,7 +31,13 @@ from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.planner.memory import Job, predict
 from megatron_longctx.planner.memory.model import OFFLOAD
-from megatron_longctx.planner.memory.shapes import layer_bytes, stage_parameters
+from megatron_longctx.planner.memory.shapes import (
+    LayerKind,
+    embedding_weights,
+    layer_bytes,
+    layer_parameters,
+    stage_parameters,
+)
 from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.training import GPT2, LATENTS, tiny_config
 
@@ -166,9 +174,10 @@ class OneModel:
             output = self.gpt.decoder.layers[0](hidden, attention_mask=None, packed_seq_params=self.sequence.whole)
         num_bytes = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in known)
         del output
+        kind = LayerKind(any(self.config.model.expert_layers), self.config.model.recurrent)
         return {
             "saved": num_bytes,
-            "predicted": layer_bytes(self.job, any(self.config.model.expert_layers), self.config.model.recurrent).total,
+            "predicted": layer_bytes(self.job, kind).total,
             "parameters": sum(p.numel() for p in self.gpt.parameters()),
             "predicted parameters": stage_parameters(self.job, 0),
         }
@@ -237,6 +246,22 @@ def test_peaks_are_predicted_within_five_percent(results: dict[str, dict[str, An
 @pytest.mark.parametrize("peak", recorded_peaks(), ids=lambda peak: peak.name)
 def test_recorded_runs_are_predicted(peak: Peak) -> None:
     assert peak.predicted == pytest.approx(peak.measured, rel=0.03)
+
+
+@pytest.mark.parametrize("name, ranks", [("one GPU", 1), ("contiguous, helper", 2)])
+def test_recorded_steps_of_a_hybrid_model_are_predicted(name: str, ranks: int) -> None:
+    """Their gradients are in bf16 and begin with the step, so that a layer's backward has those of the layers after."""
+    result = json.loads((RESULTS / "hybrid_h200_x2.json").read_text())
+    measured = next(cell["peak_bytes"] for cell in result["cells"] if cell["name"] == name)
+    config = config_of(False, ranks, True)
+    parallelism = replace(config.parallelism, schedule="helper", layout="contiguous")
+    job = Job(replace(config, parallelism=parallelism), result["sizes"]["vocabulary"])
+    prediction = predict(job)
+    resident = {term.name: term.num_bytes for term in prediction.resident}
+    gradients = 2 * (embedding_weights(job) + layer_parameters(job))
+    others = resident["weights"] + resident["RoPE table (fp32)"] + resident["attention's buffers"] + gradients
+    assert prediction.peak.terms[-1].name == "gradients inside the delta rule"
+    assert 0.96 <= (others + prediction.peak.num_bytes) / measured <= 0.985
 
 
 def test_measured_peaks_are_those_of_the_results() -> None:

@@ -11,6 +11,7 @@ from megatron_longctx.config import MAX_TOKENS
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.planner.memory import SAFE_SHARE, Job, check, max_length, predict, report, summary
 from megatron_longctx.planner.memory.reports import planned_job
+from megatron_longctx.planner.memory.shapes import LayerKind
 from megatron_longctx.training import preflight
 from megatron_longctx.training.compose import compose_config
 from tests.shared.training import write_documents
@@ -44,6 +45,22 @@ def test_static_terms_by_hand() -> None:
     assert terms["layer inputs"] == 32 * tokens * 4096 * 2
     assert terms["attention results"] == 32 * tokens * (4096 * 2 + 32 * 4)
     assert terms["logits"] == tokens * 128256 * 10, "fp32 logits and softmax, bf16 logits"
+
+
+def test_layers_that_stay_in_bf16_have_nothing_in_fp8() -> None:
+    words = ("train.fp8=tensorwise", "recompute.mode=none", "model.num_layers=4")
+    plain = _terms(_job("train.fp8=none", *words[1:]))
+    whole, half = (
+        _terms(_job(*words, f"train.bf16_layers_at_start={n}", f"train.bf16_layers_at_end={n}")) for n in (0, 1)
+    )
+    assert half["weights in FP8"] == whole["weights in FP8"] // 2 == 2 * 2 * 218_112_000
+    for name in ("other activations of attention", "activations of the MLP"):
+        assert whole[name] < plain[name] and 2 * half[name] == whole[name] + plain[name]
+    stages = _job(*words, "train.bf16_layers_at_start=1", "parallelism=cp8", "parallelism.pipeline_parallel_size=2")
+    assert [stages.kinds(stage) for stage in (0, 1)] == [
+        {LayerKind(): 1, LayerKind(fp8=True): 1},
+        {LayerKind(fp8=True): 2},
+    ]
 
 
 def test_modes_keep_less_and_less() -> None:
