@@ -55,7 +55,7 @@ class Dims:
     @property
     def _delta_sizes(self) -> dict[str, int]:
         """The same of gated delta nets."""
-        mixed, values = self.model.delta_net_columns
+        mixed, values = self.model.recurrent_columns
         heads, taps = self.model.linear_num_value_heads or 0, self.model.linear_conv_kernel_dim
         return {
             "delta_keys": (mixed - values) // 2,
@@ -205,7 +205,7 @@ class Weight:
         shape: of the parameter, over all tensor-parallel ranks, as names in `Dims.sizes`.
         form: how the parameter consists of the published tensors.
         in_expert_layers: True: only layers of experts have it; False: only dense layers; None: all layers.
-        in_recurrent_layers: the same of layers with a gated delta net, and with attention.
+        in_recurrent_layers: the same of recurrent layers, and of layers with attention.
         stacked: the published name of the parameter as it is, in files that do not divide it by expert.
     """
 
@@ -230,7 +230,7 @@ class Weight:
     def place(self, layer: int, dims: Dims) -> tuple[str, int | None]:
         """Return the name in a checkpoint, and the layer if the layers are slices of one tensor.
 
-        With experts or gated delta nets they are not: layers may differ, and Megatron saves each under its number.
+        With experts or recurrent layers they are not: layers may differ, and Megatron saves each under its number.
         """
         if dims.model.num_moe_experts is not None or dims.model.recurrent:
             return self.name.replace(_LAYER, str(layer)), None
