@@ -243,7 +243,7 @@ def _contender(
     if name == MEGATRON:
         from .megatron_delta_net import with_megatrons
 
-        with patch.object(spec, "with_delta_net", with_megatrons):
+        with patch.object(spec, "with_mixer", with_megatrons):
             model = build()
     else:
         model = build()

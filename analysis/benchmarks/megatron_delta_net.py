@@ -25,9 +25,9 @@ from megatron_longctx.mcore.version import copy_spec
 from megatron_longctx.models import delta_rule
 
 
-def with_megatrons(layer: ModuleSpec, sequence: ShardedSequence) -> ModuleSpec:
-    """Return a copy of a layer's spec with Megatron's gated delta net, as `mcore.delta_net.with_delta_net` does."""
-    del sequence
+def with_megatrons(layer: ModuleSpec, mixer: type, sequence: ShardedSequence) -> ModuleSpec:
+    """Return a copy of a layer's spec with Megatron's gated delta net, as `mcore.recurrent.with_mixer` does."""
+    del mixer, sequence
     layer, inner = copy_spec(layer), layer.submodules.self_attention.submodules
     parts = gated_delta_net.GatedDeltaNetSubmodules(inner.linear_qkv, RMSNorm, inner.linear_proj)
     layer.submodules.self_attention = ModuleSpec(MegatronsDeltaNet, submodules=parts)
@@ -89,7 +89,7 @@ def _reference_rule(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
     state = q.new_zeros(len(q), q.shape[2], q.shape[3], v.shape[3])
-    return delta_rule.chunked(_lengths(cu_seqlens, q), state, q, k, v, g, beta.float())[0], None
+    return delta_rule.chunked(_lengths(cu_seqlens, q), state, q * q.shape[-1] ** -0.5, k, v, g, beta.float())[0], None
 
 
 def _reference_convolution(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, **_: Any) -> tuple[Tensor, None]:

@@ -139,6 +139,8 @@ def _check_pattern(model: ModelConfig, pattern: str) -> None:
         has = "".join("-E"[each] for each in model.expert_layers)
         expected = f"E in layers with experts and - in others: {has} by model.num_moe_experts and model.moe_layer_freq"
         raise refuse("model.pattern", pattern, expected, "Change one of them.")
+    if {"G", "M"} <= {*pattern}:
+        raise refuse("model.pattern", pattern, "one kind of recurrent layers", "Both would have the same sizes.")
     if model.recurrent:
         heads = {"model.linear_num_value_heads": model.linear_num_value_heads or 0}
         _check_divides("model.linear_num_key_heads", model.linear_num_key_heads or 1, heads)
@@ -194,7 +196,7 @@ def _check_parallelism(config: Config, training: bool) -> None:
             mode.layout_of(causal(0), config.layout)
         if training and model.recurrent and cp > 1 and par.layout == "auto" and mode.layout != config.layout:
             remedy = "Set parallelism.schedule=helper, or parallelism.layout=contiguous to run it unbalanced."
-            expected = "one that balances contiguous tokens, which the layers G of model.pattern need"
+            expected = "one that balances contiguous tokens, which the recurrent layers of model.pattern need"
             raise refuse("parallelism.schedule", par.schedule, expected, remedy)
     if model.recurrent:
         _check_recurrent(config)
@@ -231,9 +233,9 @@ def _check_parallelism(config: Config, training: bool) -> None:
 
 
 def _check_recurrent(config: Config) -> None:
-    """Refuse what layers G of `model.pattern` do not support."""
+    """Refuse what recurrent layers of `model.pattern` do not support."""
     par, condition = config.parallelism, f"with model.pattern={config.model.pattern}"
-    why = "Its layers G read a document's tokens one after another, so every rank holds contiguous ones."
+    why = "Its recurrent layers read a document's tokens one after another, so every rank holds contiguous ones."
     _check_is("parallelism.layout", par.layout, ("auto", "contiguous"), condition, why)
     heads = {"model.linear_num_key_heads": config.model.linear_num_key_heads or 1}
     _check_divides("parallelism.tensor_parallel_size", par.tensor_parallel_size, heads)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from .bounds import choice, number, text
 
 MAX_TOKENS = 10**9  # of a sequence
-DELTA_RULE_CHUNK = 64  # tokens that a gated delta net computes at once
-# The keys of gated delta nets, which have Megatron's and the published models' names.
+DELTA_RULE_CHUNK = 64  # tokens that a recurrent layer computes at once
+# The keys of recurrent layers, which have Megatron's names, and those of published models with gated delta nets.
 RECURRENT_KEYS = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     "linear_conv_kernel_dim",
@@ -84,21 +84,23 @@ class ModelConfig:
     implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
     # Megatron's class: GPTModel, or the HybridModel of Megatron-Core 0.19 with the same weights and checkpoints
     builder: str = choice("gpt", ("gpt", "hybrid"))
-    # Two of Megatron's symbols for each layer, repeated until num_layers: * (attention) or G (gated delta net), then
-    # - (MLP) or E (experts). null: attention in every layer.
+    # Two of Megatron's symbols for each layer, repeated until num_layers: * (attention), G (gated delta net) or M
+    # (Mamba-2), then - (MLP) or E (experts). null: attention in every layer.
     pattern: str | None = text(
         None,
-        "pairs of * (attention) or G (gated delta net), and - (MLP) or E (experts); other layers are not supported",
-        r"([*G][-E])+",
+        "pairs of * (attention), G (gated delta net) or M (Mamba-2), and - (MLP) or E (experts); other layers are not "
+        "supported",
+        r"([*GM][-E])+",
         max_bytes=20_000,
         example="*-",
     )
-    linear_num_key_heads: int | None = number(None, 1, 10**5)  # with G: heads of queries and keys
-    # with G: heads of values, each with its own state; a multiple of linear_num_key_heads
+    # with G: heads of queries and keys; with M: groups of B and C
+    linear_num_key_heads: int | None = number(None, 1, 10**5)
+    # with G or M: heads, each with its own state; a multiple of linear_num_key_heads
     linear_num_value_heads: int | None = number(None, 1, 10**5)
-    linear_key_head_dim: int | None = number(None, 1, 10**5)  # with G: elements of a query or key
-    linear_value_head_dim: int | None = number(None, 1, 10**5)  # with G: elements of a value
-    linear_conv_kernel_dim: int = number(4, 2, 64)  # with G: tokens that the short convolution reads
+    linear_key_head_dim: int | None = number(None, 1, 10**5)  # with G: elements of a query or key; with M: of B or C
+    linear_value_head_dim: int | None = number(None, 1, 10**5)  # with G or M: elements of a head
+    linear_conv_kernel_dim: int = number(4, 2, 64)  # with G or M: tokens that the short convolution reads
 
     # Multi-latent attention and mixtures of experts have Megatron's fields, under its names.
 
@@ -201,10 +203,15 @@ class ModelConfig:
         return self.down_weights + (self.q_lora_rank or hidden) * heads * self.kv_channels + up + out
 
     @property
+    def mixers(self) -> str:
+        """The symbol in `pattern` of what mixes the tokens in every layer."""
+        repeated = (self.pattern or "*-")[::2]
+        return "".join(repeated[layer % len(repeated)] for layer in range(self.num_layers))
+
+    @property
     def recurrent_layers(self) -> tuple[bool, ...]:
-        """For every layer, whether a gated delta net has the place of attention."""
-        mixers = (self.pattern or "*-")[::2]
-        return tuple(mixers[layer % len(mixers)] == "G" for layer in range(self.num_layers))
+        """For every layer, whether it is recurrent, without attention."""
+        return tuple(each != "*" for each in self.mixers)
 
     @property
     def recurrent(self) -> bool:
@@ -212,16 +219,21 @@ class ModelConfig:
         return any(self.recurrent_layers)
 
     @property
-    def delta_net_columns(self) -> tuple[int, int]:
-        """Columns of a gated delta net's convolution, and of its values of all heads."""
+    def recurrent_columns(self) -> tuple[int, int]:
+        """Columns of a recurrent layer's convolution, and of its values of all heads."""
         values = (self.linear_num_value_heads or 0) * (self.linear_value_head_dim or 0)
         return 2 * (self.linear_num_key_heads or 0) * (self.linear_key_head_dim or 0) + values, values
 
     @property
-    def delta_net_weights(self) -> int:
-        """Weights of a gated delta net's two projections."""
-        mixed, values = self.delta_net_columns
-        return self.hidden_size * (mixed + 2 * values + 2 * (self.linear_num_value_heads or 0))
+    def recurrent_numbers(self) -> int:
+        """Columns of a recurrent layer's projection besides: two gates of a head's delta rule, or its time step."""
+        return (1 if "M" in self.mixers else 2) * (self.linear_num_value_heads or 0)
+
+    @property
+    def recurrent_weights(self) -> int:
+        """Weights of a recurrent layer's two projections."""
+        mixed, values = self.recurrent_columns
+        return self.hidden_size * (mixed + 2 * values + self.recurrent_numbers)
 
     @property
     def expert_width(self) -> int:

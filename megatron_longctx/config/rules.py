@@ -17,8 +17,8 @@ def _is_not(*values: object) -> Callable[[object], bool]:
     return lambda value: value not in values
 
 
-def _with_delta_nets(pattern: object) -> bool:
-    return "G" in str(pattern)
+def _recurrent(pattern: object) -> bool:
+    return not {"G", "M"}.isdisjoint(str(pattern))
 
 
 Rule = tuple[str, Callable[[object], bool], tuple[str, ...], tuple[object, ...] | str | None, str]
@@ -71,13 +71,13 @@ RULES: tuple[Rule, ...] = (
      "Megatron's MLA has no gates, and qk_pos_emb_head_dim says what is rotated."),
     ("model.kv_lora_rank", _is_not(None), ("model.bias", "model.qkv_bias"), None,
      "Megatron's MLA has no biases of queries, keys and values."),
-    ("model.pattern", lambda pattern: not _with_delta_nets(pattern),
-     tuple(f"model.{key}" for key in RECURRENT_KEYS), None, "Only the layers G of model.pattern read it."),
-    ("model.pattern", _with_delta_nets,
+    ("model.pattern", lambda pattern: not _recurrent(pattern),
+     tuple(f"model.{key}" for key in RECURRENT_KEYS), None, "Only the layers G and M of model.pattern read it."),
+    ("model.pattern", _recurrent,
      tuple(f"model.{key}" for key in RECURRENT_KEYS[:4]), "a number", "Qwen3-Next has 16, 32, 128 and 128."),
-    ("model.pattern", _with_delta_nets, ("model.kv_lora_rank",), None,
-     "Layers G take the kinds of their projections from plain attention."),
-    ("model.pattern", _with_delta_nets, ("data.format",), ("documents",),
+    ("model.pattern", _recurrent, ("model.kv_lora_rank",), None,
+     "Recurrent layers take the kinds of their projections from plain attention."),
+    ("model.pattern", _recurrent, ("data.format",), ("documents",),
      "A recurrent state has one continuation: the branches of a tree cannot share it."),
     ("model.num_moe_experts", _is(None), tuple(key for key in keys_of(Config) if key.startswith("model.moe_")), None,
      "Set model.num_moe_experts: without experts nothing reads it."),
@@ -98,7 +98,7 @@ RULES: tuple[Rule, ...] = (
     ("train.fp8", _is_not("none"), ("reduction.output_projection", "reduction.down_projection"), None,
      "Projections with other sums are torch's, which do not compute in FP8."),
     ("train.fp8", _is_not("none"), ("model.builder", "model.pattern"), None,
-     "Layers of HybridModel and gated delta nets have not been trained in FP8."),
+     "Layers of HybridModel and recurrent layers have not been trained in FP8."),
     ("train.fp8", _is("delayed"), ("recompute.mlp_tile_tokens",), None,
      "A delayed scale is of whole tensors: set train.fp8=tensorwise or blockwise, or no tiles."),
     ("train.fp8", _is("delayed"), ("model.num_moe_experts",), None,
@@ -125,10 +125,10 @@ RULES: tuple[Rule, ...] = (
     ("data.tokenizer", _is_not("byte-level"), ("data.tokenizer_path",), "a path", "Set data.tokenizer_path."),
     ("train.precision", _is("fp32"), ("inference.weights",), None, "FP8 is for a model in bf16: set that as well."),
     ("model.kv_lora_rank", _is_not(None), ("inference.weights",), None, "FP8 supports plain attention only."),
-    ("model.pattern", _with_delta_nets, ("inference.weights",), None, "FP8 supports plain attention only."),
-    ("model.pattern", _with_delta_nets, ("inference.speculate", "inference.exact_reuse", "serve.host_cache_gib"), None,
+    ("model.pattern", _recurrent, ("inference.weights",), None, "FP8 supports plain attention only."),
+    ("model.pattern", _recurrent, ("inference.speculate", "inference.exact_reuse", "serve.host_cache_gib"), None,
      "A recurrent state cannot be cut back to fewer tokens, as the cache of attention can."),
-    ("model.pattern", _with_delta_nets, ("inference.shard_weights",), None, "Only attention shares weights."),
+    ("model.pattern", _recurrent, ("inference.shard_weights",), None, "Only attention shares weights."),
     ("inference.exact_reuse", _is(True), ("inference.prefill_chunk",), "a number", "Set it to 2048."),
     ("inference.exact_reuse", _is(True), ("inference.speculate",), None, "Drafts are computed in batches of any size."),
     ("inference.decode", _is("plan"), ("inference.speculate",), None, "Only replicated steps compute drafts."),

@@ -99,7 +99,7 @@ def state_shape(config: Config) -> StateShape:
         heads=(model.linear_num_value_heads or 0) // tp,
         key=model.linear_key_head_dim or 0,
         value=model.linear_value_head_dim or 0,
-        channels=model.delta_net_columns[0] // tp,
+        channels=model.recurrent_columns[0] // tp,
         taps=model.linear_conv_kernel_dim,
         dtype=cache_shape(config).dtype,
     )

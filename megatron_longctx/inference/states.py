@@ -138,7 +138,7 @@ class StateRows:
 
 @dataclass(frozen=True)
 class StateShape:
-    """A state of `layers` gated delta nets: of `heads` value heads, `[key, value]` in fp32, and `taps` - 1 tokens of a
+    """A state of `layers` recurrent layers: of `heads` value heads, `[key, value]` in fp32, and `taps` - 1 tokens of a
     convolution's `channels` in `dtype`. Heads and channels are those of one tensor-parallel rank."""
 
     layers: int
@@ -248,37 +248,29 @@ class RecurrentStates:
             pieces.append(delta_rule.convolved(x[part.rows], tail, weight, inside))
         return torch.cat(pieces) if pieces else x
 
-    def rule(
-        self, layer: int, kernel: delta_rule.Kernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-    ) -> Tensor:
-        """Return the gated delta rule's outputs `[1, s, h, v]` for this rank's tokens. See `delta_rule.Kernel`."""
+    def rule(self, layer: int, kernel: delta_rule.Kernel, *inputs: Tensor) -> Tensor:
+        """Return a recurrence's outputs `[1, s, h, v]` for this rank's tokens. See `delta_rule.Kernel`."""
         (reads, writes), states, columns = self._moves, self._states[layer], self.shape.value
         if self._parts is None:
-            out, after = delta_rule.step(states[reads], *(x[0] for x in (q, k, v, g, beta)))
+            out, after = delta_rule.step(states[reads], *(x[0] for x in inputs))
             states.index_copy_(0, writes, after)
-            return out.unsqueeze(0).to(v.dtype)
-        shape, wide = self.shape, delta_rule.precision(q)
-        own = q.new_zeros(self._most, shape.heads, shape.key, columns + shape.key, dtype=wide)
+            return out.unsqueeze(0).to(inputs[2].dtype)
+        shape, wide = self.shape, delta_rule.precision(inputs[0])
+        factors = shape.key if len(inputs) == 5 else 1  # see `delta_rule.Section`
+        own = states.new_zeros(self._most, shape.heads, shape.key, columns + factors, dtype=wide)
         sections, before = [], states[reads].unsqueeze(1)
         for part in self._parts:
-            inputs = [x[:, part.rows] for x in (q, k, v, g, beta)]
+            its = [x[:, part.rows] for x in inputs]
             first = before[part.chunk] if part.place == 0 else None
             lengths = [part.rows.stop - part.rows.start]
-            sections.append(delta_rule.section(lengths, part.place > 0, kernel, *inputs, state=first))
+            sections.append(delta_rule.section(lengths, part.place > 0, kernel, *its, state=first))
             own[part.number] = sections[-1].last[0]
         lasts = all_gather_rows(self._group, own.flatten()).view(-1, 1, *own.shape[1:])
         chunks = [lasts[order] for order in self._order]
         states[writes] = torch.cat([delta_rule.joined(parts, columns) for parts in chunks]).to(states.dtype)
         pairs = zip(sections, self._parts, strict=True)
         found = [delta_rule.finish(section, chunks[part.chunk], 0, part.place) for section, part in pairs]
-        return torch.cat(found, dim=1) if found else v
-
-    def without_tokens(self, layer: int, weight: Tensor) -> None:
-        """Take part in the exchanges of a layer on a rank that has no tokens."""
-        shape, empty = self.shape, torch.empty(1, 0, dtype=self.shape.dtype, device=self._device)
-        self.convolved(layer, empty.view(0, 1, 1).expand(0, 1, shape.channels), weight)
-        q, v = (empty.view(1, 0, 1, 1).expand(1, 0, shape.heads, size) for size in (shape.key, shape.value))
-        self.rule(layer, delta_rule.chunked, q, q, v, q[..., 0], q[..., 0])
+        return torch.cat(found, dim=1) if found else inputs[2]
 
 
 def _parts(batch: Batch, index: int, counts: Counter[int]) -> list[_Part]:

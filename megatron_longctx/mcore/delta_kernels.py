@@ -1,8 +1,9 @@
-"""The parts of a gated delta net by the Triton kernels of the package fla-core, for 16-bit tensors on GPUs."""
+"""The parts of recurrent layers by the Triton kernels of the package fla-core, for 16-bit tensors on GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,14 @@ from .delta_ranks import SharedRule
 from .pack import Pack
 
 
-def convolved(x: Tensor, halo: Tensor | None, weight: Tensor, pack: Pack) -> Tensor:
+def convolved(x: Tensor, halo: Tensor | None, weight: Tensor, bias: Tensor | None, pack: Pack) -> Tensor:
     """Return SiLU of causal convolutions of every channel of `x` `[b, s, c]`.
 
     Args:
         halo: the taps - 1 tokens before the first, `[taps - 1, b, c]`; any values where there are none. None if no
             document goes on from rank to rank.
         weight: `[c, taps]`; the last tap is the token itself.
+        bias: `[c]`, or None.
     """
     from fla.modules.causal_conv1d import causal_conv1d
 
@@ -33,6 +35,7 @@ def convolved(x: Tensor, halo: Tensor | None, weight: Tensor, pack: Pack) -> Ten
     out, _ = causal_conv1d(
         x.flatten(0, 1).unsqueeze(0),
         weight,
+        bias,
         initial_state=state,
         activation="silu",
         cu_seqlens=stops,
@@ -72,8 +75,27 @@ def chunked(
 
     assert len(lengths) == len(q) == 1
     inputs = (x.contiguous() for x in (q, k, v, g, beta))
-    out, last = chunk_gated_delta_rule(*inputs, initial_state=state.contiguous(), output_final_state=True)
+    out, last = chunk_gated_delta_rule(*inputs, initial_state=state.contiguous(), output_final_state=True, scale=1.0)
     return out, last
+
+
+def state_space(
+    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute Mamba-2's recurrence, a `delta_rule.Kernel`."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    batch, documents = len(q), len(lengths)
+    on_host = torch.tensor([0, *accumulate([*lengths] * batch)])
+    out, last = chunk_simple_gla(
+        *(x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g)),
+        scale=1.0,
+        initial_state=functional.pad(state.unsqueeze(1), (*(0, 0) * 3, 0, documents - 1)).flatten(0, 1),
+        output_final_state=True,
+        cu_seqlens=on_host.to(q.device),
+        cu_seqlens_cpu=on_host,
+    )
+    return out.view(v.shape), last.unflatten(0, (batch, documents))[:, -1]
 
 
 def gated_norm(x: Tensor, gates: Tensor, weight: Tensor, epsilon: float) -> Tensor:

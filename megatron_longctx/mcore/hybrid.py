@@ -1,5 +1,7 @@
 """Megatron-Core 0.19's `HybridModel` of a GPT's blocks: a layer `*` or `G` and a layer `-` or `E` for each of them.
 
+Recurrent layers of every kind have the place of Megatron's `G`, whose layers are a GPT's.
+
 Import this file only where `version.require_hybrid_model` has passed. A checkpoint has the names and shapes of a
 `GPTModel`, so either model loads what the other has saved, and so do exports and inference.
 """
@@ -41,7 +43,7 @@ def pattern(config: TransformerConfig) -> str:
     """Return `hybrid_layer_pattern` of a configuration by `as_hybrid`, with `|` between pipeline stages."""
     recurrent = (config.linear_attention_freq or [0] * config.num_layers)[::2]
     blocks = zip(recurrent, config.moe_layer_freq[1::2], strict=True)
-    symbols = "".join("*G"[mixer] + "-E"[experts] for mixer, experts in blocks)
+    symbols = "".join("*G"[mixer > 0] + "-E"[experts] for mixer, experts in blocks)
     stage = len(symbols) // config.pipeline_model_parallel_size
     return "|".join(symbols[first : first + stage] for first in range(0, len(symbols), stage))
 
@@ -52,7 +54,7 @@ def stack_spec(dense: ModuleSpec, experts: ModuleSpec | None, norm: type, recurr
     Args:
         experts: the spec of layers with experts, whose attention is equal; None for dense models.
         norm: the final norm.
-        recurrent: the spec of layers with a gated delta net.
+        recurrent: the spec of layers that are recurrent.
     """
     attention, mlp = halves(dense)
     layers = HybridStackSubmodules(attention_layer=in_stack(attention), mlp_layer=mlp, gdn_layer=halves(recurrent)[0])

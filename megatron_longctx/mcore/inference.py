@@ -35,11 +35,11 @@ from ..inference.states import RecurrentStates
 from ..lowbit.reduction import ReductionPolicy, Timings
 from . import checkpoint
 from .core_attention import layer_window
-from .delta_net import GatedDeltaNet
 from .direct import AttentionFn, DirectLayer, why_not_direct
 from .fp8_weights import check_fp8, quantize_layers, stored_bytes
 from .groups import share_weights
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
+from .recurrent import RecurrentMixer
 from .rope import Rotations
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import ShardedSequence, build_sequence
@@ -112,15 +112,15 @@ class CachedGPT:
         self.attention = attention
         self._gpt, self._shares = gpt, shares
         self._cores: list[CachedCoreAttention] = []
-        self._mixers: list[CachedCoreAttention | GatedDeltaNet] = []
+        self._mixers: list[CachedCoreAttention | RecurrentMixer] = []
         for layer in gpt.decoder.layers:
             inner, number = layer.self_attention, len(self._cores)
-            if isinstance(inner, GatedDeltaNet):
+            if isinstance(inner, RecurrentMixer):
                 inner.states, inner.number = attention.states, len(self._mixers) - number
             else:
                 inner.core_attention = CachedCoreAttention(inner.core_attention, number, attention, shares)
                 self._cores.append(inner.core_attention)
-            self._mixers.append(inner if isinstance(inner, GatedDeltaNet) else inner.core_attention)
+            self._mixers.append(inner if isinstance(inner, RecurrentMixer) else inner.core_attention)
         gpt.post_process = False  # return hidden states: the logits of all tokens of a long prompt would not fit
         gpt.eval()
         self._layers = self._direct_layers(gpt)
@@ -234,7 +234,7 @@ class CachedGPT:
             if isinstance(mixer, CachedCoreAttention):
                 mixer(q, kv, kv)
             elif mixer.states is not None:
-                mixer.states.without_tokens(mixer.number, mixer.conv_weight)
+                mixer.without_tokens()
 
 
 def inference_config(config: Config) -> Config:

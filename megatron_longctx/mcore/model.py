@@ -110,7 +110,7 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
         window_size=None if model.window is None else (model.window, 0),
         window_attn_skip_freq=model.window_pattern,
         softmax_type=_SOFTMAX[model.sinks],
-        linear_attention_freq=list(map(int, model.recurrent_layers)) if model.recurrent else None,
+        linear_attention_freq=list(map("*GM".index, model.mixers)) if model.recurrent else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **(_OAI if model.activation == "swiglu_oai" else {}),
@@ -251,8 +251,7 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     if model.rotary_percent != 1:
         special["rotary_percent"] = model.rotary_percent
     if model.recurrent:
-        kinds = "".join("*G"[recurrent] for recurrent in model.recurrent_layers)
-        special |= {"mixers": kinds, **{key: getattr(model, key) for key in RECURRENT_KEYS}}
+        special |= {"mixers": model.mixers, **{key: getattr(model, key) for key in RECURRENT_KEYS}}
     if model.rope_scaling.kind != "none":
         special["rope_scaling"] = asdict(model.rope_scaling)
     if model.num_moe_experts is not None:

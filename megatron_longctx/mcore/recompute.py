@@ -24,9 +24,9 @@ from torch import Tensor
 from ..core.errors import refuse
 from ..core.kernels.no_grad import first_order
 from .core_attention import ContextParallelCoreAttention
-from .delta_net import GatedDeltaNet
 from .fp8 import Rerun
 from .norms import PostNormAdd
+from .recurrent import RecurrentMixer
 from .stores import AttentionTape, Store
 from .version import as_builder, copy_spec, mlp_spec
 
@@ -64,7 +64,7 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
         self._store = store
         core = getattr(self.self_attention, "core_attention", None)
         known = isinstance(core, ContextParallelCoreAttention)
-        if not known and not isinstance(self.self_attention, IdentityOp | GatedDeltaNet):
+        if not known and not isinstance(self.self_attention, IdentityOp | RecurrentMixer):
             expected = "context-parallel core attention in every layer"
             remedy = f"This layer has {type(core).__name__}: apply with_context_parallel to its spec first."
             raise refuse("recompute.mode", "attention_output", expected, remedy)

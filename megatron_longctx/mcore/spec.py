@@ -23,10 +23,12 @@ from ..config import RecomputeConfig
 from ..core.errors import refuse
 from ..models.rope_frequencies import Frequencies
 from .core_attention import ContextParallelCoreAttention
-from .delta_net import with_delta_net
+from .delta_net import GatedDeltaNet
 from .experts import experts_spec, with_summed_losses
+from .mamba import Mamba2
 from .norms import NORMS, with_post_norms
 from .recompute import with_mlp_tiles, with_recompute
+from .recurrent import with_mixer
 from .rope import LatentSelfAttention, checking_rope
 from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
@@ -34,6 +36,7 @@ from .stack import is_stack, with_layers
 from .stores import HostStore, Store
 from .version import as_builder, copy_spec, mlp_spec
 
+_MIXERS = {1: GatedDeltaNet, 2: Mamba2}  # keyed by the numbers of `linear_attention_freq`
 _Spec = TypeVar("_Spec", ModuleSpec, TransformerBlockSubmodules)
 
 
@@ -167,7 +170,7 @@ def block_spec(
     if config.is_hybrid_model:
         from .hybrid import stack_spec  # needs Megatron-Core 0.19
 
-        return stack_spec(layer, expert_layer, final_norm, with_delta_net(layer, sequence))
+        return stack_spec(layer, expert_layer, final_norm, _recurrent(config, layer, sequence))
     layers = _layers_of_stage(config, sequence, layer, expert_layer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
 
@@ -175,7 +178,7 @@ def block_spec(
 def _layers_of_stage(
     config: TransformerConfig, sequence: ShardedSequence, layer: ModuleSpec, expert_layer: ModuleSpec | None
 ) -> list[ModuleSpec]:
-    """Return the layers of this pipeline stage: dense or with experts, with attention or a gated delta net."""
+    """Return the layers of this pipeline stage: dense or with experts, with attention or recurrent."""
     count, recurrent = get_num_layers_to_build(config), config.linear_attention_freq
     if expert_layer is None and not recurrent:
         return [layer] * count
@@ -183,9 +186,14 @@ def _layers_of_stage(
     numbers = range(first, first + count)
     layers = [layer if expert_layer is None or not config.moe_layer_freq[i] else expert_layer for i in numbers]
     return [
-        with_delta_net(each, sequence) if recurrent and recurrent[i] else each
+        _recurrent(config, each, sequence) if recurrent and recurrent[i] else each
         for i, each in zip(numbers, layers, strict=True)
     ]
+
+
+def _recurrent(config: TransformerConfig, layer: ModuleSpec, sequence: ShardedSequence) -> ModuleSpec:
+    """Return a copy of a layer's spec with the model's kind of recurrent layer in the place of attention."""
+    return with_mixer(layer, _MIXERS[max(config.linear_attention_freq or [1])], sequence)
 
 
 def _with_experts(layer: ModuleSpec, num_experts: int, norm: type, transformer_engine: bool) -> ModuleSpec:

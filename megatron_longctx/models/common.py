@@ -98,6 +98,28 @@ def decoder_weights(model: ModelConfig) -> list[Weight]:
     return weights
 
 
+def repeated(pairs: Sequence[str]) -> str:
+    """Return the shortest `ModelConfig.pattern` of layers with these pairs of symbols."""
+    count = len(pairs)
+    period = next(n for n in range(1, count + 1) if count % n == 0 and [*pairs[:n]] * (count // n) == [*pairs])
+    return "".join(pairs[:period])
+
+
+def beside_recurrent(plain: Sequence[Weight], recurrent: Sequence[Weight]) -> list[Weight]:
+    """Return the weights of a model in which some layers are recurrent.
+
+    Args:
+        plain: of the same model with attention in all layers.
+        recurrent: of recurrent layers in the place of attention's, but for the norm before it.
+    """
+    norm = f"{ATTENTION}linear_qkv.layer_norm_weight"
+    kept = [
+        replace(each, in_recurrent_layers=False) if each.name.startswith(ATTENTION) and each.name != norm else each
+        for each in plain
+    ]
+    return [*kept, *(replace(each, in_recurrent_layers=True) for each in recurrent)]
+
+
 def qkv_bias() -> Weight:
     published = tuple(f"{PUBLISHED_ATTENTION}{name}_proj.bias" for name in "qkv")
     return Weight(f"{ATTENTION}linear_qkv.bias", published, ("qkv",), QKV)

@@ -1,18 +1,20 @@
-"""The gated delta rule over a sequence that ranks share in contiguous sections.
+"""Linear recurrences over a sequence that ranks share in contiguous sections: the gated delta rule, and Mamba-2's.
 
-A head's state S is a matrix `[k, v]`. A token decays it by exp(g), corrects what it holds for the token's key, and
-reads it with the token's query (Gated Delta Networks, arXiv:2412.06464):
+A head's state S is a matrix `[k, v]`. A token decays it by exp(g), adds its value under its key, and reads the state
+with its query. The delta rule adds only what the state does not hold for the key yet (Gated Delta Networks,
+arXiv:2412.06464). Mamba-2 adds the whole value (state space duality, arXiv:2405.21060):
 
-    S <- exp(g) S;  S <- S + beta key (value - S^T key)^T;  out = S^T query / sqrt(k)
+    S <- exp(g) S;  S <- S + beta key (value - S^T key)^T  or  S <- S + key value^T;  out = S^T query
 
 Outputs and the last state are affine in the state that enters a section: out = own + queries S, last = own + T S. So
-no rank waits for the one before it. Every rank computes its section once, with v + k columns of values in place of v:
-from a zero state with its values, and from the identity with zeros. So the same kernel gives `queries` and T.
-Ranks gather (last, T) of all, `k (v + k)` numbers a head, multiply those before them, and add `queries S`. Autograd
-does the same backwards, and its gather sums in place of collecting.
+no rank waits for the one before it. For the delta rule, every rank computes its section once, with v + k columns of
+values in place of v: from a zero state with its values, and from the identity with zeros. So the same kernel gives
+`queries` and T. Without the correction, both are products of decays, and T is one number. Ranks gather (last, T) of
+all, `k (v + k)` or `k (v + 1)` numbers a head, multiply those before them, and add `queries S`. Autograd does the same
+backwards, and its gather sums in place of collecting.
 
-For n ranks, a rank computes up to (v + k) / v times the rule, k v multiplications a token for `queries S` and up to
-n k k v for the states, and sends k (v + k) numbers a head. A serial loop would take n times the rule instead.
+For n ranks, a rank computes up to (v + k) / v times the delta rule, k v multiplications a token for `queries S` and up
+to n k k v for the states, and sends k (v + k) numbers a head. A serial loop would take n times the rule instead.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from torch.nn import functional
 from ..config.model import DELTA_RULE_CHUNK as CHUNK
 from ..core.kernels.no_grad import first_order
 
-Kernel = Callable[[Sequence[int], Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Computes the rule for the lengths of documents, which add up to s > 0, the state before the first of them,
-`[b, h, k, v]` (others start from zeros), q, k `[b, s, h, k]`, v `[b, s, h, v]`, and g, beta `[b, s, h]` in fp32. It
-returns the outputs `[b, s, h, v]` in v's dtype, and the state after the last token."""
+Kernel = Callable[..., tuple[Tensor, Tensor]]
+"""Computes a recurrence for the lengths of documents, which add up to s > 0, the state before the first of them,
+`[b, h, k, v]` (others start from zeros), q, k `[b, s, h, k]`, v `[b, s, h, v]`, g `[b, s, h]` in fp32 and, by the delta
+rule alone, beta of the same kind. It returns the outputs `[b, s, h, v]` in v's dtype, and the state after the last
+token."""
 
 
 def precision(x: Tensor) -> torch.dtype:
@@ -42,15 +45,13 @@ def precision(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32) if x.is_cuda else torch.float64
 
 
-def chunked(
-    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the rule in torch, in chunks of 64 tokens: a `Kernel` for any device.
+def chunked(lengths: Sequence[int], state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute a recurrence in torch, in chunks of 64 tokens: a `Kernel` for any device.
 
     Within a chunk the corrections solve a triangular system. Documents need no loop: their ends are masks. Backward
     keeps the arguments alone, and computes the chunks again.
     """
-    return _Chunked.apply(lengths, state, q, k, v, g, beta)  # type: ignore[no-any-return, no-untyped-call]
+    return _Chunked.apply(lengths, state, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Chunked(torch.autograd.Function):
@@ -69,7 +70,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _chunked(
-    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     tokens, wide = q.shape[1], precision(q)
     documents = torch.arange(len(lengths), device=q.device).repeat_interleave(torch.tensor(lengths, device=q.device))
@@ -80,23 +81,25 @@ def _chunked(
         x = functional.pad(x.to(wide), (*(0, 0) * (x.ndim - 2), 0, missing)).view(len(x), -1, CHUNK, *x.shape[2:])
         return x.movedim(3, 1)  # [b, h, chunks, tokens, ...]
 
-    q, k, values, g, beta = (chunks(x) for x in (q, k, v, g, beta))
-    g, beta = g.cumsum(-1), beta.unsqueeze(-1)
-    q = q * q.shape[-1] ** -0.5
+    q, k, new, g = (chunks(x) for x in (q, k, v, g))
+    g = g.cumsum(-1)
     before = functional.pad(documents[:-1, -1:], (0, 0, 1, 0))  # the document in which the previous chunk ends
     enters, leaves = ((documents == other).to(wide).unsqueeze(-1) for other in (before, documents[:, -1:]))
     same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()
     decay = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill(~same, -torch.inf).exp()
     reach, last = g.exp().unsqueeze(-1) * enters, g[..., -1:]
-    system = (beta * k @ k.mT * decay).tril(-1) + torch.eye(CHUNK, dtype=wide, device=q.device)
-    right = torch.cat((beta * values, beta * k * reach), dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    new, correction = torch.split(solved, [values.shape[-1], k.shape[-1]], dim=-1)
+    correction = None
+    if beta is not None:
+        beta = chunks(beta).unsqueeze(-1)
+        system = (beta * k @ k.mT * decay).tril(-1) + torch.eye(CHUNK, dtype=wide, device=q.device)
+        right = torch.cat((beta * new, beta * k * reach), dim=-1)
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        new, correction = torch.split(solved, [new.shape[-1], k.shape[-1]], dim=-1)
     within, queries = q @ k.mT * decay, q * reach
     keys, carried = k * (last - g).exp().unsqueeze(-1) * leaves, reach[..., -1:, :]
     state, outputs = state.to(wide), []
     for i in range(len(documents)):
-        stored = new[:, :, i] - correction[:, :, i] @ state
+        stored = new[:, :, i] if correction is None else new[:, :, i] - correction[:, :, i] @ state
         outputs.append(queries[:, :, i] @ state + within[:, :, i] @ stored)
         state = carried[:, :, i] * state + keys[:, :, i].mT @ stored
     return torch.cat(outputs, dim=2)[:, :, :tokens].transpose(1, 2).to(v.dtype), state
@@ -107,7 +110,8 @@ class Section(NamedTuple):
 
     out: `[b, s, h, v]`, from a zero state. queries: `[b, f, h, k]` of the f tokens of the first document, by which the
     entering state is read; None if no state enters. last: `[b, h, k, v + k]`, the state after the last token from a
-    zero state, and beside it T, by which the entering state is multiplied. In fp32 or wider.
+    zero state, and beside it T, by which the entering state is multiplied; `[b, h, k, v + 1]` without a correction,
+    where every row has its number. In fp32 or wider.
     """
 
     out: Tensor
@@ -116,42 +120,43 @@ class Section(NamedTuple):
 
 
 def section(
-    lengths: Sequence[int],
-    continues: bool,
-    kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    state: Tensor | None = None,
+    lengths: Sequence[int], continues: bool, kernel: Kernel, *inputs: Tensor, state: Tensor | None = None
 ) -> Section:
     """Compute a rank's section; it exchanges nothing.
 
     Args:
         lengths: of the parts of documents in this section.
         continues: whether the first one began in an earlier section.
-        q, k, v, g, beta: as for a `Kernel`, but s may be 0.
+        inputs: q, k, v, g and, by the delta rule alone, beta, as for a `Kernel`, but s may be 0.
         state: from which the first one goes on if it began in no earlier section; None for zeros.
     """
-    (batch, _, heads, rows), columns = k.shape, v.shape[-1]
-    states = torch.zeros(batch, heads, rows, columns + rows, dtype=precision(q), device=q.device)
-    if continues or not lengths:
-        states[..., columns:].diagonal(dim1=-2, dim2=-1).fill_(1)
+    q, k, v, g, *beta = inputs
+    (batch, _, heads, rows), columns, wide = k.shape, v.shape[-1], precision(q)
+    zeros = torch.zeros(batch, heads, rows, columns, dtype=wide, device=q.device)
+    if not continues and lengths:
+        out, last = kernel(lengths, zeros if state is None else state, *inputs)
+        return Section(out, None, functional.pad(last, (0, rows if beta else 1)))
+    unchanged = torch.eye(rows, dtype=wide, device=q.device) if beta else zeros.new_ones(rows, 1)
+    states = torch.cat((zeros, unchanged.expand(batch, heads, -1, -1)), dim=-1)
     if not lengths:
         return Section(v, None, states)
-    if not continues:
-        out, last = kernel(lengths, states[..., :columns] if state is None else state, q, k, v, g, beta)
-        return Section(out, None, functional.pad(last, (0, rows)))
     first, *others = lengths
-    inputs = [torch.split(x, [first, sum(others)], dim=1) for x in (q, k, v, g, beta)]
-    head, tail = ([part[i] for part in inputs] for i in (0, 1))
+    if not beta:
+        out, last = kernel(lengths, zeros, *inputs)
+        reach = g[:, :first].to(wide).cumsum(1).exp()
+        factor = reach[:, -1] * (not others)
+        return Section(
+            out,
+            (q[:, :first] * reach.unsqueeze(-1)).to(q.dtype),
+            torch.cat((last, factor.view(batch, heads, 1, 1).expand(-1, -1, rows, -1)), dim=-1),
+        )
+    parts = [torch.split(x, [first, sum(others)], dim=1) for x in inputs]
+    head, tail = ([part[i] for part in parts] for i in (0, 1))
     head[2] = functional.pad(head[2], (0, rows))
     both, last = kernel([first], states, *head)
     out, queries = torch.split(both, [columns, rows], dim=-1)
     if others:
-        rest, last = kernel(others, torch.zeros_like(states[..., :columns]), *tail)
+        rest, last = kernel(others, zeros, *tail)
         out, last = torch.cat((out, rest), dim=1), functional.pad(last, (0, rows))
     return Section(out, queries, last)
 
@@ -160,7 +165,7 @@ def finish(own: Section, lasts: Tensor, first: int, rank: int) -> Tensor:
     """Return a section's outputs, `[b, s, h, v]`.
 
     Args:
-        lasts: `Section.last` of all ranks, `[n, b, h, k, v + k]`.
+        lasts: `Section.last` of all ranks, stacked in the first dimension.
         first: the rank on which this section's first document begins.
         rank: this rank.
     """
@@ -177,28 +182,32 @@ def joined(lasts: Tensor, columns: int) -> Tensor:
     """Return the state `[b, h, k, v]` after sections of a document, the first of which begins it.
 
     Args:
-        lasts: their `Section.last`, `[n, b, h, k, v + k]`.
+        lasts: their `Section.last`, stacked in the first dimension.
         columns: v.
     """
     state, *later = lasts.unbind(0)
     state = state[..., :columns]
     for last in later:
-        state = last[..., :columns] + last[..., columns:] @ state
+        factor = last[..., columns:]
+        state = last[..., :columns] + (factor * state if factor.shape[-1] == 1 else factor @ state)
     return state
 
 
-def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the rule for a token of each of b sequences; return the outputs `[b, h, v]` and the states after it.
+def step(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute a recurrence for a token of each of b sequences; return the outputs `[b, h, v]` and the states after it.
 
     Args:
         state: the states before it, `[b, h, k, v]` in fp32.
         q, k, v, g, beta: as for a `Kernel`, without s.
     """
-    q, k, v = (x.to(state.dtype) for x in (q, k, v))
+    q, k, new = (x.to(state.dtype) for x in (q, k, v))
     state = g.exp()[..., None, None] * state
-    correction = beta.unsqueeze(-1) * (v - torch.einsum("bhkv,bhk->bhv", state, k))
-    state = state + k.unsqueeze(-1) * correction.unsqueeze(-2)
-    return torch.einsum("bhkv,bhk->bhv", state, q) * k.shape[-1] ** -0.5, state
+    if beta is not None:
+        new = beta.unsqueeze(-1) * (new - torch.einsum("bhkv,bhk->bhv", state, k))
+    state = state + k.unsqueeze(-1) * new.unsqueeze(-2)
+    return torch.einsum("bhkv,bhk->bhv", state, q), state
 
 
 def convolved(x: Tensor, before: Tensor, weight: Tensor, positions: Tensor) -> Tensor:

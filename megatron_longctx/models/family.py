@@ -104,14 +104,9 @@ def check_same_function(model: ModelConfig, published: ModelConfig, source: str)
             raise refuse(f"model.{key}", given[key], f"{value}, as {source} has", remedy)
 
 
-def mixers(model: ModelConfig) -> str:
-    """Return a symbol of `ModelConfig.pattern` for what mixes the tokens in each layer."""
-    return "".join("*G"[recurrent] for recurrent in model.recurrent_layers)
-
-
 def _function(model: ModelConfig) -> dict[str, Any]:
     """Return the keys that determine the function that a model computes."""
     names = [each.name for each in fields_of(ModelConfig) if each.name not in _NO_EFFECT]
     function = {name: getattr(model, name) for name in names}
-    layers = {"moe_layer_freq": layer_list(model.expert_layers), "pattern": mixers(model)}
+    layers = {"moe_layer_freq": layer_list(model.expert_layers), "pattern": model.mixers}
     return function | {"head_dim": model.kv_channels} | layers

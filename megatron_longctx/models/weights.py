@@ -54,18 +54,18 @@ class Dims:
 
     @property
     def _delta_sizes(self) -> dict[str, int]:
-        """The same of gated delta nets."""
-        mixed, values = self.model.delta_net_columns
-        heads, taps = self.model.linear_num_value_heads or 0, self.model.linear_conv_kernel_dim
+        """The same of recurrent layers."""
+        mixed, values = self.model.recurrent_columns
+        heads, numbers = self.model.linear_num_value_heads or 0, self.model.recurrent_numbers
         return {
             "delta_keys": (mixed - values) // 2,
             "delta_values": values,
             "delta_mixed": mixed,
             "delta_qkvz": mixed + values,
-            "delta_gates": 2 * heads,
-            "delta_rows": mixed + values + 2 * heads,
+            "delta_gates": numbers,
+            "delta_rows": mixed + values + numbers,
             "delta_heads": heads,
-            "delta_taps": taps,
+            "delta_taps": self.model.linear_conv_kernel_dim,
             "delta_value": self.model.linear_value_head_dim or 0,
         }
 
@@ -136,6 +136,29 @@ def _delta(*others: str) -> Form:
     return Form(join, split)
 
 
+def _mamba(*rows: str, order: Sequence[int]) -> Form:
+    """One tensor with these numbers of rows one after another. In Megatron they have another order in every group."""
+    grouped = _grouped("linear_num_key_heads", *(rows[i] for i in order))
+
+    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        found = torch.split(parts[0], [dims.sizes[each] for each in rows])
+        return grouped.join([found[i] for i in order], dims)
+
+    def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        found = dict(zip(order, grouped.split(whole, dims), strict=True))
+        return [torch.cat([found[i] for i in range(len(rows))])]
+
+    return Form(join, split)
+
+
+def _taps(rows: Form) -> Form:
+    """The taps of a convolution's channels, published as `[c, 1, taps]`."""
+    return Form(
+        lambda parts, dims: rows.join([parts[0].squeeze(1)], dims),
+        lambda whole, dims: [rows.split(whole, dims)[0].unsqueeze(1)],
+    )
+
+
 def _join_vocabulary(parts: Sequence[Tensor], dims: Dims) -> Tensor:
     missing = dims.sizes["padded_vocab"] - dims.vocab
     return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]) if missing else parts[0]
@@ -181,12 +204,11 @@ GATED_QKV = _gated_qkv()
 DELTA = _grouped("linear_num_key_heads", "delta_qkvz", "delta_gates")
 # The same published as four projections: queries, keys and values; output gates; each of the two gates of the rule.
 SEPARATE_DELTA = _delta("delta_values", "delta_heads", "delta_heads")
-# The taps of queries, keys and values, published as `[c, 1, taps]`.
-_TAPS = _delta()
-DELTA_CONVOLUTION = Form(
-    lambda parts, dims: _TAPS.join([parts[0].squeeze(1)], dims),
-    lambda whole, dims: (_TAPS.split(whole, dims)[0].unsqueeze(1),),
-)
+DELTA_CONVOLUTION = _taps(_delta())
+# Of Mamba-2: one tensor with gates, x, B, C and time steps; the convolution's has x, B and C.
+MAMBA = _mamba("delta_values", "delta_values", "delta_keys", "delta_keys", "delta_heads", order=(3, 2, 1, 0, 4))
+MAMBA_BIAS = _mamba("delta_values", "delta_keys", "delta_keys", order=(2, 1, 0))
+MAMBA_CONVOLUTION = _taps(MAMBA_BIAS)
 # A row for every token, padded with zeros to the rows of Megatron's embedding.
 VOCAB = Form(_join_vocabulary, lambda whole, dims: (whole[: dims.vocab],))
 EXPERTS, EXPERTS_GATE_UP = _experts(UNCHANGED, 1), _experts(GATE_UP, 2)
@@ -205,7 +227,7 @@ class Weight:
         shape: of the parameter, over all tensor-parallel ranks, as names in `Dims.sizes`.
         form: how the parameter consists of the published tensors.
         in_expert_layers: True: only layers of experts have it; False: only dense layers; None: all layers.
-        in_recurrent_layers: the same of layers with a gated delta net, and with attention.
+        in_recurrent_layers: the same of recurrent layers, and of layers with attention.
         stacked: the published name of the parameter as it is, in files that do not divide it by expert.
     """
 
@@ -230,7 +252,7 @@ class Weight:
     def place(self, layer: int, dims: Dims) -> tuple[str, int | None]:
         """Return the name in a checkpoint, and the layer if the layers are slices of one tensor.
 
-        With experts or gated delta nets they are not: layers may differ, and Megatron saves each under its number.
+        With experts or recurrent layers they are not: layers may differ, and Megatron saves each under its number.
         """
         if dims.model.num_moe_experts is not None or dims.model.recurrent:
             return self.name.replace(_LAYER, str(layer)), None

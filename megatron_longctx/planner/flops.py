@@ -3,10 +3,10 @@
 `FORMULA` is of T tokens in sequences of S (of packs, if documents are packed), L layers with attention, hidden size H,
 h query heads, g key/value heads, heads of d elements in queries and keys and e in values, MLPs of width F, and a
 vocabulary of V. Latents have c elements for keys and q for queries; RoPE rotates r elements of a head, and n others
-not. A layer with a gated delta net of n value heads has A = H·(its columns) + n·e·H, and three products of a token with
-its state; its convolution and its pairs count as 0. In C's causal convention a query's own key counts half, so that a
-whole causal sequence has S²/2 pairs; the dense one has every query times every key. At long context the two differ by
-almost 2×, so both are always reported.
+not. A recurrent layer of n value heads has A = H·(its columns) + n·e·H, and three products of a token with its state,
+or two in Mamba-2; its convolution and its pairs count as 0. In C's causal convention a query's own key counts half, so
+that a whole causal sequence has S²/2 pairs; the dense one has every query times every key. At long context the two
+differ by almost 2×, so both are always reported.
 
 Backward counts twice. Embedding look-ups, norms, RoPE and softmax are not counted, nor is recomputation: the resulting
 percentage is MFU, not HFU.
@@ -24,7 +24,7 @@ FORMULA = (
     "3 * (2*T*L*A + 2*T*H*(D*M*F + X*(M*(k*W + U) + E)) + C + 2*T*H*V), "
     "A = H*d*(h + 2*g) + h*e*H (latents: H*(c + r + q) + (q or H)*h*d + c*h*(n + e) + h*e*H), "
     "D dense layers, X of E experts of width W, k of them active, and U of shared ones, "
-    "layers with gated delta nets: A and 6*n*d*e for attention, "
+    "recurrent layers: A and 6*n*d*e (Mamba-2: 4*n*d*e) for attention, "
     "C = (2*P - L*T)*h*(d + e) (causal; P visible pairs of all layers, L*T*(S + 1)/2 without documents and windows) "
     "or 2*L*T*S*h*(d + e) (dense), M = 3 (gated MLPs) or 2 (gelu); recomputation not counted"
 )
@@ -78,14 +78,14 @@ def training_flops(model: ModelConfig, vocab_size: int, work: Work) -> StepFlops
 
 def layer_flops(model: ModelConfig) -> list[tuple[int, int]]:
     """Return the forward FLOPs of a token in every layer, without attention: in products that `train.fp8` is about,
-    and in routers, gates and delta rules."""
-    found, rule = [], 3 * (model.linear_key_head_dim or 0) * model.delta_net_columns[1]
+    and in routers, gates and recurrences."""
+    found, rule = [], (2 if "M" in model.mixers else 3) * (model.linear_key_head_dim or 0) * model.recurrent_columns[1]
     for experts, recurrent in zip(model.expert_layers, model.recurrent_layers, strict=True):
         width, routed = model.ffn_hidden_size, 0
         if experts:
             width = model.moe_router_topk * model.expert_width + (model.moe_shared_expert_intermediate_size or 0)
             routed = (model.num_moe_experts or 0) + model.moe_shared_expert_gate
-        mixer = model.delta_net_weights if recurrent else model.attention_weights
+        mixer = model.recurrent_weights if recurrent else model.attention_weights
         products = mixer + model.hidden_size * (model.fc1_columns + 1) * width
         found.append((2 * products, 2 * (model.hidden_size * routed + rule * recurrent)))
     return found

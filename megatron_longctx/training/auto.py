@@ -112,8 +112,8 @@ def _beside_resharding(
     on_gpus = device_type(config) == "cuda"
     zigzag = _ranking(free, cluster, costs, pack, on_gpus, [configured_mode(replace(par, schedule="zigzag"))])[0]
     recurrent = sum(model.recurrent_layers)
-    mixed, values = model.delta_net_columns
-    columns = mixed + values + 2 * (model.linear_num_value_heads or 0) + values  # of the projection, and of the output
+    mixed, values = model.recurrent_columns
+    columns = mixed + values + model.recurrent_numbers + values  # of the projection, and of the output
     n, rows = par.context_parallel_size, config.data.seq_length * config.train.micro_batch_size
     num_bytes = rows // n**2 * columns // par.tensor_parallel_size * workload.element_bytes
     messages = MessageTimes(n, cluster, workload, costs or Costs.of_cluster(cluster))
@@ -121,9 +121,9 @@ def _beside_resharding(
     layers = model.num_layers - recurrent
     seconds = layers * best.seconds, layers * zigzag.seconds + recurrent * move
     return (
-        f"Layers G read contiguous tokens, so no layer re-shards them. Forward and backward of {layers} layers of "
-        f"attention take {1e3 * seconds[0]:.3f} ms with {best.name}. Zigzag, and an all-to-all to heads and back "
-        f"around each of {recurrent} layers G ({1e3 * move:.3f} ms), would take {1e3 * seconds[1]:.3f} ms."
+        f"Recurrent layers read contiguous tokens, so nothing is re-sharded. Forward and backward of {layers} layers "
+        f"of attention take {1e3 * seconds[0]:.3f} ms with {best.name}. Zigzag, and an all-to-all to heads and back "
+        f"around each of {recurrent} recurrent layers ({1e3 * move:.3f} ms), would take {1e3 * seconds[1]:.3f} ms."
     )
 
 

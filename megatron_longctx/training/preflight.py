@@ -140,12 +140,12 @@ def _check_fp8(config: Config, device: str) -> None:
 
 
 def check_delta_kernels(config: Config, device: str, backward: bool = True) -> None:
-    """Refuse layers G on GPUs without fla-core, or for `backward` with a Triton with which gradients are wrong."""
+    """Refuse recurrent layers on GPUs without fla-core, or for `backward` with a Triton whose gradients are wrong."""
     fast, pattern = device == "cuda" and config.train.precision == "bf16", config.model.pattern
     if not (config.model.recurrent and fast) or config.attention.deterministic:
         return
     if importlib.util.find_spec("fla") is None:
-        expected = "null without the package fla-core, whose kernels compute layers G on GPUs"
+        expected = "null without the package fla-core, whose kernels compute recurrent layers on GPUs"
         remedy = "Run pip install fla-core, which is part of the extra gpu."
         raise refuse("model.pattern", pattern, expected, remedy)
     if (

@@ -1,4 +1,4 @@
-"""Gated delta nets in inference: logits equal those of one forward pass over the whole text, on any ranks."""
+"""Recurrent layers in inference: logits equal those of one forward pass over the whole text, on any ranks."""
 
 import random
 from pathlib import Path
@@ -48,12 +48,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def truth(config: Config) -> list[torch.Tensor]:
+def truth(config: Config) -> dict[str, list[torch.Tensor]]:
     return run_distributed(truths, 1, config)[0]
 
 
-def truths(rank: int, config: Config) -> list[torch.Tensor]:
-    return dense(config, None, texts(), fp64=True)
+def truths(rank: int, config: Config) -> dict[str, list[torch.Tensor]]:
+    return {kind: dense(of_kind(config, kind), None, texts(), fp64=True) for kind in "GM"}
+
+
+def of_kind(config: Config, kind: str) -> Config:
+    return changed(config, {"model.pattern": f"{kind}-*-{kind}-"})
 
 
 def a_pass_that_fails_changes_nothing(engine: LongContextEngine) -> None:
@@ -149,15 +153,17 @@ def found_by(rank: int, configs: list[Config]) -> list[Logits]:
     return found
 
 
-@pytest.mark.parametrize(("tensor", "n"), [(1, 1), (1, 2), (1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("kind", "tensor", "n"), [("G", 1, 1), ("G", 1, 2), ("G", 1, 3), ("G", 2, 2), ("M", 1, 3), ("M", 2, 2)]
+)
 def test_every_way_equals_the_training_forward_pass(
-    tensor: int, n: int, config: Config, truth: list[torch.Tensor]
+    kind: str, tensor: int, n: int, config: Config, truth: dict[str, list[torch.Tensor]]
 ) -> None:
     ways = list(WAYS.values())[: None if tensor == 1 else 2]
-    configs = [parallel(config, n, tensor, recurrent_states=12, **way) for way in ways]
+    configs = [parallel(of_kind(config, kind), n, tensor, recurrent_states=12, **way) for way in ways]
     for rank in run_distributed(found_by, tensor * n, configs):
         for found in rank:
-            check(found, truth)
+            check(found, truth[kind])
 
 
 def test_rows_are_written_once_and_the_least_recent_prefix_gives_way() -> None:

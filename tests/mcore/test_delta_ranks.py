@@ -58,7 +58,8 @@ def compare(rank: int, documents: tuple[int, ...], tokens: tuple[int, ...]) -> N
     out = SharedRule.apply(*own, place, (stops, stops), dist.group.WORLD)
     found = [out, *torch.autograd.grad(out, own, grad[:, inside])]
     whole = [x.double().requires_grad_() for x in (q, k, v, g, beta)]
-    wide = (*(_normalized(x).repeat_interleave(SHARED, 2) for x in whole[:2]), *whole[2:])
+    wide = [_normalized(whole[0], SIZE**-0.5), _normalized(whole[1])]
+    wide = [*(x.repeat_interleave(SHARED, 2) for x in wide), *whole[2:]]
     zeros = torch.zeros(1, SHARED, SIZE, SIZE)
     expected = delta_rule.chunked(documents, zeros, *wide)[0]
     for one, other in zip(found, (expected, *torch.autograd.grad(expected, whole, grad.double())), strict=True):

@@ -1,4 +1,4 @@
-"""The gated delta rule over ranks: outputs and gradients are those of the recurrence, whatever ranks hold."""
+"""Linear recurrences over ranks: outputs and gradients are those of the definition, whatever ranks hold."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -15,24 +15,28 @@ from megatron_longctx.models.delta_rule import Place, chunked, convolved, finish
 BATCH, HEADS, KEY, VALUE, TAPS = 2, 3, 8, 5, 4
 
 
-def _inputs(tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def _inputs(tokens: int, kind: str) -> list[Tensor]:
+    """Return q, k, v, g, and for the delta rule beta."""
+    dtype = torch.float64
     torch.manual_seed(tokens)
     q, k, v = (torch.randn(BATCH, tokens, HEADS, size, dtype=dtype) for size in (KEY, KEY, VALUE))
     g, beta = -torch.rand(BATCH, tokens, HEADS, dtype=dtype), torch.rand(BATCH, tokens, HEADS, dtype=dtype)
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    return [x.requires_grad_() for x in (q, k, v, g, beta)]
+    return [x.requires_grad_() for x in (q * KEY**-0.5, k, v, g, beta)[: None if kind == "delta rule" else 4]]
 
 
-def _recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Compute the rule token by token, as the formula in the module's docstring says."""
+def _recurrence(lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor, g: Tensor, *beta: Tensor) -> Tensor:
+    """Compute a recurrence token by token, as the formulas in the module's docstring say."""
     outputs, begins = [], {0, *accumulate(lengths)}
     for i in range(q.shape[1]):
         if i in begins:
             state = torch.zeros(BATCH, HEADS, KEY, VALUE, dtype=q.dtype)
         state = g[:, i, :, None, None].exp() * state
-        error = v[:, i] - torch.einsum("bhkv,bhk->bhv", state, k[:, i])
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, i], beta[:, i, :, None] * error)
-        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, i]) * KEY**-0.5)
+        added = v[:, i]
+        for strength in beta:
+            added = strength[:, i, :, None] * (added - torch.einsum("bhkv,bhk->bhv", state, k[:, i]))
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, i], added)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, i]))
     return torch.stack(outputs, dim=1)
 
 
@@ -60,12 +64,13 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("kind", ["delta rule", "state space"])
 @pytest.mark.parametrize("case", CASES)
-def test_sections_compute_what_the_recurrence_does(case: str) -> None:
+def test_sections_compute_what_the_recurrence_does(case: str, kind: str) -> None:
     lengths, sizes = CASES[case]
-    inputs = _inputs(sum(lengths))
+    inputs = _inputs(sum(lengths), kind)
     grad = torch.randn(BATCH, sum(lengths), HEADS, VALUE, dtype=torch.float64)
-    expected, found = _recurrence(*inputs, lengths), _over_ranks(inputs, lengths, sizes)
+    expected, found = _recurrence(lengths, *inputs), _over_ranks(inputs, lengths, sizes)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     pairs = zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True)
     for own, other in pairs:
@@ -100,7 +105,7 @@ def test_the_kernels_of_fla_core_compute_what_the_chunks_do() -> None:
     lengths = (100, 1, 199)
     found = gated_delta_rule(*inputs, Pack(ContextParallelAttention(None), lengths), None)
     q, k = (torch.nn.functional.normalize(x, dim=-1).repeat_interleave(2, dim=2) for x in (q, k))
-    expected = chunked(lengths, torch.zeros(2, 4, 64, 128, device="cuda"), q, k, *inputs[2:])[0]
+    expected = chunked(lengths, torch.zeros(2, 4, 64, 128, device="cuda"), q / 8, k, *inputs[2:])[0]
     grad = torch.randn_like(expected)
     grads = (torch.autograd.grad(each, inputs, grad) for each in (found, expected))
     for own, other in ((found, expected), *zip(*grads, strict=True)):

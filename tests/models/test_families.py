@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BambaConfig,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -63,6 +64,10 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**DELTA_NETS, "pattern": "G-*-G-"},
     "qwen3_5_moe_text": {
         **DELTA_NETS, **SHARED_EXPERT, "num_moe_experts": 3, "moe_ffn_hidden_size": 24, "pattern": "GEGE*E",
+    },
+    "bamba": {
+        "pattern": "M-*-M-", "rotary_percent": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 4, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3,
     },
     "gpt_oss": {
         "activation": "swiglu_oai", "bias": True, "sinks": "learnable", "num_moe_experts": 3, "moe_router_topk": 3,
@@ -191,6 +196,11 @@ def test_harmless_fields_and_nulls_are_ignored(family: Family) -> None:
         ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob=False: expected True"),
         ("qwen3_5_moe_text", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
         ("qwen3_5_moe_text", {"moe_intermediate_size": None}, "moe_intermediate_size=None: expected an integer"),
+        ("bamba", {"mamba_d_head": 16}, "mamba_d_head=16: expected mamba_expand x hidden_size / mamba_n_heads = 64"),
+        ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices=.3.: expected numbers below num_hidden_layers=3"),
+        ("bamba", {"attn_layer_indices": [0, 1, 2]}, "attn_layer_indices=.*, but not all of them"),
+        ("bamba", {"time_step_limit": [0.1, 1.0]}, "time_step_limit=.*: expected .0.0, inf."),
+        ("bamba", {"partial_rotary_factor": 1.0}, "partial_rotary_factor=1.0: expected 0.5"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: expected 7.0"),
         ("gpt_oss", {"layer_types": None}, "layer_types=None: expected 3, as num_hidden_layers"),
     ],
@@ -213,6 +223,7 @@ PUBLISHED: dict[str, tuple[Any, set[str]]] = {
     "qwen3_5_text": (Qwen3_5TextConfig, set()),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, {"output_router_logits"}),
     "gpt_oss": (GptOssConfig, {"output_router_logits"}),
+    "bamba": (BambaConfig, {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"}),
 }
 
 
@@ -299,12 +310,12 @@ def _other_value(value: Any) -> Any:
         ({}, "Models of other architectures"),
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "They cap logits"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Its images are not supported"),
-        ({"architectures": ["NemotronHForCausalLM"]}, "Its recurrent layers are of another kind: Mamba-2"),
+        ({"architectures": ["NemotronHForCausalLM"]}, "Its layers have a mixer or an MLP alone"),
         ({"architectures": ["OlmoHybridForCausalLM"]}, "Its layers of attention have norms of whole queries and keys"),
     ],
 )
 def test_unknown_architectures_are_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:
-    message = rf"architectures=.*: expected one of Gemma3ForCausalLM, GptOssFor.*LlamaForCausalLM, .* {reason}"
+    message = rf"architectures=.*: expected one of BambaForCausalLM, Gemma3.*, GptOssFor.*LlamaForCausalLM, .* {reason}"
     with pytest.raises(ValueError, match=message):
         family_of_source(config)
 

@@ -54,6 +54,8 @@ MODELS: dict[str, dict[str, Any]] = {
                          "shared_expert_intermediate_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
                          "linear_key_head_dim": 8, "linear_value_head_dim": 12,
                          "num_hidden_layers": 2, "layer_types": ["full_attention", *LINEAR]},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12,
+              "mamba_d_head": 16},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "head_dim": 32,
                 "rope_parameters": YARN | {"truncate": False}},
 }  # fmt: skip
@@ -121,7 +123,7 @@ def run_all(rank: int, runs: dict[str, str], world: int) -> dict[str, Any]:
         results[family] = [whole_logits(run, sizes) for sizes in cases]
         others = FREEING if "sliding_window" in MODELS[family] else {}
         results[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1], others)
-        if world == 4 and not any("experts" in key or "linear" in key for key in MODELS[family]):
+        if world == 4 and not any({"experts", "linear", "mamba"} & {*key.split("_")} for key in MODELS[family]):
             shared = {"inference.shard_weights": True}
             results[f"{family} shares"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1], shared)
     return results

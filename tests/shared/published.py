@@ -86,14 +86,15 @@ def theirs(model: Any, prompt: Sequence[int], new_tokens: int, tokens: int) -> t
     """Logits of the last token of a prompt, and the likeliest tokens after it among the first `tokens`, by
     `transformers`."""
     ids, found, first = torch.tensor([prompt]), [], None
-    cache = None
+    cache, places = None, torch.arange(len(prompt))[None]
     with torch.inference_mode():
         for _ in range(new_tokens):
-            out = model(ids, past_key_values=cache, use_cache=True)
+            # Bamba's own positions of tokens after cached ones begin at 0 again.
+            out = model(ids, position_ids=places, past_key_values=cache, use_cache=True)
             cache, logits = out.past_key_values, out.logits[0, -1, :tokens].float()
             first = logits if first is None else first
             found.append(int(logits.argmax()))
-            ids = torch.tensor([found[-1:]])
+            ids, places = torch.tensor([found[-1:]]), places[:, -1:] + 1
     assert first is not None
     return first, found
 

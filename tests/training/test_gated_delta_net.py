@@ -1,4 +1,4 @@
-"""Layers `G` of `model.pattern`: runs at any parallel sizes are those of one rank, and what cannot run is refused."""
+"""Recurrent layers: runs at any parallel sizes are those of one rank, and what cannot run is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {**HYBRID, **STEPS},
     "packed": {**HYBRID, **STEPS, "data.packing": "best_fit", "data.mask_eod_loss": True},
     "experts": {**HYBRID, **STEPS, **EXPERTS, **SHARED},
+    "mamba packed": {
+        **HYBRID,
+        **STEPS,
+        "model.pattern": "*-M-",
+        "data.packing": "best_fit",
+        "data.mask_eod_loss": True,
+    },
+    "mamba experts": {**HYBRID, **STEPS, **EXPERTS, "model.pattern": "ME*-"},
 }
 BUILDER = {"model.builder": "hybrid"} if RELEASE >= (0, 19) else {}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -41,6 +49,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "cp6": (6, "dense", {CP: 6, RECOMPUTE: "layer", SCHEDULE: "ring"}),
     "tp2 cp3": (6, "packed", {CP: 3, TP: 2}),
     "cp3 pp2": (6, "packed", {CP: 3, PP: 2, **BUILDER}),
+    "mamba cp2 kept": (2, "mamba packed", {CP: 2, RECOMPUTE: "attention_output", **BUILDER}),
+    "mamba cp2 ep2": (2, "mamba experts", {CP: 2, EP: 2, **BUILDER}),
+    "mamba tp2 cp3": (6, "mamba packed", {CP: 3, TP: 2, RECOMPUTE: "layer"}),
+    "mamba cp3 pp2": (6, "mamba packed", {CP: 3, PP: 2, **BUILDER}),
 }
 
 
@@ -50,7 +62,7 @@ def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
     found: dict[str, recorded.Curves] = {}
     for world in (2, 6):
         jobs = {
-            name: {**MODELS[model], **settings, "train.init_from": str(tmp_path / model)}
+            name: {**MODELS[model], **settings, "train.init_from": str(tmp_path / model.replace(" ", "-"))}
             for name, (ranks, model, settings) in CASES.items()
             if ranks == world
         }
@@ -60,7 +72,9 @@ def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
         assert curves.losses == pytest.approx(alone[model].losses, rel=1e-6), name
         assert curves.losses[-1] < curves.losses[0] - 0.3, "flat curves would be equal anyway"
         for step, most in ((0, 1e-6), (4, 1e-4)):  # steps of fp32 lie between
-            errors = recorded.gradient_errors(tmp_path / name.replace(" ", "-"), tmp_path / model, step)
+            errors = recorded.gradient_errors(
+                tmp_path / name.replace(" ", "-"), tmp_path / model.replace(" ", "-"), step
+            )
             assert any("conv_weight" in key for key in errors)
             # The four numbers of a decay are sums over tokens that cancel.
             scaled = {key: error / (5 if "decay" in key else 1) for key, error in errors.items()}
@@ -70,7 +84,8 @@ def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model.pattern": "M-*-"}, "model.pattern=M-[*]-: expected null or pairs of"),
+        ({"model.pattern": "D-*-"}, "model.pattern=D-[*]-: expected null or pairs of"),
+        ({"model.pattern": "G-M-"}, "model.pattern=G-M-: expected one kind of recurrent layers"),
         ({"model.pattern": "G-G-*-"}, "a number of layers, now 3, that divides model.num_layers=2"),
         ({"model.pattern": "GE*-"}, "model.pattern=GE[*]-: expected E in layers with experts and - in others: --"),
         ({"model.linear_key_head_dim": None}, "model.linear_key_head_dim=None: expected a number with model.pattern"),
@@ -98,10 +113,12 @@ def test_packs_are_contiguous(tmp_path: Path) -> None:
     assert (config.layout, config.parallelism.layout) == ("contiguous", "auto")
 
 
-def test_flops_of_a_recurrent_layer_grow_with_tokens_alone(tmp_path: Path) -> None:
-    settings = {**HYBRID, "model.pattern": "G-G-"}
-    model = tiny_config(tmp_path, "run", settings).model
-    projections, rule, mlp = 32 * (2 * 2 * 8 + 3 * 24 + 2 * 4), 3 * 4 * 8 * 6, 3 * 32 * 64
+@pytest.mark.parametrize(("kind", "numbers", "products"), [("G", 2, 3), ("M", 1, 2)])
+def test_flops_of_a_recurrent_layer_grow_with_tokens_alone(
+    tmp_path: Path, kind: str, numbers: int, products: int
+) -> None:
+    model = tiny_config(tmp_path, "run", {**HYBRID, "model.pattern": f"{kind}-{kind}-"}).model
+    projections, rule, mlp = 32 * (2 * 2 * 8 + 3 * 24 + numbers * 4), products * 4 * 8 * 6, 3 * 32 * 64
     flops = training_flops(model, 128, Work(tokens=100, pairs=0, dense_pairs=10_000))
     assert flops.causal == flops.dense == 6 * 100 * (2 * (projections + rule + mlp) + 32 * 128)
 

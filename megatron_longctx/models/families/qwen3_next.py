@@ -38,8 +38,7 @@ def read_mixers(fields: Fields, keys: Mapping[str, Any]) -> dict[str, Any]:
         raise refuse_field("layer_types", FULL, f"a layer of {_LINEAR}", "Such models are not known to be published.")
     of_experts = ModelConfig(**{key: keys[key] for key in _OF_EXPERTS & keys.keys()})
     pairs = ["*G"[mixer] + "-E"[mlp] for mixer, mlp in zip(recurrent, of_experts.expert_layers, strict=True)]
-    period = next(n for n in range(1, len(pairs) + 1) if len(pairs) % n == 0 and pairs == pairs[:n] * (len(pairs) // n))
-    return sizes | {"pattern": "".join(pairs[:period])}
+    return sizes | {"pattern": common.repeated(pairs)}
 
 
 def _read_layers(fields: Fields, num_layers: int) -> list[bool]:
@@ -81,12 +80,7 @@ def with_mixers(plain: Sequence[Weight], projections: Sequence[str], form: Form)
         plain: of the same model with plain attention in all layers.
         projections, form: the published names of the delta net's input projections, and their form.
     """
-    changed = []
-    for each in plain:
-        if each.name == f"{_QKV}weight":
-            each = replace(each, form=GATED_QKV)
-        of_attention = each.name.startswith(ATTENTION) and each.name != f"{_QKV}layer_norm_weight"
-        changed.append(replace(each, in_recurrent_layers=False) if of_attention else each)
+    gated = [replace(each, form=GATED_QKV) if each.name == f"{_QKV}weight" else each for each in plain]
     published = tuple(f"{_PUBLISHED}{name}.weight" for name in projections)
     convolution, shape = (f"{_PUBLISHED}conv1d.weight",), ("delta_mixed", "delta_taps")
     delta_net = [
@@ -97,7 +91,7 @@ def with_mixers(plain: Sequence[Weight], projections: Sequence[str], form: Form)
         Weight(f"{ATTENTION}decay_bias", (f"{_PUBLISHED}dt_bias",), ("delta_heads",)),
         Weight(f"{ATTENTION}norm_weight", (f"{_PUBLISHED}norm.weight",), ("delta_value",)),
     ]
-    return [*changed, *(replace(each, in_recurrent_layers=True) for each in delta_net)]
+    return common.beside_recurrent(gated, delta_net)
 
 
 def _shared_expert_weights() -> list[Weight]:

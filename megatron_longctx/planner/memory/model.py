@@ -224,7 +224,7 @@ def _layer_backward(job: Job, layer: LayerBytes, attention: AttentionBytes) -> t
     # Within attention, the call's own tensors replace what forward kept for it, and the MLP's are freed.
     mixer = Term("gradients inside attention", attention.backward - layer.mlp - layer.result - layer.qkv, True)
     if layer.rule:
-        mixer = Term("gradients inside the delta rule", layer.rule - layer.mlp, True)
+        mixer = Term("gradients inside the recurrence", layer.rule - layer.mlp, True)
     inside = max(_mlp_backward(job, layer), (mixer,), key=lambda parts: sum(term.num_bytes for term in parts))
     return (*terms, Term("gradients of hidden states", 2 * layer.input, per_token=True), *inside)
 

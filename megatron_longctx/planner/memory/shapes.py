@@ -180,11 +180,14 @@ def layer_parameters(job: Job, kind: LayerKind = DENSE) -> int:
     sharded = model.hidden_size * (fc1 + width)
     whole = 2 * model.hidden_size * norm
     if recurrent:
-        mixed, values = model.delta_net_columns
-        columns, gates = mixed + values, 2 * (model.linear_num_value_heads or 0)
-        sharded += model.delta_net_weights + mixed * model.linear_conv_kernel_dim + gates
-        sharded += (columns + gates) * model.bias
-        whole += model.linear_value_head_dim or 0
+        mixed, values = model.recurrent_columns
+        heads = model.linear_num_value_heads or 0
+        sharded += model.recurrent_weights + mixed * model.linear_conv_kernel_dim + 2 * heads
+        sharded += (mixed + values + model.recurrent_numbers) * model.bias
+        if "M" in model.mixers:
+            sharded += mixed + heads + values
+        else:
+            whole += model.linear_value_head_dim or 0
     else:
         sharded += model.attention_weights + heads * (model.bias or model.qkv_bias)
     if model.bias:
@@ -229,7 +232,7 @@ class LayerBytes:
     fc1: int  # the part of `mlp` that is the output of the MLP's first matrix
     norm: int  # what one norm keeps besides its input
     tile: int  # with tiles, the activations of one, which replace the whole MLP's
-    rule: int  # of a gated delta net: what backward of its rule needs besides; 0 with attention
+    rule: int  # what backward of a recurrence needs besides; 0 with attention
 
     @property
     def total(self) -> int:
@@ -273,7 +276,7 @@ def layer_bytes(job: Job, kind: LayerKind) -> LayerBytes:
     result = per_sequence * workload.token_bytes(Kind.OUT)
     saved += (q + 4 * q // e) * model.attention_output_gate  # the gated output, and the sigmoid in fp32
     if recurrent:
-        result, saved, qkv, kept = 0, delta_net_bytes(job), 0, 0
+        result, saved, qkv, kept = 0, recurrent_bytes(job), 0, 0
     post_norms = 2 * norm * model.post_norms  # they keep their input, not their output; both have the same size
     gate = 2 * act if model.fc1_columns == 2 and not (job.fused and model.activation == "swiglu") else 0
     inside, fc1 = expert_bytes(job, product_bytes) if experts else (fc1 + act * product_bytes // e + gate, fc1)
@@ -288,7 +291,7 @@ def layer_bytes(job: Job, kind: LayerKind) -> LayerBytes:
         norm=norm,
         # The gradient of fc1 comes on top: the last activation has been freed by then.
         tile=0 if tile_tokens is None else (inside + fc1) * min(tile_tokens, tokens) // max(1, tokens),
-        rule=delta_rule_bytes(job) if recurrent else 0,
+        rule=recurrence_bytes(job) if recurrent else 0,
     )
 
 
@@ -315,40 +318,47 @@ def expert_bytes(job: Job, product_bytes: int) -> tuple[int, int]:
     return inside + routing + e * job.tokens * shared * (columns + (3 if columns == 2 else 1)), fc1
 
 
-def delta_net_bytes(job: Job) -> int:
-    """Return what a gated delta net keeps between the layer's norm and its output."""
+def recurrent_bytes(job: Job) -> int:
+    """Return what a recurrent layer keeps between the layer's norm and its output."""
     model, e, tp = job.config.model, job.element_bytes, job.config.parallelism.tensor_parallel_size
-    mixed, values = model.delta_net_columns
+    mixed, values = model.recurrent_columns
     heads, key_heads = model.linear_num_value_heads or 0, model.linear_num_key_heads or 0
-    keys = heads * (model.linear_key_head_dim or 0)
-    before, value = model.linear_conv_kernel_dim - 1, model.linear_value_head_dim or 0
-    if job.fused and e == 2:  # fla-core's kernels: inputs of both, a chunk's system, what the norm and the product read
+    key, value = model.linear_key_head_dim or 0, model.linear_value_head_dim or 0
+    keys, state, mamba = heads * key, 4 if job.fused else 8, "M" in model.mixers
+    constant = mixed * (model.linear_conv_kernel_dim - 1) * e
+    continued = job.config.parallelism.context_parallel_size > 1  # a rank reads the state that enters
+    if mamba:
+        # Both sides of the convolution, B and C of every head, x, x times the step, gates, what the projection reads.
+        row = e * (2 * mixed + 2 * keys + 4 * values) + 4 * (3 * heads + key_heads)
+        row += 4 * values * (4 if e == 4 else 5)  # outputs, gates, their product, the normed product
+        row += continued * state * (keys + heads)
+        constant += keys * value * state + 8 * heads
+    elif job.fused and e == 2:  # fla-core's kernels: inputs of both, a chunk's system, what norm and product read
         row = e * (2 * mixed + 3 * values + CHUNK * heads) + 4 * (5 * heads + 2 * key_heads)
-        constant = mixed * before * e + 4 * keys * value
-        return (job.tokens * row + constant * job.config.train.micro_batch_size) // tp
-    state = 4 if job.fused else 8
-    convolution, rule = e * 3 * mixed, e * (2 * keys + values) + 4 * (4 * heads + 2 * key_heads)
-    # In fp32: what the norm reads and, unless it is one kernel, its result; the gates and both factors of the product.
-    norm = 2 * e * values + 4 * values * (3 if job.fused else 4) + 4 * heads + (0 if e == 4 else 4 * values)
-    continued = 0
-    if job.config.parallelism.context_parallel_size > 1:  # by which a rank reads the state that enters
-        continued = keys * (state + e)
-    constant = mixed * before * e + keys * ((model.linear_key_head_dim or 0) + value) * state + 8 * heads
-    return (job.tokens * (convolution + rule + norm + continued) + constant * job.config.train.micro_batch_size) // tp
+        constant += 4 * keys * value
+    else:
+        row = e * (3 * mixed + 2 * keys + values) + 4 * (4 * heads + 2 * key_heads)
+        # In fp32: what the norm reads and, unless it is one kernel, its result; the gates and both factors.
+        row += 2 * e * values + 4 * values * (3 if job.fused else 4) + 4 * heads + (0 if e == 4 else 4 * values)
+        row += continued * keys * (state + e)
+        constant += keys * (continued * key + value) * state + 8 * heads
+    return (job.tokens * row + constant * job.config.train.micro_batch_size) // tp
 
 
-def delta_rule_bytes(job: Job) -> int:
-    """Return what backward of the gated delta rule needs besides its arguments.
+def recurrence_bytes(job: Job) -> int:
+    """Return what backward of a recurrence needs besides its arguments.
 
-    On CPUs, chunks of 64 tokens are computed again in fp64: about 8 matrices of a chunk, 13 of its keys and 4 of its
-    values. On GPUs gradients, corrections, and a state for each chunk.
+    On CPUs, chunks of 64 tokens are computed again in fp64: for the delta rule about 8 matrices of a chunk, 13 of its
+    keys and 4 of its values, for Mamba-2 fewer. On GPUs gradients, corrections,
+    and a state for each chunk; for Mamba-2 that is an estimate.
     """
     model, e = job.config.model, job.element_bytes
     keys, values = model.linear_key_head_dim or 0, model.linear_value_head_dim or 0
+    chunks, of_keys, of_values = (6, 8, 2) if "M" in model.mixers else (8, 13, 4)
     row = (
         e * (4 * keys + 4 * values + 2 * keys * values // CHUNK)
         if job.fused
-        else 8 * (8 * CHUNK + 13 * keys + 4 * values)
+        else 8 * (chunks * CHUNK + of_keys * keys + of_values * values)
     )
     return job.tokens * (model.linear_num_value_heads or 0) // job.config.parallelism.tensor_parallel_size * row
 
