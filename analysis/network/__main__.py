@@ -22,7 +22,7 @@ from pathlib import Path
 from megatron_longctx.config.cluster import Cluster, Mesh, Network
 from megatron_longctx.config.environment import environment
 from megatron_longctx.core.plans import ModeOptions
-from megatron_longctx.planner.cost import Workload
+from megatron_longctx.planner.cost import Costs, Workload
 
 from . import job as tables
 from .emulate import run
@@ -77,19 +77,16 @@ def sums() -> list[Job]:
 
 
 def nodes() -> list[Job]:
-    """Return hosts with a NIC per rank: few tokens, for which links are the limit, and more to compute for a byte."""
+    """Return hosts with a NIC per rank and an emulated device, by which links are the limit, or work as much."""
     jobs = []
     for hosts, ranks in ((2, 2), (2, 4), (4, 2)):
-        for times, length, workload in ((1, 256, HEADS), (8, 2048, Workload(8, 1, 128, element_bytes=4))):
-            network = Network(ranks, LINK * times)
-            about = "links are the limit" if times == 1 else "more to compute"
-            cluster = Cluster(f"{hosts} x {ranks}, {about}", hosts, ranks, Mesh(8 * LINK * times), network)
+        for about, tflops in (("links are the limit", 4e-3), ("more to compute", 1.7e-4)):
+            cluster = Cluster(f"{hosts} x {ranks}, {about}", hosts, ranks, Mesh(8 * LINK), Network(ranks, LINK))
             inner = ModeOptions(inner_size=ranks, cluster=cluster)
             modes = [Mode(name, inner, name != "usp") for name in ("node_gather", "usp", "double_ring")]
-            modes.append(Mode("node_gather", replace(inner, rounds=8 * (hosts - 1)), True))
+            modes += [Mode("node_gather", replace(inner, rounds=k * (hosts - 1)), True) for k in (2, 8)]
             modes += [Mode(name, ModeOptions(cluster=cluster), True) for name in ("tasp", "all_gather", "zigzag")]
-            others = () if times == 1 else (length // 2, 2 * length)
-            jobs.append(Job(cluster, tuple(modes), length, workload, others=others))
+            jobs.append(Job(cluster, tuple(modes), length=256, workload=HEADS, device=Costs(tflops, 0.87 * tflops)))
     return jobs
 
 
