@@ -4,8 +4,8 @@ Writes `network_emulated.json`, `.md` (tables) and `.png`, or `network_CASE.*` f
 
 - `ratios`: `tasp` compared with `zigzag` for more computation; the machine must be idle;
 - `sums`: modes on two nodes, with and without sums of partial gradients inside a node before they cross;
-- `nodes`: modes across 2 x 2, 2 x 4 and 4 x 2 hosts, with few tokens and with more to compute, and what simulation
-  takes; the machine must be idle;
+- `nodes`: modes across 2 x 2, 2 x 4 and 4 x 2 hosts whose devices are emulated, as links and as work is the limit, and
+  what simulation takes;
 - `overlap`: modes with and without overlap of messages and computation;
 - the name of a network: all modes on it, causal and full.
 """
@@ -77,7 +77,7 @@ def sums() -> list[Job]:
 
 
 def nodes() -> list[Job]:
-    """Return hosts with a NIC per rank and an emulated device, by which links are the limit, or work as much."""
+    """Return hosts with a NIC per rank and an emulated device, with little work and with as much as messages."""
     jobs = []
     for hosts, ranks in ((2, 2), (2, 4), (4, 2)):
         for about, tflops in (("links are the limit", 4e-3), ("more to compute", 1.7e-4)):
@@ -86,7 +86,8 @@ def nodes() -> list[Job]:
             modes = [Mode(name, inner, name != "usp") for name in ("node_gather", "usp", "double_ring")]
             modes += [Mode("node_gather", replace(inner, rounds=k * (hosts - 1)), True) for k in (2, 8)]
             modes += [Mode(name, ModeOptions(cluster=cluster), True) for name in ("tasp", "all_gather", "zigzag")]
-            jobs.append(Job(cluster, tuple(modes), length=256, workload=HEADS, device=Costs(tflops, 0.87 * tflops)))
+            costs = Costs(tflops, 0.87 * tflops)
+            jobs.append(Job(cluster, tuple(modes), length=256, workload=HEADS, repeats=5, device=costs))
     return jobs
 
 
