@@ -177,8 +177,8 @@ def build(cluster: Cluster) -> None:
     routers = _connect_nodes(batch, cluster, names) if cluster.nodes > 1 else []
     for name in (*names, *routers):
         _run(["ip", "netns", "add", name])
-    # Connections keep their rate while idle, as clusters are configured to. Little is buffered, so that a send is done
-    # when most of it has left, as with RDMA. Otherwise messages of later steps take rate from a message still in flight.
+    # Connections keep their rate while idle, as clusters are configured to. A send is done when most of it has left, as
+    # with RDMA: little is buffered. Otherwise later steps' messages take rate from one that is still in flight.
     fixed = {"tcp_slow_start_after_idle": "0", "tcp_wmem": "4096 16384 65536"}
     for name in (*names, *routers):
         for key, value in {**fixed, "ip_forward": str(int(name in routers))}.items():

@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -175,13 +175,10 @@ class _Timed:
     def __init__(self, of: _Rank, mode: Mode, length: int) -> None:
         self.of, self.mode, self.length, self.error = of, mode, length, 0.0
         job, workload = of.job, of.job.workload
-        self._settings = dict(schedule=mode.schedule, options=mode.options, sum_in_node=mode.sum_in_node)
-        if job.device is None:
-            self._device = None
-            self.attention = ContextParallelAttention(of.group, overlap=mode.overlap, **self._settings)
-        else:
-            self._device = Device(job.device, workload)
-            self.attention = EmulatedAttention(self._device, of.group, overlap=mode.overlap, **self._settings)
+        self._device = Device(job.device, workload) if job.device is not None else None
+        settings: dict[str, Any] = {"options": mode.options, "sum_in_node": mode.sum_in_node, "overlap": mode.overlap}
+        kind = ContextParallelAttention if self._device is None else partial(EmulatedAttention, self._device)
+        self.attention = kind(of.group, schedule=mode.schedule, **settings)
         self.mask = masks.causal(length) if job.causal else masks.full(length)
         layout = self.attention.layout(self.mask)
         *qkv, self._grad_out = (shard(x, layout, of.rank) for x in _whole(length, workload))
