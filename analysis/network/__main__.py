@@ -87,7 +87,7 @@ def nodes() -> list[Job]:
             modes += [Mode("node_gather", replace(inner, rounds=k * (hosts - 1)), True) for k in (2, 8)]
             modes += [Mode(name, ModeOptions(cluster=cluster), True) for name in ("tasp", "all_gather", "zigzag")]
             costs = Costs(tflops, 0.87 * tflops)
-            jobs.append(Job(cluster, tuple(modes), length=256, workload=HEADS, repeats=5, device=costs))
+            jobs.append(Job(cluster, tuple(modes), length=256, workload=HEADS, device=costs))
     return jobs
 
 
