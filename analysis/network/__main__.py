@@ -1,4 +1,4 @@
-"""Measure modes on emulated networks: `python -m analysis.network [--case mesh8] [--out FOLDER]`.
+"""Measure modes on emulated networks: `python -m analysis.network [--case mesh8] [--only NETWORK]`.
 
 Writes `network_emulated.json`, `.md` (tables) and `.png`, or `network_CASE.*` for one case:
 
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_longctx.config.cluster import Cluster, Mesh, Network
 from megatron_longctx.config.environment import environment
@@ -110,13 +112,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     parser = argparse.ArgumentParser(prog="python -m analysis.network", description=__doc__)
     parser.add_argument("--case", default="all", choices=tuple(cases), help="what to measure")
+    parser.add_argument("--only", default="", help="networks with this in their name, in place of those in the results")
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
     args = parser.parse_args(argv)
     if not args.out.is_dir():
         parser.error(f"--out {args.out}: expected a folder that exists")
     chosen, second_table = cases[args.case]
+    chosen = [job for job in chosen if args.only in job.cluster.name]
+    stem = args.out / ("network_emulated" if args.case == "all" else f"network_{args.case}")
     results: list[Result] = []
-    measured = []
+    measured: list[dict[str, Any]] = []
+    if args.only:
+        earlier, names = json.loads(stem.with_suffix(".json").read_text()), {job.cluster.name for job in chosen}
+        measured = [each for each in earlier["networks"] if each["name"] not in names]
+        results = [Result(**each) for each in earlier["measurements"] if each["network"] not in names]
     try:
         for job in chosen:
             print(f"{job.cluster.name}, {'causal' if job.causal else 'full'}", file=sys.stderr)
@@ -127,13 +136,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "repeats": job.repeats, "cluster": asdict(job.cluster),
                 "links_measured_over_described": outcome.links,
                 "step_s": outcome.step_s, "message_s": outcome.message_s,
+                "date": environment()["date"], "load": os.getloadavg(),
             })  # fmt: skip
     except (PermissionError, RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 1
     facts = environment()
     data = {"what": "modes on emulated networks, forward and backward", "environment": facts, "networks": measured}
-    stem = args.out / ("network_emulated" if args.case == "all" else f"network_{args.case}")
     shown = f"{tables.table(results)}\n\n{second_table(results)}"
     text = f"{facts['date'][:10]}, commit {str(facts['commit'])[:9]}. Seconds.\n\n{shown}\n"
     stem.with_suffix(".md").write_text(text)
