@@ -1,11 +1,11 @@
-"""Measure modes on emulated networks: `python -m analysis.network [--case mesh8] [--out FOLDER]`.
+"""Measure modes on emulated networks: `python -m analysis.network [--case mesh8] [--only NETWORK]`.
 
 Writes `network_emulated.json`, `.md` (tables) and `.png`, or `network_CASE.*` for one case:
 
 - `ratios`: `tasp` compared with `zigzag` for more computation; the machine must be idle;
 - `sums`: modes on two nodes, with and without sums of partial gradients inside a node before they cross;
-- `nodes`: modes across 2 x 2, 2 x 4 and 4 x 2 hosts, with few tokens and with more to compute, and what simulation
-  takes; the machine must be idle;
+- `nodes`: modes across 2 x 2, 2 x 4 and 4 x 2 hosts whose devices are emulated, as links and as work is the limit, and
+  what simulation takes;
 - `overlap`: modes with and without overlap of messages and computation;
 - the name of a network: all modes on it, causal and full.
 """
@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_longctx.config.cluster import Cluster, Mesh, Network
 from megatron_longctx.config.environment import environment
 from megatron_longctx.core.plans import ModeOptions
-from megatron_longctx.planner.cost import Workload
+from megatron_longctx.planner.cost import Costs, Workload
 
 from . import job as tables
 from .emulate import run
@@ -77,19 +79,17 @@ def sums() -> list[Job]:
 
 
 def nodes() -> list[Job]:
-    """Return hosts with a NIC per rank: few tokens, for which links are the limit, and more to compute for a byte."""
+    """Return hosts with a NIC per rank and an emulated device, with little work and with as much as messages."""
     jobs = []
     for hosts, ranks in ((2, 2), (2, 4), (4, 2)):
-        for times, length, workload in ((1, 256, HEADS), (8, 2048, Workload(8, 1, 128, element_bytes=4))):
-            network = Network(ranks, LINK * times)
-            about = "links are the limit" if times == 1 else "more to compute"
-            cluster = Cluster(f"{hosts} x {ranks}, {about}", hosts, ranks, Mesh(8 * LINK * times), network)
+        for about, tflops in (("links are the limit", 4e-3), ("more to compute", 1.7e-4)):
+            cluster = Cluster(f"{hosts} x {ranks}, {about}", hosts, ranks, Mesh(8 * LINK), Network(ranks, LINK))
             inner = ModeOptions(inner_size=ranks, cluster=cluster)
             modes = [Mode(name, inner, name != "usp") for name in ("node_gather", "usp", "double_ring")]
-            modes.append(Mode("node_gather", replace(inner, rounds=8 * (hosts - 1)), True))
+            modes += [Mode("node_gather", replace(inner, rounds=k * (hosts - 1)), True) for k in (2, 8)]
             modes += [Mode(name, ModeOptions(cluster=cluster), True) for name in ("tasp", "all_gather", "zigzag")]
-            others = () if times == 1 else (length // 2, 2 * length)
-            jobs.append(Job(cluster, tuple(modes), length, workload, others=others))
+            costs = Costs(tflops, 0.87 * tflops)
+            jobs.append(Job(cluster, tuple(modes), length=256, workload=HEADS, device=costs))
     return jobs
 
 
@@ -112,13 +112,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     parser = argparse.ArgumentParser(prog="python -m analysis.network", description=__doc__)
     parser.add_argument("--case", default="all", choices=tuple(cases), help="what to measure")
+    parser.add_argument("--only", default="", help="networks with this in their name, in place of those in the results")
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
     args = parser.parse_args(argv)
     if not args.out.is_dir():
         parser.error(f"--out {args.out}: expected a folder that exists")
     chosen, second_table = cases[args.case]
+    chosen = [job for job in chosen if args.only in job.cluster.name]
+    stem = args.out / ("network_emulated" if args.case == "all" else f"network_{args.case}")
     results: list[Result] = []
-    measured = []
+    measured: list[dict[str, Any]] = []
+    if args.only:
+        earlier, names = json.loads(stem.with_suffix(".json").read_text()), {job.cluster.name for job in chosen}
+        measured = [each for each in earlier["networks"] if each["name"] not in names]
+        results = [Result(**each) for each in earlier["measurements"] if each["network"] not in names]
     try:
         for job in chosen:
             print(f"{job.cluster.name}, {'causal' if job.causal else 'full'}", file=sys.stderr)
@@ -129,13 +136,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "repeats": job.repeats, "cluster": asdict(job.cluster),
                 "links_measured_over_described": outcome.links,
                 "step_s": outcome.step_s, "message_s": outcome.message_s,
+                "date": environment()["date"], "load": os.getloadavg(),
             })  # fmt: skip
     except (PermissionError, RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 1
     facts = environment()
     data = {"what": "modes on emulated networks, forward and backward", "environment": facts, "networks": measured}
-    stem = args.out / ("network_emulated" if args.case == "all" else f"network_{args.case}")
     shown = f"{tables.table(results)}\n\n{second_table(results)}"
     text = f"{facts['date'][:10]}, commit {str(facts['commit'])[:9]}. Seconds.\n\n{shown}\n"
     stem.with_suffix(".md").write_text(text)

@@ -134,7 +134,8 @@ class _Batch:
                 self.tc += [(where, line) for line in _limits(device, gibps)]
 
     def route(self, where: str, to: str, device: str, via: str = "") -> None:
-        self.ip.append((where, f"route add {to} {f'via {via} ' if via else ''}dev {device}" + " onlink" * bool(via)))
+        gateway = f"via {via} onlink" if via else ""
+        self.ip.append((where, f"route add {to} {gateway} dev {device} quickack 1"))
 
     def run(self) -> None:
         for program, lines in (("ip", self.links), ("ip", self.ip), ("tc", self.tc)):
@@ -176,9 +177,12 @@ def build(cluster: Cluster) -> None:
     routers = _connect_nodes(batch, cluster, names) if cluster.nodes > 1 else []
     for name in (*names, *routers):
         _run(["ip", "netns", "add", name])
-    for name in (*names, *routers):  # connections keep their rate while idle, as clusters are configured to
-        for key, value in (("ip_forward", name in routers), ("tcp_slow_start_after_idle", False)):
-            _run(["ip", "netns", "exec", name, "sh", "-c", f"echo {int(value)} > /proc/sys/net/ipv4/{key}"])
+    # Connections keep their rate while idle, as clusters are configured to. A send is done when most of it has left, as
+    # with RDMA: little is buffered. Otherwise later steps' messages take rate from one that is still in flight.
+    fixed = {"tcp_slow_start_after_idle": "0", "tcp_wmem": "4096 16384 65536"}
+    for name in (*names, *routers):
+        for key, value in {**fixed, "ip_forward": str(int(name in routers))}.items():
+            _run(["ip", "netns", "exec", name, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{key}"])
     batch.run()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from analysis.benchmarks.report import table as markdown
 from megatron_longctx.config.cluster import Cluster
 from megatron_longctx.core.plans import ModeOptions
-from megatron_longctx.planner.cost import Workload
+from megatron_longctx.planner.cost import Costs, Workload
 
 CLOSE = 0.25
 """The relative error of a prediction that needs no mark."""
@@ -48,6 +48,7 @@ class Job:
     repeats: int = 3
     # Lengths that are measured first and correct the prediction, like those that `calibrate` measures.
     others: tuple[int, ...] = ()
+    device: Costs | None = None  # of an emulated device; None to compute on the CPU, whose calls are measured
 
     def save(self, path: Path) -> None:
         path.write_bytes(pickle.dumps(self))

@@ -8,10 +8,11 @@ import pickle
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from analysis.benchmarks.papers.simulated import not_overlapped
 from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.core.comm import P2PTransport
-from megatron_longctx.core.layout import Layout
+from megatron_longctx.core.kernels.providers.cpu import CpuKernel
 from megatron_longctx.core.plans import Target
 from megatron_longctx.core.plans import mask as masks
 from megatron_longctx.planner.choose_mode import Candidate, Problem, rank_modes
@@ -30,11 +31,13 @@ from megatron_longctx.testing.references import dense_attention, random_qkv, sha
 from megatron_longctx.training.calibrate.costs import kernel_costs
 from megatron_longctx.training.calibrate.measure import Effort, Testbed
 
+from .device import Device, EmulatedAttention
 from .emulate import address
 from .job import Job, Mode, Outcome, Result
 
 _PORT = 29500
 _CPU = torch.device("cpu")
+_T = TypeVar("_T")
 
 
 def main() -> None:
@@ -66,14 +69,18 @@ class _Rank:
         self._print(f"{job.cluster.name}: checking links")
         step_s, message_s = self._message_seconds()
         rates = self._link_rates()
-        self._print("measuring kernel calls")
-        effort = Effort(max_tokens=min(job.length, 512), min_tokens=8, repeats=3)
-        kernels = kernel_costs(Testbed(self.group, _CPU, job.workload), effort)
-        costs = replace(kernels, step_s=step_s, message_s=message_s)
-        results = []
-        for mode in job.modes:
-            result = self._mode(mode, costs)
-            results.append(result)
+        costs = job.device
+        if costs is None:
+            self._print("measuring kernel calls")
+            effort = Effort(max_tokens=min(job.length, 512), min_tokens=8, repeats=3)
+            costs = kernel_costs(Testbed(self.group, _CPU, job.workload), effort)
+        costs = replace(costs, step_s=step_s, message_s=message_s)
+        timed = [_Timed(self, mode, length) for mode in job.modes for length in (*job.others, job.length)]
+        for _ in range(job.repeats):  # in turn, so that what else slows the machine slows all modes
+            for each in timed:
+                each.measure()
+        results = [self._result(mode, [each for each in timed if each.mode == mode], costs) for mode in job.modes]
+        for result in results:
             times = f"{result.forward_s:.2f} s + {result.backward_s:.2f} s"
             self._print(f"{result.mode}: {times}, predicted {result.ratio:.2f} of that")
         return Outcome(tuple(results), rates, step_s, message_s)
@@ -82,7 +89,7 @@ class _Rank:
         if self.rank == 0:
             print(f"  {text}", flush=True)
 
-    def _slowest(self, seconds: float) -> float:
+    def slowest(self, seconds: float) -> float:
         worst = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return float(worst)
@@ -90,15 +97,19 @@ class _Rank:
     def _message_seconds(self) -> tuple[float, float]:
         """Return the seconds of a step besides its bytes, and of each message that a rank sends or receives in it.
 
-        They follow from steps with one small message to the next rank, and with one to every other rank. Ranks share
-        processors here, so many messages take much longer than one.
+        They follow from steps with one message to the next node, or rank of a single node: of 64 KiB, of twice as much,
+        and with the same 64 KiB in eight. What the host does while bytes travel costs nothing.
         """
-        shifts = range(1, self.job.cluster.n)
-        one, every = (self._slowest(self._exchange_seconds(some, 64, 20)) for some in (shifts[:1], shifts))
-        message_s = max(0.0, every - one) / max(1, 2 * (len(shifts) - 1))
-        return max(0.0, one - 2 * message_s), message_s
+        cluster = self.job.cluster
+        to = cluster.ranks_per_node if cluster.nodes > 1 else 1
+        one, long, eight = (
+            self.slowest(self._exchange_seconds([to] * count, size, 5, 8))
+            for count, size in ((1, 2**16), (1, 2**17), (8, 2**13))
+        )
+        message_s = max(0.0, eight - one) / 14  # each of 7 more is a send and a receive
+        return max(0.0, 2 * one - long - 2 * message_s), message_s
 
-    def _exchange_seconds(self, shifts: Sequence[int], size: int, repeats: int) -> float:
+    def _exchange_seconds(self, shifts: Sequence[int], size: int, repeats: int, in_a_row: int = 1) -> float:
         """Return the seconds in which every rank sends `size` bytes to the ranks `shifts` further on."""
         n = self.job.cluster.n
         out = torch.zeros(size, dtype=torch.uint8)
@@ -107,10 +118,11 @@ class _Rank:
         for _ in range(repeats):
             dist.barrier()
             start = time.perf_counter()
-            sends = [(out, (self.rank + shift) % n) for shift in shifts]
-            receives = [(x, (self.rank - shift) % n) for x, shift in zip(into, shifts, strict=True)]
-            self.transport.wait(self.transport.start(sends, receives))
-            times.append(time.perf_counter() - start)
+            for _ in range(in_a_row):
+                sends = [(out, (self.rank + shift) % n) for shift in shifts]
+                receives = [(x, (self.rank - shift) % n) for x, shift in zip(into, shifts, strict=True)]
+                self.transport.wait(self.transport.start(sends, receives))
+            times.append((time.perf_counter() - start) / in_a_row)
         return statistics.median(times)
 
     def _link_rates(self) -> tuple[float, float]:
@@ -132,16 +144,16 @@ class _Rank:
             seconds = self._exchange_seconds([shift], size, 2)
             if size == sizes[self.rank]:  # no other link was the limit
                 ratios.append(size / seconds / GIB / (route.gibps / max(sharing)))
-        low, high = self._slowest(-min(ratios)), self._slowest(max(ratios))
+        low, high = self.slowest(-min(ratios)), self.slowest(max(ratios))
         return -low, high
 
-    def _mode(self, mode: Mode, costs: Costs) -> Result:
+    def _result(self, mode: Mode, timed: Sequence[_Timed], costs: Costs) -> Result:
         job, samples = self.job, list[ModeSample]()
-        for length in job.others:
-            measured, candidate, _ = self._passes(mode, length, costs)
-            for backward, (seconds, predicted_s) in enumerate(zip(measured, candidate.predicted, strict=True)):
-                samples.append(ModeSample(candidate.name, length, bool(backward), seconds / predicted_s))
-        measured, candidate, error = self._passes(mode, job.length, replace(costs, modes=tuple(samples)))
+        for each in timed[:-1]:
+            candidate = each.simulate(costs)
+            for backward, (seconds, predicted_s) in enumerate(zip(each.medians, candidate.predicted, strict=True)):
+                samples.append(ModeSample(candidate.name, each.length, bool(backward), seconds / predicted_s))
+        candidate = timed[-1].simulate(replace(costs, modes=tuple(samples)))
         assert candidate.forward is not None
         messages = [0.0] * job.cluster.n
         for span in candidate.forward.spans:
@@ -151,54 +163,72 @@ class _Rank:
         if not mode.overlap:
             assert candidate.backward is not None
             predicted = not_overlapped(candidate.forward), not_overlapped(candidate.backward)
-        return Result(job.cluster.name, mode.name, job.causal, *measured, *predicted, error, computing)
-
-    def _passes(self, mode: Mode, length: int, costs: Costs) -> tuple[tuple[float, float], Candidate, float]:
-        """Measure forward and backward over `length` tokens; return median seconds, the prediction, and the error.
-
-        The error is 0 for other lengths than the job's.
-        """
-        job, workload = self.job, self.job.workload
-        options, summed = mode.options, mode.sum_in_node
-        attention = ContextParallelAttention(
-            self.group, schedule=mode.schedule, options=options, sum_in_node=summed, overlap=mode.overlap
-        )
-        mask = masks.causal(length) if job.causal else masks.full(length)
-        layout = attention.layout(mask)
-        q, k, v, grad_out = (shard(x, layout, self.rank) for x in _whole(length, workload))
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-
-        def call() -> Tensor:
-            return attention(q, k, v, mask=mask)
-
-        out, error = call(), 0.0
-        results = [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
-        if length == job.length:
-            error = self._error(results, layout)
-        forward, backward = [], []
-        for _ in range(job.repeats):
-            dist.barrier()
-            start = time.perf_counter()
-            out = call()
-            forward.append(self._slowest(time.perf_counter() - start))
-            dist.barrier()
-            start = time.perf_counter()
-            torch.autograd.grad(out, leaves, grad_out)
-            backward.append(self._slowest(time.perf_counter() - start))
-        problem = Problem(job.cluster.n, mask, Target(workload), options=options, sum_in_node=summed)
-        (candidate,) = rank_modes(problem, job.cluster, costs, candidates=[attention.mode], timeline=True)
-        assert not candidate.reason, candidate.reason
-        return (statistics.median(forward), statistics.median(backward)), candidate, error
-
-    def _error(self, results: list[Tensor], layout: Layout) -> float:
-        """Return the largest error of all ranks."""
-        truth = [shard(x, layout, self.rank) for x in self.truth.values()]
-        errors = [float((a - b).norm() / b.norm()) if b.numel() else 0.0 for a, b in zip(results, truth, strict=True)]
-        return self._slowest(max(errors))
+        of_mode = job.cluster.name, mode.name, job.causal
+        return Result(*of_mode, *timed[-1].medians, *predicted, timed[-1].error, computing)
 
     @cached_property
     def truth(self) -> dict[str, Tensor]:
         return dense_attention(*_whole(self.job.length, self.job.workload), causal=self.job.causal)
+
+
+class _Timed:
+    """A mode over `length` tokens, with the seconds of its passes on the slowest rank.
+
+    error: the largest of all ranks; 0 for other lengths than the job's.
+    """
+
+    def __init__(self, of: _Rank, mode: Mode, length: int) -> None:
+        self.of, self.mode, self.length, self.error = of, mode, length, 0.0
+        job, workload = of.job, of.job.workload
+        self._device = Device(job.device, workload) if job.device is not None else None
+        settings: dict[str, Any] = {"options": mode.options, "sum_in_node": mode.sum_in_node, "overlap": mode.overlap}
+        kind = ContextParallelAttention if self._device is None else partial(EmulatedAttention, self._device)
+        self.attention = kind(of.group, schedule=mode.schedule, **settings)
+        self.mask = masks.causal(length) if job.causal else masks.full(length)
+        layout = self.attention.layout(self.mask)
+        *qkv, self._grad_out = (shard(x, layout, of.rank) for x in _whole(length, workload))
+        self._leaves = [x.requires_grad_() for x in qkv]
+        out = self._forward()
+        results = [out.detach(), *self._backward(out)]
+        if length == job.length:
+            truth = [shard(x, layout, of.rank) for x in of.truth.values()]
+            errors = [float((a - b).norm() / b.norm()) for a, b in zip(results, truth, strict=True) if b.numel()]
+            self.error = of.slowest(max(errors, default=0.0))
+        self._seconds: list[tuple[float, float]] = []
+
+    def measure(self) -> None:
+        forward, out = self._timed(self._forward)
+        backward, _ = self._timed(lambda: self._backward(out))
+        self._seconds.append((forward, backward))
+
+    @property
+    def medians(self) -> tuple[float, float]:
+        """The seconds of forward and of backward."""
+        forward, backward = map(statistics.median, zip(*self._seconds, strict=True))
+        return forward, backward
+
+    def simulate(self, costs: Costs) -> Candidate:
+        options, summed = self.mode.options, self.mode.sum_in_node
+        target = Target(self.of.job.workload, CpuKernel.takes)
+        problem = Problem(self.of.job.cluster.n, self.mask, target, options=options, sum_in_node=summed)
+        modes = [self.attention.mode]
+        (candidate,) = rank_modes(problem, self.of.job.cluster, costs, candidates=modes, timeline=True)
+        assert not candidate.reason, candidate.reason
+        return candidate
+
+    def _forward(self) -> Tensor:
+        return self.attention(*self._leaves, mask=self.mask)
+
+    def _backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self._leaves, self._grad_out)
+
+    def _timed(self, work: Callable[[], _T]) -> tuple[float, _T]:
+        dist.barrier()
+        start = time.perf_counter()
+        result = work()
+        if self._device is not None:
+            self._device.synchronize()
+        return self.of.slowest(time.perf_counter() - start), result
 
 
 def _whole(length: int, w: Workload) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,14 +1,20 @@
 """The emulated network: links are limited and modes are right; skipped if the machine does not permit it."""
 
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from analysis.network import emulate, job
+from analysis.network.device import Device
 from megatron_longctx.config.cluster import Cluster, Mesh, Network, Switch
+from megatron_longctx.core.kernels.interface import BlockInputs, dense_call
 from megatron_longctx.core.plans import ModeOptions
-from megatron_longctx.planner.cost import Workload
+from megatron_longctx.planner.cost import Costs, Workload
 from tests.shared.jobs import PATIENCE_S
 
 
@@ -28,14 +34,44 @@ def test_links_are_limited_and_modes_are_right(permitted: None, cluster: Cluster
     inner = cluster.ranks_per_node
     gather = job.Mode("node_gather", ModeOptions(inner_size=inner, cluster=cluster), sum_in_node=cluster.nodes > 1)
     modes = (job.Mode("zigzag"), job.Mode("tasp"), job.Mode("zigzag", overlap=False), gather)
+    device = Costs(1e-5, 1e-5) if cluster.nodes > 1 else None  # with it, all calls of a rank take 0.1 s
+    workload = Workload(8, 8, 64, element_bytes=4)
     outcome = emulate.run(
-        job.Job(cluster, modes, length=64, workload=Workload(8, 8, 64, element_bytes=4), repeats=1), timeout=PATIENCE_S
+        job.Job(cluster, modes, length=64, workload=workload, repeats=1, device=device), timeout=PATIENCE_S
     )
     low, high = outcome.links
     assert 0.5 < low <= high < 1.6  # flows get unequal shares of the described rate; loopback is 100 times as fast
     assert [result.mode for result in outcome.results] == ["zigzag", "tasp", "zigzag, no overlap", gather.name]
     for result in outcome.results:
-        assert result.error < 1e-5 and result.forward_s > 0 and result.predicted_backward_s > 0 and result.computing > 0
+        assert result.error < 1e-5 and result.predicted_backward_s > 0 and result.computing > 0
+        assert result.forward_s > (0.1 if device else 0)
+
+
+def test_a_send_is_done_when_it_has_left(permitted: None) -> None:
+    build = "from analysis.network.emulate import *; build(Cluster('pair', 1, 2, Mesh(0.005)))"  # 0.2 s for 1 MiB
+    receive = "import socket; one = socket.create_server(('10.78.0.2', 5000)).accept()[0]\nwhile one.recv(2**20): pass"
+    send = """import socket, time; one = socket.socket()
+while one.connect_ex(("10.78.0.2", 5000)): time.sleep(0.05)
+one.sendall(bytes(2**20)); time.sleep(0.6)  # the window is open, and all has left
+start = time.perf_counter(); one.sendall(bytes(2**20)); print(time.perf_counter() - start)"""
+    steps = 'mount -t tmpfs tmpfs /run; "$0" -c "$1"; '
+    steps += "".join(f'ip netns exec rank{rank} "$0" -c "${3 - rank}" {"&" * rank} ' for rank in (1, 0))
+    command = [*emulate._ISOLATED, "sh", "-c", steps, sys.executable, build, receive, send]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S, cwd=emulate.ROOT)
+    assert float(done.stdout) > 0.15
+
+
+def test_calls_of_an_emulated_device_take_their_time_beside_the_host() -> None:
+    device = Device(Costs(1e-6, 1e-6, call_s=0.4), Workload(2, 1, 8, element_bytes=4))
+    q, kv = torch.ones(3, 1, 2, 8), torch.ones(3, 1, 1, 8)
+    issued = time.perf_counter()
+    for backward in (False, True):
+        device.call(issued, BlockInputs(q, kv, kv, dense_call(3, 3), 1.0), backward)
+    work = 2 * 9 * 2 * (16 + 40) / 1e6
+    assert device.free == pytest.approx(issued + 0.8 + work)
+    assert time.perf_counter() < device.free
+    device.synchronize()
+    assert time.perf_counter() >= device.free
 
 
 def test_a_failing_rank_ends_the_job_with_its_error(permitted: None) -> None:
