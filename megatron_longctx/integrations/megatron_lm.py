@@ -63,8 +63,10 @@ def _spec(config: TransformerConfig, vp_stage: int | None, options: dict[str, An
         raise refuse("layers", kind, "those of transformer_engine or local", remedy)
     settings: dict[str, Any] = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
     layers = get_gpt_decoder_layer_specs(config, transformer_engine, **settings, vp_stage=vp_stage)
-    options = {"layout": _layout(), "deterministic": config.deterministic_mode, **options}
-    sequence = ShardedSequence(_attention(parallel_state.get_context_parallel_group(), **options))
+    layout = _layout()
+    options = {"layout": layout, "deterministic": config.deterministic_mode, **options}
+    attention = _attention(parallel_state.get_context_parallel_group(), **options)
+    sequence = ShardedSequence(attention, whole_packs=layout == "zigzag")
     norm = NORMS[config.normalization] if config.sequence_parallel and not transformer_engine else None
     if config.virtual_pipeline_model_parallel_size is not None and vp_stage is None:
         # One object serves all virtual stages, so it cannot list the layers of one.

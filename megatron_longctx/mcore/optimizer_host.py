@@ -78,8 +78,7 @@ class HostStates:
         if any(parameter.is_cuda for group in self._inner.param_groups for parameter in group["params"]):
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._step, self._inner.step = self._inner.step, self._step_in_pieces
-        self._read_weights = optimizer._copy_model_params_to_main_params
-        optimizer._copy_model_params_to_main_params = self._read_all_weights
+        optimizer._copy_model_params_to_main_params = self._read_weights
         optimizer._copy_main_params_to_model_params = lambda: None  # each piece does it
         self.offload()
 
@@ -130,12 +129,17 @@ class HostStates:
         for number, group in stepped.items():
             groups[number].update({key: value for key, value in group.items() if key != "params"})
 
-    def _read_all_weights(self, **options: Any) -> None:
+    @torch.no_grad()
+    def _read_weights(self, state_dict: None = None) -> None:
+        """Copy weights to their main parameters, of which one piece at a time is on the device."""
+        assert state_dict is None, "weights are read from the model alone"
         for piece in self._pieces():
-            self._fetch(piece)
-            self._wait(piece)
-        self._read_weights(**options)
-        self.offload()
+            for main in piece.parameters:
+                if main in self._weights:
+                    main.untyped_storage().resize_(main.numel() * main.element_size())
+                    main.copy_(self._weights[main])
+            self._send(piece)
+            self._free(piece)
 
     def _pieces(self) -> list[_Piece]:
         pieces, size = [_Piece()], 0

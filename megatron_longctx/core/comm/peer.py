@@ -263,6 +263,7 @@ class SymmetricExchange:
             raise RuntimeError("it failed while messages started")
         if self._acquired is not None:
             self.release(self._acquired)
+        # The pass may still be writing to its send memory. Beside these writes, a value could become half NaN.
         stream.wait_stream(here)
         with torch.cuda.stream(stream):  # after all copies, or messages that use their memory again would have these
             self.memory().fill_(NAN_BYTE)
