@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from .optimizer_host import host_states, parts_of
+from .optimizer import host_states, parts_of
 from .version import match_groups_by_kind
 
 _KINDS, _OF_EXPERTS = ("wd_mult", "lr_mult", "is_decoupled_lr"), "is_expert_parallel"

@@ -26,8 +26,7 @@ from torch import Tensor
 from ..core.errors import refuse
 from ..core.kernels.no_grad import first_order
 from ..core.plans.mask import Mask, Window
-from .pack import Pack
-from .padding import attend_rows, padded_mask, read_spans
+from .pack import Pack, attend_rows, padded_mask, read_spans
 from .sequence import ShardedSequence
 from .stores import AttentionTape
 
@@ -168,7 +167,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
 
     Args:
         sequence: shared by all layers of the model; pass it through the spec (see `spec.with_context_parallel`).
-        in_stack: whether the layer is in a stack that refuses unsupported layers (see `stack.with_layers`).
+        in_stack: whether the layer is in a stack that refuses unsupported layers (see `spec.with_layers`).
         The others are Megatron's own.
 
     Attributes:
@@ -283,7 +282,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             query: `[s, b, h/tp, d]`, or `[s, h/tp, d]` from Megatron's layers for packed (thd) documents.
             key, value: `[s, b, g/tp, d]` and `[s, b, g/tp, e]`, or without b.
             attention_mask: with the mask types padding and padding_causal of a plain sequence, which keys are padding
-                (see `padding.read_spans`). It is ignored in causal layers, as by TransformerEngine, otherwise None.
+                (see `pack.read_spans`). It is ignored in causal layers, as by TransformerEngine, otherwise None.
             packed_seq_params: a `ShardedSequence.pack`; or Megatron's own, with `cu_seqlens_q` of the whole sequence
                 and not of one rank; or None for a plain sequence. Padding between documents attends to itself only,
                 and no other token attends to it.

@@ -22,8 +22,7 @@ from ..core.plans.mask import documents as pack_mask
 from ..models.trees import following
 from ..planner.flops import Work, training_flops
 from .corpus import SIDES, TokenDataset, check_corpus, check_labels, side_prefix, source_of, split_part, tree_of
-from .dealing import Dealer, DealRule
-from .packing import Blend, BranchTooLong, Packs, SampleOrder, Spans, Stream, TreePacks
+from .packing import Blend, BranchTooLong, Dealer, DealRule, Packs, SampleOrder, Spans, Stream, TreePacks
 
 
 @dataclass(frozen=True)

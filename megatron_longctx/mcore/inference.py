@@ -37,14 +37,13 @@ from ..lowbit.reduction import ReductionPolicy
 from . import checkpoint
 from .core_attention import layer_window
 from .delta_net import GatedDeltaNet
-from .direct import AttentionFn, DirectLayer, why_not_direct
-from .fp8_weights import check_fp8, quantize_layers, stored_bytes
+from .direct import AttentionFn, DirectLayer, SharedWeights, why_not_direct
+from .fp8 import check_fp8, quantize_layers, stored_bytes
 from .groups import share_weights
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
 from .rope import Rotations
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import ShardedSequence, build_sequence
-from .shared_weights import SharedWeights
 from .step import local_device
 from .tokenizer import build_tokenizer
 

@@ -17,7 +17,7 @@ from ..core.attention.sharding import check_equal_batches, checksum
 from ..core.errors import refuse
 from ..core.plans.mask import Window
 from ..inference.quantize_kv import int8_kv
-from .pack import UNBOUNDED, Pack, PackRotations, document_lengths, tree_of
+from .pack import UNBOUNDED, Pack, PackRotations, document_lengths, tree_of, version_of
 
 MEGATRONS_LAYOUTS = ("zigzag", "per_document")
 """The layouts in which Megatron slices batches: whole ones, and packs document by document."""
@@ -233,13 +233,6 @@ def _versions(params: PackedSeqParams) -> list[tuple[Any, Any]]:
     """Return the parameters' tensors, each with the number of writes to it; parents in a list with a copy of it."""
     names = [f"cu_seqlens_{of}{suffix}" for of in ("q", "kv") for suffix in ("", "_padded")]
     return [(x, version_of(x)) for x in (getattr(params, name, None) for name in (*names, "parents"))]
-
-
-def version_of(x: Any) -> Any:
-    """Return the number of writes to a tensor, found without reading the device; a copy of a list."""
-    if isinstance(x, Tensor):
-        return 0 if x.is_inference() else x._version
-    return None if x is None else tuple(x)
 
 
 def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:

@@ -25,8 +25,7 @@ from ..core.plans.mask import Window
 from ..planner.flops import Work
 from .core_attention import layer_window
 from .data import TrainingBatch
-from .objectives import Objective
-from .objectives.sft import sft
+from .objectives import Objective, sft
 from .pack import Pack
 from .sequence import ShardedSequence
 

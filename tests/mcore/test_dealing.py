@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from megatron_longctx.config import Config
 from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.mcore.data import TrainingData, deal_rule, micro_batches
-from megatron_longctx.mcore.dealing import Dealer, DealRule, deal
-from megatron_longctx.mcore.packing import Blend, Packs, TreePacks
+from megatron_longctx.mcore.packing import Blend, Dealer, DealRule, Packs, TreePacks, deal
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.planner.flops import Work, training_flops
 from tests.shared.training import changed, tiny_config, tiny_corpus

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_longctx.mcore import optimizer_host
-from megatron_longctx.mcore.optimizer_host import HostStates, host_states, parts_of
+from megatron_longctx.mcore import optimizer as states_module
+from megatron_longctx.mcore.optimizer import HostStates, host_states, parts_of
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.loop import Trainer
 from tests.shared.training import Job, Record, run_job, tiny_config, tiny_corpus
@@ -51,7 +51,7 @@ def _check_states_on_host(trainer: Trainer) -> None:
 
 
 def _run(rank: int, root: Path) -> dict[str, list[Record]]:
-    optimizer_host.STATES_PIECE = 3000  # several pieces per run
+    states_module.STATES_PIECE = 3000  # several pieces per run
     found = {}
     for kind, settings in KINDS.items():
 
@@ -112,7 +112,7 @@ class _CountsInGroups(torch.optim.AdamW):
 
 def _on_host(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
     """Return three weights, their main parameters, their Adam, Megatron's optimizer and its states, in three pieces."""
-    monkeypatch.setattr(optimizer_host, "STATES_PIECE", 1)
+    monkeypatch.setattr(states_module, "STATES_PIECE", 1)
     weights = [torch.ones(4).bfloat16() for _ in range(3)]
     mains = [torch.nn.Parameter(weight.float()) for weight in weights]
     adam = _CountsInGroups([{"params": mains[:2]}, {"params": [], "weight_decay": 0.0}, {"params": mains[2:]}], lr=0.5)

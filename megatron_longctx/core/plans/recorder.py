@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 
 from .kernel_calls import kernel_calls
-from .lifetimes import assign_slots
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Plan
 from .recording import (  # fmt: skip
     Acquire,
@@ -27,6 +26,7 @@ from .recording import (  # fmt: skip
     Rows,
     Send,
     Wait,
+    assign_slots,
 )
 from .send_layout import ResultMessage, SendLayout, SentMessage, SentResults, send_layout, sent_results
 from .slices import FAR, Slice, canonical
