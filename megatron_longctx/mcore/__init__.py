@@ -4,7 +4,7 @@
   `sequence.ShardedSequence`; `rope`, `pack` and `core_attention` support it.
 - `model`, `step` and `optimizer` build and train a model from a configuration. `data` and `corpus` read and write
   Megatron's datasets. `checkpoint` and its files save at any parallel sizes and load at any others.
-- `hybrid` builds a GPT as Megatron's `HybridModel`.
+- `hybrid` builds a GPT as Megatron's `HybridModel`; `stack` changes the specs of such models.
 - `recompute`, `head` and `row_parallel` are layers with recomputation, chunks and low-bit sums.
 - `inference` gives a run's layers to the engine of the wing `inference`; `direct` runs them without autograd.
 - `version` handles the differences between supported releases, `cpu` what Megatron needs without a GPU.

@@ -167,7 +167,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
 
     Args:
         sequence: shared by all layers of the model; pass it through the spec (see `spec.with_context_parallel`).
-        in_stack: whether the layer is in a stack that refuses unsupported layers (see `spec.with_layers`).
+        in_stack: whether the layer is in a stack that refuses unsupported layers (see `stack.with_layers`).
         The others are Megatron's own.
 
     Attributes:

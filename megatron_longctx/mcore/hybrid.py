@@ -15,7 +15,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, sharded_state_dict_default
 
-from .spec import halves, in_stack
+from .stack import halves, in_stack
 
 
 def as_hybrid(gpt: TransformerConfig) -> TransformerConfig:

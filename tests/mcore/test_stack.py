@@ -15,7 +15,8 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.experts import SummedLossRouter
 from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
 from megatron_longctx.mcore.sequence import ShardedSequence
-from megatron_longctx.mcore.spec import halves, with_context_parallel
+from megatron_longctx.mcore.spec import with_context_parallel
+from megatron_longctx.mcore.stack import halves
 from megatron_longctx.mcore.version import RELEASE, as_spec
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.tolerances import relative_error
