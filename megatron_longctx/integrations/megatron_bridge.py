@@ -6,8 +6,6 @@ Batches, RoPE, losses and checkpoints stay Bridge's own. It slices packs with Tr
 `thd_get_partitioned_indices`, which is the layout `per_document` here.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

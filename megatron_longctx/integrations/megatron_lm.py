@@ -6,8 +6,6 @@ Megatron slices batches and applies RoPE as always. For settings, name a file of
     layer = layer_spec(schedule="all_gather")
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeAlias

@@ -10,8 +10,6 @@ does not expect ``step`` among the states of a parameter, and loads ONE ``step``
 then advance. Fused Adams count steps per group and need nothing here.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ concern Megatron's layers around core attention, which work token by token. `tes
 field, and fails when Megatron adds one.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

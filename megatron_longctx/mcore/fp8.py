@@ -7,8 +7,6 @@ delayed scales. Attention, norms, the router, the embedding and the LM head comp
 For inference, products of local layers have FP8 weights of their own (`quantize_layers`).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Megatron's own inference refuses context parallelism, so the model runs a plain forward pass over the new tokens.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator

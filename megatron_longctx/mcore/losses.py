@@ -1,7 +1,5 @@
 """Losses of a run's model by position, and log-probabilities of tokens: training's forward pass, without a cache."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

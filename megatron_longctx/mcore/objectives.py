@@ -3,8 +3,6 @@
 To add one, write it and add its line in `make_objective`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

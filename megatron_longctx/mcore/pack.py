@@ -4,8 +4,6 @@ Megatron's mask tensors state the padding of a batch's rows. No other token sees
 tensor that hides anything else is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache

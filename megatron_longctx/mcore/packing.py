@@ -7,8 +7,6 @@ has one such pack, all replicas wait for its replica. So long documents may wait
 al., OSDI 2025): a number of steps are filled with their packs in the order of work, and then come in random order.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence

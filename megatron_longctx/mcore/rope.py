@@ -7,8 +7,6 @@ Megatron's code, but gets the angles of the positions that a rank holds.
 `rotate` is the rotation itself. `torch.compile` would compile it for one shape, and every prompt has a new one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

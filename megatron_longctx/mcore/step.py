@@ -1,7 +1,5 @@
 """Steps with Megatron's pipeline schedules: forward and backward for training, forward alone for evaluation."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

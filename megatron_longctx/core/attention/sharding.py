@@ -1,7 +1,5 @@
 """A rank's part of a sequence: the numbers of its tokens, their rows of a tensor, and all ranks' rows together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet

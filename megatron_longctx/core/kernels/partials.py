@@ -4,8 +4,6 @@ A step-by-step merge reads and writes fp32 accumulators for every partial. Here 
 held in registers, and only the result is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Blocks that arrive together are adjacent in memory, so that calls need not gathe
 be merged in one pass over memory. How long memory is in use follows from the recorded operations.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby

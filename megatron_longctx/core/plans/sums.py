@@ -1,7 +1,5 @@
 """Partial results: the rows that kernel calls return, and how they are merged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from .kernel_calls import KernelCall
