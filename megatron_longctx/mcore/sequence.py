@@ -235,6 +235,12 @@ def _versions(params: PackedSeqParams) -> list[tuple[Any, Any]]:
     return [(x, version_of(x)) for x in (getattr(params, name, None) for name in (*names, "parents"))]
 
 
+@lru_cache(maxsize=8)
+def shared_attention(group: dist.ProcessGroup, **options: Any) -> ContextParallelAttention:
+    """Return the attention that all stages and models of a job share."""
+    return ContextParallelAttention(group, **options)
+
+
 def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
     """Build the sequence of `config.data.seq_length` tokens over the context-parallel `group`."""
     par, settings, unit = config.parallelism, config.attention, token_unit(config)

@@ -101,7 +101,7 @@ def test_the_layout_is_that_of_megatrons_slices(
     assert _sequence(megatron_lm.layer_spec()(config)).attention.layout(64).name == layout
     for chosen in ("zigzag", "per_document"):
         sequence = _sequence(megatron_lm.layer_spec(layout=chosen)(config))
-        sequence.attention.world = 2
+        monkeypatch.setattr(sequence.attention, "world", 2)
         params = PackedSeqParams("thd", *[torch.tensor([0, 4, 8], dtype=torch.int32)] * 4)
         refusal = pytest.raises(ValueError, match=f"layout={chosen}: expected {layout}, in which Megatron slices packs")
         with nullcontext() if chosen == layout else refusal:
