@@ -16,8 +16,8 @@ from ..core.errors import refuse
 from ..core.plans import Mask
 from ..core.plans import mask as masks
 
-# Positions in these models' embeddings do not begin with 0.
-_OTHER_POSITIONS = ("roberta", "camembert", "data2vec-text", "xmod")
+# Positions in these models' embeddings do not begin with 0, or are counted by the model itself.
+_OTHER_POSITIONS = ("roberta", "camembert", "data2vec-text", "xmod", "whisper")
 
 
 class LayerMask(NamedTuple):

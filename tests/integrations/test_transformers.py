@@ -33,6 +33,7 @@ from transformers import (
     RobertaConfig,
     RwkvConfig,
     StaticCache,
+    WhisperConfig,
 )
 from transformers.masking_utils import create_causal_mask
 
@@ -217,11 +218,26 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         r"rope_type dynamic=\[13, 5, 22, 1, 9, 22\]: expected documents of at most 21",
     ),
+    "dynamic RoPE of some layers": (
+        Gemma3TextConfig(
+            **SMALL,
+            max_position_embeddings=21,
+            layer_types=HALF_WINDOWS,
+            rope_parameters={"full_attention": DYNAMIC, "sliding_attention": DYNAMIC | {"rope_type": "default"}},
+        ),
+        {},
+        r"rope_type dynamic=\[13, 5, 22, 1, 9, 22\]: expected documents of at most 21",
+    ),
     "LongRoPE": (longrope(12), {}, "rope_type longrope=.*: expected documents of at most 12 tokens"),
     "other positions": (
         RobertaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, is_decoder=True),
         {},
         "model_type=roberta: expected positions that begin with 0",
+    ),
+    "positions of its own": (
+        WhisperConfig(vocab_size=96, d_model=32, decoder_layers=1, decoder_attention_heads=4, pad_token_id=0),
+        {},
+        "model_type=whisper: expected positions that begin with 0",
     ),
     "a cache": ("llama", {"use_cache": True}, "use_cache=True: expected none"),
     "a static cache": (
