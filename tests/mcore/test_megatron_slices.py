@@ -210,7 +210,7 @@ def _check_other_batches(rank: int, world: int, collection: Any) -> None:
         sequence = ShardedSequence(ContextParallelAttention(collection.cp, layout="per_document"))
         core, params = _core(_config(world), sequence), None
         if what == "tokens":
-            sequence.shard_batch({"tokens": torch.arange(LENGTH)[None] + rank})
+            sequence.shard_batch({"tokens": torch.arange(LENGTH)[None].roll(rank)})
         else:
             params = _thd(0, 12 if rank else 6, LENGTH)
         q, k, v = torch.zeros(3, LENGTH // world, 1, core.config.num_attention_heads, core.config.kv_channels)
