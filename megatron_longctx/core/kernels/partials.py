@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ..plans.sums import MAX_PARTIALS
+from ..plans.recording import MAX_PARTIALS
 from .fused import load_fused
 from .no_grad import no_grad
 
