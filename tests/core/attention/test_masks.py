@@ -33,7 +33,7 @@ from megatron_longctx.core.plans import (
     find_mode,
     keep_received,
     recorder,
-    sums,
+    recording,
 )
 from megatron_longctx.core.plans.mask import Document, documents
 from megatron_longctx.core.plans.modes import outer_modes
