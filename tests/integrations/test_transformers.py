@@ -308,6 +308,14 @@ def test_a_batch_that_cannot_be_sharded_is_refused(changes: Any, documents: Any,
         shard(shard(batch_of()))
 
 
+def test_a_mask_counts_tokens_and_is_not_for_torch() -> None:
+    ids = torch.arange(2, 52).expand(2, -1)
+    mask = shard({"input_ids": ids}, DOCUMENTS)["attention_mask"]
+    assert int(mask.sum()) == ids.numel()
+    with pytest.raises(ValueError, match="attention_mask=used by another implementation"):
+        torch.cumsum(mask, -1)
+
+
 def test_what_collators_say_of_documents_is_understood() -> None:
     ends, rest = torch.tensor([0, *accumulate(DOCUMENTS)]), batch_of() | {"attention_mask": torch.ones(2, 50)}
     positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
