@@ -13,8 +13,7 @@ from itertools import product
 import numpy
 
 from megatron_longctx.core.errors import refuse
-from megatron_longctx.mcore.dealing import Dealer, deal
-from megatron_longctx.mcore.packing import Blend, Packs
+from megatron_longctx.mcore.packing import Blend, Dealer, Packs, deal
 from megatron_longctx.planner.flops import Work, training_flops
 from megatron_longctx.training.compose import compose_config
 

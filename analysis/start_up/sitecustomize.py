@@ -25,7 +25,7 @@ TIMED = {
     "megatron_longctx.training.loop": ["Trainer.__init__", "Trainer._build", "Trainer._resume", "Trainer._one_step"],
     "megatron_longctx.mcore.step": ["TrainStep.run"],
     "megatron_longctx.mcore.groups": ["initialize"],
-    "megatron_longctx.core.kernels.choose_kernel": ["choose_kernel"],
+    "megatron_longctx.core.kernels.interface": ["choose_kernel"],
     "megatron.core.pipeline_parallel.schedules": ["forward_step", "backward_step"],
 }
 NAMED = {

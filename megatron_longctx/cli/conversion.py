@@ -25,7 +25,7 @@ from ..core.errors import refuse
 from ..mcore import checkpoint_weights
 from ..mcore.checkpoint_folder import iteration_directory
 from ..mcore.checkpoint_weights import Parameter
-from ..mcore.data_identity import tokenizer_identity
+from ..mcore.data import tokenizer_identity
 from ..mcore.inference import trained_length
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer

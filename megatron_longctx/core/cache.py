@@ -1,7 +1,5 @@
 """Where results are kept between processes: calibrations, and kernels that take long to compile."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

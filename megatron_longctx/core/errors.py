@@ -1,7 +1,5 @@
 """Errors of users and failed jobs: the value that was given, what is expected, and the remedy."""
 
-from __future__ import annotations
-
 import unicodedata
 
 _MAX_SHOWN = 300  # characters of a value, which may be a path

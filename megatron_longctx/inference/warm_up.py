@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import torch
 
 from ..core.kernels import Partial, merge_partials
-from ..core.plans.sums import MAX_PARTIALS
+from ..core.plans.recording import MAX_PARTIALS
 from .cached_attention import CachedAttention
 from .engine import LongContextEngine
 from .paged import compile_decode

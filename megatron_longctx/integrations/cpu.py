@@ -4,8 +4,6 @@
 needs `--distributed-backend gloo`, `--use-cpu-initialization`, `--transformer-impl local` and its fusions switched off.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

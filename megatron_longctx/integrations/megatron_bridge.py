@@ -6,8 +6,6 @@ Batches, RoPE, losses and checkpoints stay Bridge's own. It slices packs with Tr
 `thd_get_partitioned_indices`, which is the layout `per_document` here.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging
@@ -21,10 +19,9 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from ..core.attention import ContextParallelAttention
 from ..core.errors import refuse
 from ..mcore.core_attention import ContextParallelCoreAttention
-from ..mcore.sequence import MEGATRONS_LAYOUTS, ShardedSequence
+from ..mcore.sequence import MEGATRONS_LAYOUTS, ShardedSequence, shared_attention
 from ..mcore.spec import with_context_parallel
 
 logger = logging.getLogger(__name__)
@@ -54,7 +51,7 @@ def longctx_layer_spec(original: Any, layout: str = "per_document", **options: A
 
     @functools.cache
     def sequence_of(group: dist.ProcessGroup) -> ShardedSequence:
-        return ShardedSequence(_attention(group, tuple(sorted(settings.items()))))
+        return ShardedSequence(shared_attention(group, **settings))
 
     # Bridge looks for the name `vp_stage` among the parameters.
     def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
@@ -129,11 +126,6 @@ def _check_built(provider: str, models: Sequence[Any]) -> None:
     if cores and not any(isinstance(core, ContextParallelCoreAttention) for core in cores):
         expected = "one that builds its layers from its layer spec"
         raise refuse("provider", provider, expected, "Leave megatron-longctx out for this model.")
-
-
-@functools.cache
-def _attention(group: dist.ProcessGroup, settings: tuple[tuple[str, Any], ...]) -> ContextParallelAttention:
-    return ContextParallelAttention(group, **dict(settings))
 
 
 def _resolved(spec: Any, config: Any, vp_stage: int | None) -> Any:

@@ -6,10 +6,7 @@ Megatron slices batches and applies RoPE as always. For settings, name a file of
     layer = layer_spec(schedule="all_gather")
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 from megatron.core import parallel_state
@@ -19,10 +16,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from ..core.attention import ContextParallelAttention
 from ..core.errors import refuse
 from ..mcore.norms import NORMS
-from ..mcore.sequence import ShardedSequence
+from ..mcore.sequence import ShardedSequence, shared_attention
 from ..mcore.spec import with_context_parallel
 from ..mcore.version import copy_spec
 
@@ -63,8 +59,10 @@ def _spec(config: TransformerConfig, vp_stage: int | None, options: dict[str, An
         raise refuse("layers", kind, "those of transformer_engine or local", remedy)
     settings: dict[str, Any] = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
     layers = get_gpt_decoder_layer_specs(config, transformer_engine, **settings, vp_stage=vp_stage)
-    options = {"layout": _layout(), "deterministic": config.deterministic_mode, **options}
-    sequence = ShardedSequence(_attention(parallel_state.get_context_parallel_group(), **options))
+    layout = _layout()
+    options = {"layout": layout, "deterministic": config.deterministic_mode, **options}
+    attention = shared_attention(parallel_state.get_context_parallel_group(), **options)
+    sequence = ShardedSequence(attention, whole_packs=layout == "zigzag")
     norm = NORMS[config.normalization] if config.sequence_parallel and not transformer_engine else None
     if config.virtual_pipeline_model_parallel_size is not None and vp_stage is None:
         # One object serves all virtual stages, so it cannot list the layers of one.
@@ -76,12 +74,6 @@ def _spec(config: TransformerConfig, vp_stage: int | None, options: dict[str, An
     if norm is not None:
         block = TransformerBlockSubmodules([with_norms(each, norm) for each in block.layer_specs], norm)
     return with_context_parallel(block, sequence)
-
-
-@lru_cache(maxsize=8)
-def _attention(group: Any, **options: Any) -> ContextParallelAttention:
-    """Return the attention that all stages and models of a job share."""
-    return ContextParallelAttention(group, **options)
 
 
 def _arguments() -> Any:

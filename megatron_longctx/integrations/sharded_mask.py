@@ -5,24 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from ..core.attention import ContextParallelAttention
-from ..core.comm import gather_objects
+from ..core.attention.sharding import check_equal_batches, checksum
 from ..core.errors import refuse
 from ..core.plans import Mask
 from ..core.plans import mask as masks
 
-# Positions in these models' embeddings do not begin with 0.
-_OTHER_POSITIONS = ("roberta", "camembert", "data2vec-text", "xmod")
-
-
-_COMPARED: WeakSet[ContextParallelAttention] = WeakSet()
-"""The attentions whose ranks have compared a batch."""
+# Positions in these models' embeddings do not begin with 0, or are counted by the model itself.
+_OTHER_POSITIONS = ("roberta", "camembert", "data2vec-text", "xmod", "whisper")
 
 
 class LayerMask(NamedTuple):
@@ -53,8 +48,7 @@ class ShardedMask:
         self._device, layout = words.device, attention.layout(masks.documents(documents, parents=parents))
         self._masks: dict[int | None, LayerMask] = {}
         self._layout = layout
-        places = torch.arange(1, 1 + words.shape[1], device=words.device)
-        self._checksum = (words * places).sum() if words.ndim == 2 else places[-1]  # unlike ids, embeddings have none
+        self._words = words
         self.shape = torch.Size([words.shape[0], layout.num_tokens(attention.rank)])
 
     @_disable_dynamo  # a compiler would trace the planning
@@ -67,18 +61,9 @@ class ShardedMask:
             self._masks[window] = LayerMask(self._attention, mask)
         return self._masks[window]
 
-    @_disable_dynamo
     def check_equal(self) -> None:
-        """Refuse a batch of which ranks gave `shard` different ones. Only the first of an attention is compared."""
-        if self._attention in _COMPARED:
-            return
-        own = self.documents, None if self._parents is None else tuple(self._parents), int(self._checksum)
-        found = gather_objects(self._attention._group_to_send(), own)
-        if len(set(found)) > 1:
-            remedy = "Give all ranks of the attention's group the same one, as from a sampler of the groups."
-            what = "documents" if len({each[:2] for each in found}) > 1 else "tokens"
-            raise refuse("batch", f"other {what} on some ranks", "one whole batch, equal on all ranks", remedy)
-        _COMPARED.add(self._attention)
+        """Refuse a batch of which ranks gave `shard` different ones."""
+        check_equal_batches(self._attention, self.of_window(None).mask, lambda: checksum(self._words))
 
     def check_asked(self) -> None:
         """Refuse the model that has computed the batch if it has not asked what its tokens see."""

@@ -1,7 +1,5 @@
 """The Trainer of `transformers`, and classes made from it like TRL's `SFTTrainer`, on sharded sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate

@@ -8,8 +8,6 @@ A call takes everything from its batch: `shard` puts a `ShardedMask` in the plac
 attention can use it, so a model that runs another implementation fails at its first call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple

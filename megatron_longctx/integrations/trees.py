@@ -7,8 +7,6 @@
 The loss stays as it is, a function of rows `[n, L]`. Nothing here depends on a framework: torch and numpy are enough.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import NamedTuple

@@ -9,8 +9,6 @@ A save can run beside training, and its checkpoint counts only when all of it is
 compared with their digests; a load runs no code from them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -4,8 +4,6 @@ A checkpoint is written to ``iter_0000100.partial``. It gets its final name when
 counts only when the tracker file, written after that, names it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -10,8 +10,6 @@ does not expect ``step`` among the states of a parameter, and loads ONE ``step``
 then advance. Fused Adams count steps per group and need nothing here.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from .optimizer_host import host_states, parts_of
+from .optimizer import host_states, parts_of
 from .version import match_groups_by_kind
 
 _KINDS, _OF_EXPERTS = ("wd_mult", "lr_mult", "is_decoupled_lr"), "is_expert_parallel"

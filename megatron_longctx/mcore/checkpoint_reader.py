@@ -5,8 +5,6 @@ tensor, and TransformerEngine unpickles the state of its layers. This module rea
 only the classes of metadata, and objects with torch's weights-only loader, and it passes only plain values to layers.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools

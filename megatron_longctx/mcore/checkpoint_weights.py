@@ -4,8 +4,6 @@ The model need not be built, nor fit into memory. The files have Megatron's ``to
 ``checkpoint.load`` reads at any parallel sizes: a layer's parameter is a slice of one tensor of all layers.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Megatron plans a save and writes the metadata of its files. Megatron's own write
 context, cost seconds at any size and require a ``__main__`` guard in every script.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -5,8 +5,6 @@ concern Megatron's layers around core attention, which work token by token. `tes
 field, and fails when Megatron adds one.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +24,7 @@ from torch import Tensor
 from ..core.errors import refuse
 from ..core.kernels.no_grad import first_order
 from ..core.plans.mask import Mask, Window
-from .pack import Pack
-from .padding import attend_rows, padded_mask, read_spans
+from .pack import Pack, attend_rows, padded_mask, read_spans
 from .sequence import ShardedSequence
 from .stores import AttentionTape
 
@@ -283,7 +280,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             query: `[s, b, h/tp, d]`, or `[s, h/tp, d]` from Megatron's layers for packed (thd) documents.
             key, value: `[s, b, g/tp, d]` and `[s, b, g/tp, e]`, or without b.
             attention_mask: with the mask types padding and padding_causal of a plain sequence, which keys are padding
-                (see `padding.read_spans`). It is ignored in causal layers, as by TransformerEngine, otherwise None.
+                (see `pack.read_spans`). It is ignored in causal layers, as by TransformerEngine, otherwise None.
             packed_seq_params: a `ShardedSequence.pack`; or Megatron's own, with `cu_seqlens_q` of the whole sequence
                 and not of one rank; or None for a plain sequence. Padding between documents attends to itself only,
                 and no other token attends to it.

@@ -1,7 +1,5 @@
 """Megatron's indexed datasets: written from tokens, with a mask if only some are learned, and checked."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -6,8 +6,6 @@ step. Megatron's own losses assume equal shares and, with `calculate_per_token_l
 sequence-parallel rank.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Process groups and seeds: from parallel sizes to a `ProcessGroupCollection`."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from datetime import timedelta

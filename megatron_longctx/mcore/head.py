@@ -4,8 +4,6 @@ At 128 Ki tokens per rank and 128 Ki words, logits alone take 32 GiB in bf16 and
 computed for a chunk of tokens, reduced to three numbers per token, and freed. Backward computes each chunk's again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Megatron's own inference refuses context parallelism, so the model runs a plain forward pass over the new tokens.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator
@@ -35,15 +33,14 @@ from ..inference.states import RecurrentStates
 from ..lowbit.reduction import ReductionPolicy, Timings
 from . import checkpoint
 from .core_attention import layer_window
-from .direct import AttentionFn, DirectLayer, why_not_direct
-from .fp8_weights import check_fp8, quantize_layers, stored_bytes
+from .direct import AttentionFn, DirectLayer, SharedWeights, why_not_direct
+from .fp8 import check_fp8, quantize_layers, stored_bytes
 from .groups import share_weights
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
 from .recurrent import RecurrentMixer
 from .rope import Rotations
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import ShardedSequence, build_sequence
-from .shared_weights import SharedWeights
 from .step import local_device
 from .tokenizer import build_tokenizer
 

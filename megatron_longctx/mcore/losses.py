@@ -1,7 +1,5 @@
 """Losses of a run's model by position, and log-probabilities of tokens: training's forward pass, without a cache."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,7 +18,7 @@ from ..config.progress import Progress
 from ..core.errors import refuse
 from ..inference.evaluation.results import Losses, edges
 from .data import TrainingBatch, TrainingData
-from .fp8_weights import check_fp8
+from .fp8 import check_fp8
 from .head import ChunkedHead, Head, chunked_entropy
 from .inference import load_model, refuse_training_sizes
 from .model import padded_vocab_size

@@ -1,7 +1,5 @@
 """Megatron's TransformerConfig and GPTModel, built from the project's configuration."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging

@@ -5,8 +5,6 @@ norms supports it. The norms here mark their parameters with `sequence_parallel`
 finalization to sum their gradients over the tensor-parallel ranks. Each has processed other tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

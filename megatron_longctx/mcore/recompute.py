@@ -6,8 +6,6 @@
   its norm. They are not stored at all: backward computes each tile's again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..config import SWITCHES, Config, mode_options, names_as_keys, token_unit
 from ..core.attention import ContextParallelAttention
+from ..core.attention.sharding import check_equal_batches, checksum
 from ..core.errors import refuse
 from ..core.plans.mask import Window
 from ..inference.quantize_kv import int8_kv
-from .pack import UNBOUNDED, Pack, PackRotations, document_lengths, tree_of
+from .pack import UNBOUNDED, Pack, PackRotations, document_lengths, tree_of, version_of
 
 MEGATRONS_LAYOUTS = ("zigzag", "per_document")
 """The layouts in which Megatron slices batches: whole ones, and packs document by document."""
@@ -46,17 +47,21 @@ class ShardedSequence:
     Without a length, Megatron slices the batches itself (`get_batch_on_this_cp_rank`, `thd_get_partitioned_indices`):
     all ranks hold equally many tokens, their number tells the length, and only Megatron's layouts are accepted.
 
+    whole_packs: whether Megatron slices packs like plain sequences, and not document by document.
+
     Attributes:
         rope: the model's RoPE, if it has one.
         windows: the windows of all layers; each layer adds its own.
     """
 
-    def __init__(self, attention: ContextParallelAttention, length: int | None = None) -> None:
-        self.attention = attention
+    def __init__(
+        self, attention: ContextParallelAttention, length: int | None = None, whole_packs: bool = False
+    ) -> None:
+        self.attention, self._whole_packs = attention, whole_packs
         self.rope: Rope | None = None
         self.windows: set[Window] = set()
         self._length = length
-        self._has_sharded = False
+        self._content: tuple[int, ...] = ()  # of the first batch that was sharded here
         self._plain = lru_cache(maxsize=64)(lambda tokens: Pack(attention, (tokens,)))
 
     @property
@@ -144,15 +149,16 @@ class ShardedSequence:
     def check_slices(self, pack: Pack, params: PackedSeqParams | None) -> None:
         """Refuse batches that Megatron slices while attention has another layout: no `shard_batch`, pack or
         ShardedRotaryEmbedding shows that the caller knows it, and the number of tokens is mostly the same."""
-        known = self._has_sharded or isinstance(params, Pack) or (self.rope is not None and self.rope.needs_own_batches)
-        if self.attention.world == 1 or known or pack.layout.name in MEGATRONS_LAYOUTS:
+        check_equal_batches(self.attention, pack.mask(), lambda: self._content)
+        known = self._content or isinstance(params, Pack) or (self.rope is not None and self.rope.needs_own_batches)
+        layouts: tuple[str, ...] = MEGATRONS_LAYOUTS
+        if len(pack.documents) > 1:
+            layouts = MEGATRONS_LAYOUTS[:1] if self._whole_packs else MEGATRONS_LAYOUTS[1:]
+        if self.attention.world == 1 or known or pack.layout.name in layouts:
             return
-        raise refuse(
-            "layout",
-            pack.layout.name,
-            f"{' or '.join(MEGATRONS_LAYOUTS)}, in which Megatron slices batches",
-            "Set ContextParallelAttention(layout='per_document'), or slice with sequence.shard_batch on every rank.",
-        )
+        expected = f"{' or '.join(layouts)}, in which Megatron slices {'packs' if len(layouts) == 1 else 'batches'}"
+        remedy = f"Set ContextParallelAttention(layout={layouts[-1]!r}), or use sequence.shard_batch on every rank."
+        raise refuse("layout", pack.layout.name, expected, remedy)
 
     def check_megatrons_rope(self, params: PackedSeqParams | None) -> None:
         """Refuse Megatron's own RoPE in other layouts, or for a `pack` of several documents.
@@ -192,7 +198,6 @@ class ShardedSequence:
         """
         tokens = next(iter(batch.values())).shape[-1] if batch else 0
         pack = self._plain(tokens) if packed is None and self.megatron_slices else self.pack_of(packed)
-        self._has_sharded = True
         length, layout = pack.length, pack.layout
         empty = [rank for rank in range(self.attention.world) if layout.num_tokens(rank) == 0]
         if empty:
@@ -207,6 +212,7 @@ class ShardedSequence:
                     f"batch[{name!r}] has shape {tuple(tensor.shape)}: expected [batch, {length}], the whole sequence. "
                     "Pass the full batch on every rank, and sequences of another length with their pack."
                 )
+        self._content = self._content or (length, *(checksum(tensor) for tensor in batch.values()))
         return {name: tensor.index_select(1, pack.tokens(tensor.device)) for name, tensor in batch.items()}
 
 
@@ -229,11 +235,10 @@ def _versions(params: PackedSeqParams) -> list[tuple[Any, Any]]:
     return [(x, version_of(x)) for x in (getattr(params, name, None) for name in (*names, "parents"))]
 
 
-def version_of(x: Any) -> Any:
-    """Return the number of writes to a tensor, found without reading the device; a copy of a list."""
-    if isinstance(x, Tensor):
-        return 0 if x.is_inference() else x._version
-    return None if x is None else tuple(x)
+@lru_cache(maxsize=8)
+def shared_attention(group: dist.ProcessGroup, **options: Any) -> ContextParallelAttention:
+    """Return the attention that all stages and models of a job share."""
+    return ContextParallelAttention(group, **options)
 
 
 def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:

@@ -1,7 +1,5 @@
 """Megatron's GPT layer specs with context-parallel attention."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 from typing import TypeVar

@@ -4,8 +4,6 @@ Megatron-Core 0.19's `HybridModel` and 0.16's `MambaModel` have such specs. The 
 `-` MLP, `E` experts, and others such as `M` (Mamba), which are refused here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Steps with Megatron's pipeline schedules: forward and backward for training, forward alone for evaluation."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +23,7 @@ from ..core.plans.mask import Window
 from ..planner.flops import Work
 from .core_attention import layer_window
 from .data import TrainingBatch
-from .objectives import Objective
-from .objectives.sft import sft
+from .objectives import Objective, sft
 from .pack import Pack
 from .sequence import ShardedSequence
 

@@ -5,8 +5,6 @@ attention in one run of a layer and replays them when the layer runs again. Atte
 run once per step, as in DistFlashAttn.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Megatron-Core's tokenizers, built by library name, and what identifies one."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

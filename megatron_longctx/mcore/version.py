@@ -3,8 +3,6 @@
 No other file depends on the release.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator

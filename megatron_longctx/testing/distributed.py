@@ -1,7 +1,5 @@
 """`run_distributed(fn, world_size, ...)`, the only way in which tests run several ranks, on gloo or NCCL."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from multiprocessing import get_context

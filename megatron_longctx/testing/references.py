@@ -1,7 +1,5 @@
 """References for sharded attention: dense attention written out, and sequences cut and joined by a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

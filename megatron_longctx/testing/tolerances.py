@@ -10,8 +10,6 @@ eps of its value (6e-5 if all logits are near 1,000), and the common part cancel
 keep the rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """A proof that a plan computes attention: every visible pair once, and nothing is used before it arrives."""
 
-from __future__ import annotations
-
 import bisect
 from collections import Counter
 from collections.abc import Iterator

@@ -19,8 +19,7 @@ from ..config import Config, environment, names
 from ..core.comm import on_rank_0
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.checkpoint_folder import iteration_directory
-from ..mcore.data import TrainingBatch, TrainingData, deal_rule, micro_batches
-from ..mcore.data_identity import Identity, identity
+from ..mcore.data import Identity, TrainingBatch, TrainingData, deal_rule, identity, micro_batches
 from ..mcore.objectives import make_objective
 from ..mcore.sequence import ShardedSequence, build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device

@@ -26,8 +26,7 @@ from ..core.plans import build_plan
 from ..mcore import checkpoint
 from ..mcore.checkpoint import Saved
 from ..mcore.corpus import check_corpus, check_tokenizer, check_values
-from ..mcore.data import check_packs, check_samples
-from ..mcore.data_identity import Identity, identity, identity_error, tokenizer_identity
+from ..mcore.data import Identity, check_packs, check_samples, identity, identity_error, tokenizer_identity
 from ..mcore.fp8 import require_fp8
 from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine

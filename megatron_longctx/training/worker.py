@@ -36,7 +36,7 @@ class Job:
     device: str  # `cpu` or `cuda`
     resumed_step: int | None  # of the checkpoint that the run resumes from; None for a new run
     mode_reason: str | None  # why `auto` chose the mode; None for other settings
-    identity: dict[str, dict[str, Any]]  # what the samples and their order depend on (`mcore.data_identity`)
+    identity: dict[str, dict[str, Any]]  # what the samples and their order depend on (`mcore.data.identity`)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the job as JSON values, for `from_dict`."""

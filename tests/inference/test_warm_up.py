@@ -15,7 +15,7 @@ from megatron_longctx.core.kernels import AttentionKernel, partials
 from megatron_longctx.core.kernels.interface import BlockInputs
 from megatron_longctx.core.plans import KernelSupport, Kind, Recorder, Target
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
-from megatron_longctx.core.plans.sums import MAX_PARTIALS
+from megatron_longctx.core.plans.recording import MAX_PARTIALS
 from megatron_longctx.inference import paged
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager

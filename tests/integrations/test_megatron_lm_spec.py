@@ -1,12 +1,15 @@
 """What `--spec` names, as far as it needs no Megatron-LM."""
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -94,6 +97,13 @@ def test_the_layout_is_that_of_megatrons_slices(
     _arguments(monkeypatch, **arguments)
     config = model_config(Layout(), transformer_impl="local")
     assert _sequence(megatron_lm.layer_spec()(config)).attention.layout(64).name == layout
+    for chosen in ("zigzag", "per_document"):
+        sequence = _sequence(megatron_lm.layer_spec(layout=chosen)(config))
+        monkeypatch.setattr(sequence.attention, "world", 2)
+        params = PackedSeqParams("thd", *[torch.tensor([0, 4, 8], dtype=torch.int32)] * 4)
+        refusal = pytest.raises(ValueError, match=f"layout={chosen}: expected {layout}, in which Megatron slices packs")
+        with nullcontext() if chosen == layout else refusal:
+            sequence.check_slices(sequence.pack_of(params), params)
 
 
 def test_masks_that_would_be_ignored_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

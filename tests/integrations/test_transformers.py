@@ -31,6 +31,7 @@ from transformers import (
     RobertaConfig,
     RwkvConfig,
     StaticCache,
+    WhisperConfig,
 )
 from transformers.masking_utils import create_causal_mask
 
@@ -215,11 +216,26 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         r"rope_type dynamic=\[13, 5, 22, 1, 9, 22\]: expected documents of at most 21",
     ),
+    "dynamic RoPE of some layers": (
+        Gemma3TextConfig(
+            **SMALL,
+            max_position_embeddings=21,
+            layer_types=HALF_WINDOWS,
+            rope_parameters={"full_attention": DYNAMIC, "sliding_attention": DYNAMIC | {"rope_type": "default"}},
+        ),
+        {},
+        r"rope_type dynamic=\[13, 5, 22, 1, 9, 22\]: expected documents of at most 21",
+    ),
     "LongRoPE": (longrope(12), {}, "rope_type longrope=.*: expected documents of at most 12 tokens"),
     "other positions": (
         RobertaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, is_decoder=True),
         {},
         "model_type=roberta: expected positions that begin with 0",
+    ),
+    "positions of its own": (
+        WhisperConfig(vocab_size=96, d_model=32, decoder_layers=1, decoder_attention_heads=4, pad_token_id=0),
+        {},
+        "model_type=whisper: expected positions that begin with 0",
     ),
     "a cache": ("llama", {"use_cache": True}, "use_cache=True: expected none"),
     "a static cache": (
@@ -288,6 +304,14 @@ def test_a_batch_that_cannot_be_sharded_is_refused(changes: Any, documents: Any,
         shard(batch_of() | changes, documents)
     with pytest.raises(ValueError, match="batch=a batch that shard returned"):
         shard(shard(batch_of()))
+
+
+def test_a_mask_counts_tokens_and_is_not_for_torch() -> None:
+    ids = torch.arange(2, 52).expand(2, -1)
+    mask = shard({"input_ids": ids}, DOCUMENTS)["attention_mask"]
+    assert int(mask.sum()) == ids.numel()
+    with pytest.raises(ValueError, match="attention_mask=used by another implementation"):
+        torch.cumsum(mask, -1)
 
 
 def test_what_collators_say_of_documents_is_understood() -> None:

@@ -179,8 +179,8 @@ def _errors_with_padding(rank: int) -> dict[Any, float]:
                 float((x - y[own]).detach().abs().max()) for x, y in zip(found, expected, strict=True)
             )
     with pytest.raises(ValueError, match=r"attention_mask\[1\]=another mask"):  # on both ranks, by one rank's queries
-        hidden = _hidden(SPANS, False, "pairs")[:, :, 6 * rank :][:, :, :6].clone()
-        hidden[1, 0, 3, 4] = rank == 1
+        hidden = _hidden(SPANS, False, "pairs")[:, :, megatrons_share((LONG,), rank, 2)].clone()
+        hidden[1, 0, 3, 7] |= rank == 1
         _core(sequences[2], {"context_parallel_size": 2}, attn_mask_type=AttnMaskType.padding)(
             *(x[:6] for x in whole), hidden
         )

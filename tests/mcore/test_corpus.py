@@ -14,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 
 from megatron_longctx.config import Config, DataConfig, TrainConfig
 from megatron_longctx.mcore.corpus import Corpus, check_corpus, check_tokenizer, write_corpus
-from megatron_longctx.mcore.data_identity import dataset_digest, identity, identity_error
+from megatron_longctx.mcore.data import dataset_digest, identity, identity_error
 from megatron_longctx.mcore.tokenizer import build_tokenizer, tokenizer_digest
 from tests.shared.training import tiny_corpus, write_documents
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from megatron_longctx.config import Config
 from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.mcore.data import TrainingData, deal_rule, micro_batches
-from megatron_longctx.mcore.dealing import Dealer, DealRule, deal
-from megatron_longctx.mcore.packing import Blend, Packs, TreePacks
+from megatron_longctx.mcore.packing import Blend, Dealer, DealRule, Packs, TreePacks, arrange, deal
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.planner.flops import Work, training_flops
 from tests.shared.training import changed, tiny_config, tiny_corpus
@@ -154,3 +153,14 @@ def test_a_resumed_run_goes_on_as_it_began(packed: Config) -> None:
     for earlier in ({"order": [9, 5, 7]}, {"order": None}):  # refused unless train.check_data=false
         assert deal_rule(packed, 384, earlier) == new
     assert [deal_rule(each, 384) for each in (null, alone)] == [None, None]
+
+
+def test_steps_have_similar_work_in_an_order_of_their_own() -> None:
+    work, batch, seed = numpy.random.RandomState(0).permutation(24).astype(float), 4, 7
+    order = arrange(work, 2, batch, seed)  # the pass begins and ends within a step
+    assert sorted(order) == list(range(24))
+    assert work[order[:2]].tolist() == [0, 1] and work[order[22:]].tolist() == [2, 3]
+    steps = work[order[2:22]].reshape(-1, batch)
+    assert (steps == steps[:, :1] + numpy.arange(batch)).all() and steps[:, 0].tolist() != sorted(steps[:, 0])
+    assert arrange(work, 26, batch, seed).tolist() != order.tolist(), "other steps, another order"
+    assert arrange(work, 2, batch, seed + 1).tolist() != order.tolist()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_longctx.config import Config
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.fp8_weights import stored_bytes
+from megatron_longctx.mcore.fp8 import stored_bytes
 from megatron_longctx.mcore.inference import CachedGPT, build_engine, inference_config
 from megatron_longctx.mcore.losses import losses_config
 from megatron_longctx.testing.distributed import run_distributed

@@ -72,6 +72,7 @@ def test_queries_tell_the_length(schedule: str) -> None:
         ({"layout": "contiguous"}, None, "contiguous"),
         ({}, _thd(0, 4, 8), "balanced"),
         ({"layout": "balanced"}, _thd(0, 4, 8), "balanced"),
+        ({"layout": "zigzag"}, _thd(0, 4, 8), "zigzag"),
     ],
 )
 def test_other_layouts_are_refused_where_megatron_slices(
@@ -79,12 +80,29 @@ def test_other_layouts_are_refused_where_megatron_slices(
 ) -> None:
     """With learned positions or multi-latent attention; the numbers of tokens are those that Megatron would give."""
     sequence = _sequence(length=length, **options)
-    with pytest.raises(ValueError, match=f"layout={layout}: expected zigzag or per_document, in which Megatron slices"):
+    expected = "zigzag or per_document, in which Megatron slices batches"
+    if params is not None:
+        expected = "per_document, in which Megatron slices packs"
+    with pytest.raises(ValueError, match=f"layout={layout}: expected {expected}"):
         sequence.check_slices(sequence.pack_of(params, 4), params)
     pack = sequence.pack([4, 4])
     sequence.check_slices(pack, pack)
     sequence.shard_batch({"tokens": torch.zeros(1, 8)}, params)
     sequence.check_slices(sequence.pack_of(params, 4), params)
+
+
+@pytest.mark.parametrize(("layout", "other"), [("zigzag", "per_document"), ("per_document", "zigzag")])
+def test_packs_have_the_layout_of_megatrons_slices(layout: str, other: str) -> None:
+    for name in (layout, other):
+        sequence = ShardedSequence(_sequence(layout=name).attention, whole_packs=layout == "zigzag")
+        for params in (None, _thd(0, 8)):  # one document has the same slices in both
+            sequence.check_slices(sequence.pack_of(params, 4), params)
+        params = _thd(0, 4, 8)
+        if name == layout:
+            sequence.check_slices(sequence.pack_of(params), params)
+            continue
+        with pytest.raises(ValueError, match=f"layout={other}: expected {layout}, in which Megatron slices packs"):
+            sequence.check_slices(sequence.pack_of(params), params)
 
 
 @pytest.mark.parametrize("length", [None, 8])
@@ -166,6 +184,7 @@ def _losses(rank: int) -> tuple[float, float]:
         found.append(float(total[0]))
         if world > 1 and not settings:
             _check_refusals(gpt, rank, world, collection, (mine, places, expected))
+            _check_other_batches(rank, world, collection)
         groups.destroy()
     return found[0], found[1]
 
@@ -181,6 +200,20 @@ def _check_refusals(gpt: GPTModel, rank: int, world: int, collection: Any, batch
         sequence.shard_batch({"tokens": torch.zeros(1, LENGTH)})
     other.rotary_pos_emb = ShardedRotaryEmbedding(other.rotary_pos_emb, sequence)
     other(tokens, places, None, labels=labels)
+
+
+def _check_other_batches(rank: int, world: int, collection: Any) -> None:
+    """Whether the caller shards batches here, or Megatron's parameters tell the documents."""
+    for what in ("tokens", "documents"):
+        sequence = ShardedSequence(ContextParallelAttention(collection.cp, layout="per_document"))
+        core, params = _core(_config(world), sequence), None
+        if what == "tokens":
+            sequence.shard_batch({"tokens": torch.arange(LENGTH)[None].roll(rank)})
+        else:
+            params = _thd(0, 12 if rank else 6, LENGTH)
+        q, k, v = torch.zeros(3, LENGTH // world, 1, core.config.num_attention_heads, core.config.kv_channels)
+        with pytest.raises(ValueError, match=f"batch=other {what} on some ranks: expected one whole batch, equal on"):
+            core(q, k, v, None, packed_seq_params=params)
 
 
 def test_models_whose_batches_megatron_slices_equal_one_rank() -> None:

@@ -25,7 +25,7 @@ def test_the_policy_gradient_is_ppos(kl: float, is_old: bool) -> None:
     old, ref = (-3 * torch.rand(1, 40, generator=generator, dtype=torch.float64) for _ in range(2))
     advantages = torch.randn(1, 40, generator=generator, dtype=torch.float64)
     mask = torch.ones(1, 40)
-    mask[0, -1], old[0, -1], ref[0, -1] = 0, 1e4, 1e4
+    mask[0, -1], old[0, -1], ref[0, -1] = 0, -1e4, 1e4
     batch = {"loss_mask": mask, "advantages": advantages, "ref_logprobs": ref}
     if is_old:
         batch["old_logprobs"] = old

@@ -207,16 +207,24 @@ TILED_CASES: dict[str, dict[str, Any]] = {
     "attention_output": {MODE: "attention_output"},
     "offload tp2": {TP: 2, MODE: "attention_output+offload"},
     "bf16": {PRECISION: "bf16", MODE: "attention_output"},
+    "frozen": {MODE: "attention_output"},  # the MLP's last weight
 }
 TILES = (None, 1, 12, 1000)
 
 
 def _see_tiles(rank: int, root: Path) -> dict[tuple[str, int | None], dict[str, Any]]:
-    return {(name, tile): _see_tile(root, {**case, TILE: tile}) for name, case in TILED_CASES.items() for tile in TILES}
+    return {
+        (name, tile): _see_tile(root, {**case, TILE: tile}, name == "frozen")
+        for name, case in TILED_CASES.items()
+        for tile in TILES
+    }
 
 
-def _see_tile(root: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def _see_tile(root: Path, settings: dict[str, Any], is_frozen: bool) -> dict[str, Any]:
     gpt, sequence = _build(root, settings)
+    for layer in gpt.decoder.layers if is_frozen else ():
+        layer.mlp.linear_fc2.weight.requires_grad_(False)
+    trained = {name: parameter for name, parameter in gpt.named_parameters() if parameter.requires_grad}
     rows: list[int] = []
     hooks: dict[str, int] = {}
     plain = MLP.forward
@@ -225,14 +233,14 @@ def _see_tile(root: Path, settings: dict[str, Any]) -> dict[str, Any]:
         rows.append(hidden.shape[0])
         return plain(self, hidden, *args, **kwargs)
 
-    for name, parameter in gpt.named_parameters():
+    for name, parameter in trained.items():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: hooks.update({name: hooks.get(name, 0) + 1}))
     with mock.patch.object(MLP, "forward", forward):
         losses = _losses(gpt, sequence, 1)
         before = len(rows)
         losses.float().sum().backward()
     groups.destroy()
-    values = {"losses": losses.detach(), **{name: p.grad.clone() for name, p in gpt.named_parameters()}}
+    values = {"losses": losses.detach(), **{name: p.grad.clone() for name, p in trained.items()}}
     calls = {"forward": before, "backward": len(rows) - before, "largest": max(rows)}
     return {"values": values, "calls": calls, "hooks": hooks, "names": list(gpt.state_dict())}
 

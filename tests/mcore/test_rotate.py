@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.mcore.rotate import rotate, rotate_torch
+from megatron_longctx.mcore.rope import rotate, rotate_torch
 from tests.core.kernels.interpreter import hopper_code, run_interpreted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

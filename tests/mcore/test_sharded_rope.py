@@ -5,8 +5,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron_longctx.mcore.rope import Rotation, ShardedRotaryEmbedding
-from megatron_longctx.mcore.rotate import rotate_torch
+from megatron_longctx.mcore.rope import Rotation, ShardedRotaryEmbedding, rotate_torch
 from megatron_longctx.models.rope_frequencies import Frequencies
 from tests.shared.sequences import sequence_of
 

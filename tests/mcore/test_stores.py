@@ -129,10 +129,12 @@ def test_a_tape_computes_once_and_replays_once() -> None:
         arguments = {"mask": full(7), "scale": 0.3, "sink": sink}
         first = tape.attend(attention, (q, k, v), **arguments)
         assert not first.requires_grad and torch.equal(first, expected)
+        other = tape.attend(attention, (q, k, v), **arguments | {"scale": 0.1})
         tape.rewind()
         replayed = tape.attend(attention, (q, k, v), **arguments)
         assert torch.equal(replayed, expected)
         assert all(map(torch.equal, torch.autograd.grad(replayed, leaves, grad), gradients))
+        assert torch.equal(tape.attend(attention, (q, k, v), **arguments | {"scale": 0.1}), other)
         with pytest.raises(RuntimeError, match="expected one backward per forward"):
             tape.attend(attention, (q, k, v), **arguments)
 

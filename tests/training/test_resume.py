@@ -10,8 +10,8 @@ import pytest
 
 from megatron_longctx.mcore import checkpoint
 from megatron_longctx.mcore.data import TrainingData, deal_rule
-from megatron_longctx.mcore.dealing import deal
 from megatron_longctx.mcore.model import padded_vocab_size
+from megatron_longctx.mcore.packing import deal
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training import preflight
 from megatron_longctx.training.loop import Trainer

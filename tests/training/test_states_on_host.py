@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_longctx.mcore import optimizer_host
-from megatron_longctx.mcore.optimizer_host import HostStates, host_states, parts_of
+from megatron_longctx.mcore import optimizer as states_module
+from megatron_longctx.mcore.optimizer import HostStates, host_states, parts_of
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.loop import Trainer
 from tests.shared.training import Job, Record, run_job, tiny_config, tiny_corpus
@@ -49,7 +49,7 @@ def _check_states_on_host(trainer: Trainer) -> None:
 
 
 def _run(rank: int, root: Path) -> dict[str, list[Record]]:
-    optimizer_host.STATES_PIECE = 3000  # several pieces per run
+    states_module.STATES_PIECE = 3000  # several pieces per run
     found = {}
     for kind, settings in KINDS.items():
 
@@ -108,19 +108,35 @@ class _CountsInGroups(torch.optim.AdamW):
         super().step(closure)
 
 
-def test_a_group_counts_a_step_once_for_any_number_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_host, "STATES_PIECE", 1)
+def _on_host(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    """Return three weights, their main parameters, their Adam, Megatron's optimizer and its states, in three pieces."""
+    monkeypatch.setattr(states_module, "STATES_PIECE", 1)
     weights = [torch.ones(4).bfloat16() for _ in range(3)]
     mains = [torch.nn.Parameter(weight.float()) for weight in weights]
     adam = _CountsInGroups([{"params": mains[:2]}, {"params": [], "weight_decay": 0.0}, {"params": mains[2:]}], lr=0.5)
-    HostStates(
-        SimpleNamespace(
-            optimizer=adam,
-            shard_float16_groups=[weights],
-            shard_fp32_from_float16_groups=[mains],
-            _copy_model_params_to_main_params=None,
-        )
-    )
+    optimizer = SimpleNamespace(optimizer=adam, shard_float16_groups=[weights], shard_fp32_from_float16_groups=[mains])
+    optimizer._copy_model_params_to_main_params = lambda: [x.data.copy_(y) for x, y in zip(mains, weights, strict=True)]
+    return weights, mains, adam, optimizer, HostStates(optimizer)
+
+
+def test_weights_are_read_with_one_piece_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, mains, _, optimizer, states = _on_host(monkeypatch)
+    for number, weight in enumerate(weights):
+        weight.fill_(number + 2)
+    send, on_device = states._send, []
+
+    def sending(piece: Any) -> None:
+        on_device.append(sum(main.untyped_storage().size() > 0 for main in mains))
+        send(piece)
+
+    monkeypatch.setattr(states, "_send", sending)
+    optimizer._copy_model_params_to_main_params()
+    assert on_device == [1, 1, 1] and not any(main.untyped_storage().size() for main in mains)
+    assert [states.values(main).tolist() for main in mains] == [[number + 2.0] * 4 for number in range(3)]
+
+
+def test_a_group_counts_a_step_once_for_any_number_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, mains, adam, _, _ = _on_host(monkeypatch)
     for step in (1, 2):
         for main in mains:
             main.grad = torch.ones(4)

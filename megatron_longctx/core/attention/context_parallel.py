@@ -1,7 +1,5 @@
 """Attention over a sequence sharded among the ranks of a process group, as one autograd function."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import OrderedDict

@@ -4,8 +4,6 @@ A sink is a logit per head that takes part in every softmax and has no value. It
 key, merged once at the end, so plans do not contain it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,8 +3,6 @@
 The rows of a format are one tensor, token first and heads before the last dimension, so that both can be cut.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable

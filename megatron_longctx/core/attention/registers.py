@@ -4,8 +4,6 @@ Memory that all runs share (blocks of other ranks, and what this rank sends) doe
 registers of its rows are filled once. The others are filled by the operations of a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any

@@ -1,15 +1,22 @@
 """A rank's part of a sequence: the numbers of its tokens, their rows of a tensor, and all ranks' rows together."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import all_gather_rows
+from ..comm.collectives import all_gather_rows, gather_objects
 from ..errors import refuse
 from ..layout import Layout
+from ..plans import Mask
+
+_COMPARED: WeakSet[Any] = WeakSet()
+"""The attentions whose ranks have compared a batch."""
 
 
 def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -55,3 +62,25 @@ def _check_tokens(x: Tensor, dim: int, tokens: int, which: str) -> None:
     if x.shape[dim] != tokens:
         expected = f"{tokens} tokens in dimension {dim}, {which}"
         raise refuse("x", f"a tensor {list(x.shape)}", expected, "Give the mask of this sequence, or another dim.")
+
+
+def checksum(tokens: Tensor) -> int:
+    """Return a number that depends on all integers of `[b, S]` and on their places; of other numbers, only on S."""
+    places = torch.arange(1, 1 + tokens.shape[1], device=tokens.device)
+    return int(places[-1:].sum() if tokens.is_floating_point() or tokens.ndim != 2 else (tokens * places).sum())
+
+
+@_disable_dynamo
+def check_equal_batches(attention: Any, mask: Mask, content: Callable[[], object]) -> None:
+    """Refuse a batch of which ranks have different ones. Collective; only an attention's first batch is compared.
+
+    content: returns what the tokens of equal batches have in common, such as their `checksum`.
+    """
+    if attention in _COMPARED:
+        return
+    found = gather_objects(attention._group_to_send(), (mask.documents, mask.slices, content()))
+    if any(each != found[0] for each in found):
+        remedy = "Give all ranks of the attention's group the same one, as from a sampler of the groups."
+        what = "documents" if any(each[:2] != found[0][:2] for each in found) else "tokens"
+        raise refuse("batch", f"other {what} on some ranks", "one whole batch, equal on all ranks", remedy)
+    _COMPARED.add(attention)

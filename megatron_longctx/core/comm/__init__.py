@@ -8,5 +8,4 @@ senders' memory. `choose_transport` selects one of them. `BufferPool` provides m
 from .collectives import PeerMemoryError, all_gather_rows, all_reduce_sum, all_to_all_rows, gather_objects, on_rank_0
 from .device import AttentionTimes, BufferPool, StreamClock, timed
 from .p2p import Channel, Exchange, P2PTransport, Transport
-from .peer import PeerTransport, SymmetricExchange
-from .transports import choose_transport
+from .peer import PeerTransport, SymmetricExchange, choose_transport

@@ -1,7 +1,5 @@
 """Collectives on small values, most of them also without a group, and set-up by all ranks or none."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar

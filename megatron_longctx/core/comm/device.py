@@ -1,7 +1,5 @@
 """A rank's own device: scratch memory that is reused, and clocks that time parts of a pass without a host wait."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Hashable

@@ -11,6 +11,7 @@ read the senders' memory directly (`acquire`, `release`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -19,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import refuse
 from ..plans.recording import Recording
 from .collectives import PeerMemoryError, all_or_none, gather_objects
 from .device import synchronize
-from .p2p import NAN_BYTE, Exchange, Sizes, Transport
-from .symmetric import FlagOperations, allocate, free_cached_memory
+from .p2p import NAN_BYTE, Exchange, P2PTransport, Sizes, Transport
+from .symmetric import FlagOperations, allocate, free_cached_memory, why_no_peer_memory
 
 _READY, _READ = 0, 1
 _INITIAL_STEPS = 64
@@ -263,6 +265,7 @@ class SymmetricExchange:
             raise RuntimeError("it failed while messages started")
         if self._acquired is not None:
             self.release(self._acquired)
+        # The pass may still be writing to its send memory. Beside these writes, a value could become half NaN.
         stream.wait_stream(here)
         with torch.cuda.stream(stream):  # after all copies, or messages that use their memory again would have these
             self.memory().fill_(NAN_BYTE)
@@ -331,3 +334,40 @@ def _view_like(views: list[Tensor], i: int, tensor: Tensor) -> Tensor:
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+logger = logging.getLogger(__name__)
+
+TRANSPORTS = "auto", "peer", "p2p"
+
+
+def choose_transport(
+    name: str, group: dist.ProcessGroup, device: torch.device, growth: float = 1.0, key: str = "transport"
+) -> Transport:
+    """Return the transport of `group`, of the same kind on all ranks. Collective.
+
+    name: `peer` for peer memory, `p2p` for point-to-point messages, or `auto` for peer memory if all ranks can read
+        each other's memory and point-to-point messages otherwise, for which rank 0 logs the reason.
+    growth: of peer memory, see `PeerTransport`.
+    key: what `name` is called where it comes from, for messages.
+
+    Raises:
+        ValueError: an unknown name, or `peer` where peer memory is not available.
+    """
+    if name not in TRANSPORTS:
+        raise refuse(key, name, "one of " + ", ".join(TRANSPORTS), f"Set {key} to one of these.")
+    if name == "p2p" or (name == "auto" and device.type != "cuda"):
+        return P2PTransport(group, device)
+    reason = why_no_peer_memory(group, device)
+    if reason is None:
+        try:
+            return PeerTransport(group, device, growth, key)
+        except PeerMemoryError as error:  # raised by all ranks alike
+            reason = str(error).rstrip(".")
+    if name == "peer":
+        raise ValueError(
+            f"{key}=peer: expected GPUs that can read each other's memory, but {reason}. Choose auto or p2p."
+        )
+    if dist.get_rank(group) == 0:
+        logger.warning("attention's messages go point to point, not through peer memory: %s", reason)
+    return P2PTransport(group, device)

@@ -14,6 +14,14 @@ To add a provider, add one file to `providers/` with a subclass of `AttentionKer
 """
 
 from . import providers
-from .choose_kernel import auto_order, available, choose_kernel
-from .interface import PROVIDERS, AttentionKernel, CallKind, KernelRequest, dense_call
+from .interface import (
+    PROVIDERS,
+    AttentionKernel,
+    CallKind,
+    KernelRequest,
+    auto_order,
+    available,
+    choose_kernel,
+    dense_call,
+)
 from .partials import Partial, merge_partials, sum_partials

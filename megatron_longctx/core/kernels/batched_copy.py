@@ -4,8 +4,6 @@ Launching one copy per tensor takes the host longer than a short pass lasts. Rea
 fills the links between GPUs better.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ Every program takes tiles of one copy. Neighbouring programs take different copi
 time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Helpers for functions with a plain PyTorch and a fused Triton implementation."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

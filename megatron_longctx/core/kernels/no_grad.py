@@ -1,7 +1,5 @@
 """Decorators for functions that autograd does not record."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar

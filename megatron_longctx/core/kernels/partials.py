@@ -4,8 +4,6 @@ A step-by-step merge reads and writes fp32 accumulators for every partial. Here 
 held in registers, and only the result is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ..plans.sums import MAX_PARTIALS
+from ..plans.recording import MAX_PARTIALS
 from .fused import load_fused
 from .no_grad import no_grad
 

@@ -1,7 +1,5 @@
 """`merge_partials` and `sum_partials` as one fused kernel: every partial is read once, the result is written once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

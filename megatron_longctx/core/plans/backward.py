@@ -1,7 +1,5 @@
 """Backward plans, derived from forward plans: what ranks keep for them, and the way of gradients to their homes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Build the plan of a mode for a mask, as it is executed."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from ..layout import build_layout

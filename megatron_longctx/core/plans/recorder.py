@@ -4,39 +4,21 @@ Blocks that arrive together are adjacent in memory, so that calls need not gathe
 be merged in one pass over memory. How long memory is in use follows from the recorded operations.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 
+from . import recording as ops
 from .kernel_calls import kernel_calls
-from .lifetimes import assign_slots
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Plan
-from .recording import (  # fmt: skip
-    Acquire,
-    Compute,
-    Copy,
-    Memory,
-    Op,
-    Part,
-    Place,
-    Receive,
-    Recording,
-    Release,
-    Rows,
-    Send,
-    Wait,
-)
 from .send_layout import ResultMessage, SendLayout, SentMessage, SentResults, send_layout, sent_results
 from .slices import FAR, Slice, canonical
-from .sums import Sum, by_block, call_results
 from .workload import Target
 
 LONG_RUN = 2048
 """The length from which a contiguous run of keys has separate kernel calls. Shorter neighbours are gathered."""
 
-Pairs = Sequence[tuple[Rows, Rows]]
+Pairs = Sequence[tuple[ops.Rows, ops.Rows]]
 
 
 class Recorder:
@@ -58,12 +40,12 @@ class Recorder:
         """Return the size of the largest send memory of a rank."""
         return max((self.send_layout(rank).num_bytes for rank in range(self.plan.n)), default=0)
 
-    def record(self, rank: int) -> Recording:
+    def record(self, rank: int) -> ops.Recording:
         """Return the recording of one rank's pass."""
         return _OfRank(self, rank).record()
 
 
-def record(plan: Plan, rank: int, target: Target) -> Recording:
+def record(plan: Plan, rank: int, target: Target) -> ops.Recording:
     """Return the recording of one rank's pass."""
     return Recorder(plan, target).record(rank)
 
@@ -77,36 +59,37 @@ class _OfRank:
         self.plan, self.last = plan, len(plan.steps) - 1
         self.receives, self.results = plan.receives(rank), sent_results(plan, rank)
         self.layout = recorder.send_layout(rank, self.results)
-        self.ops: list[Op] = []
+        self.ops: list[ops.Op] = []
         self.sent = [
-            Memory(Place.SENT, each.kind, each.tokens, each.heads, i) for i, each in enumerate(self.layout.regions)
+            ops.Memory(ops.Place.SENT, each.kind, each.tokens, each.heads, i)
+            for i, each in enumerate(self.layout.regions)
         ]
         tokens = {kind: plan.layout_of(kind).num_tokens(rank) for kind in Kind}
-        self.mine = {kind: Memory(Place.OWN, kind, tokens[kind]) for kind in Kind}
-        self.held: dict[tuple[Kind, int], list[tuple[int, Block, Rows]]] = defaultdict(list)
-        self.arriving: list[dict[Block, Rows]] = [{} for _ in plan.steps]
+        self.mine = {kind: ops.Memory(ops.Place.OWN, kind, tokens[kind]) for kind in Kind}
+        self.held: dict[tuple[Kind, int], list[tuple[int, Block, ops.Rows]]] = defaultdict(list)
+        self.arriving: list[dict[Block, ops.Rows]] = [{} for _ in plan.steps]
         self.with_own = plan.gathered_with_own(rank)
-        self.gathered: dict[tuple[Block, ...], Rows] = {}
-        self.kept: list[tuple[Rows, ...]] = []
+        self.gathered: dict[tuple[Block, ...], ops.Rows] = {}
+        self.kept: list[tuple[ops.Rows, ...]] = []
         self.num_kept = 0
-        self.away: dict[ResultMessage, Sum] = {}  # results for other ranks
+        self.away: dict[ResultMessage, ops.Sum] = {}  # results for other ranks
         self.left = dict(self.results.parts)  # the number of parts that these still lack
         kinds = (Kind.DQ, Kind.DKV) if plan.backward else (Kind.OUT,)
         self.own = {kind: self._sum(kind, tokens[kind]) for kind in kinds}
 
-    def record(self) -> Recording:
+    def record(self) -> ops.Recording:
         self._pack(0)
         in_flight = ends_in_place = False
         for t, step in enumerate(self.plan.steps):
             if in_flight:
-                self.ops.append(Wait(t - 1))
+                self.ops.append(ops.Wait(t - 1))
             in_place = self._is_read_in_place(t)
             in_flight = not in_place and self._has_messages(t)
             mine = all(block.kind in RESULTS and block.home == self.rank for block, _, _ in self.receives[t])
             ends_in_place = in_place and t == self.last and mine
             own_copies = [] if ends_in_place else self._make_room(t)
             if in_flight:
-                self.ops.append(Send(t))
+                self.ops.append(ops.Send(t))
             if t < self.last:
                 self._pack(t + 1)
             if t:
@@ -121,11 +104,11 @@ class _OfRank:
         late = {block.kind for block, _, _ in self.receives[-1] if in_flight and block.home == self.rank}
         own = {kind: each.finish() for kind, each in self.own.items() if kind not in late}
         if in_flight:
-            self.ops.append(Wait(self.last))
+            self.ops.append(ops.Wait(self.last))
             self._add_arrived(self.last)
             own |= {kind: each.finish() for kind, each in self.own.items() if kind in late}
         elif ends_in_place:
-            self.ops.append(Release(self.last))
+            self.ops.append(ops.Release(self.last))
         self._delay_first_messages()
         receives = tuple(tuple(self._receives(t)) for t in range(len(self.receives)))
         passed = tuple(
@@ -134,8 +117,8 @@ class _OfRank:
         )
         arriving = [[rows.memory for rows in each.values()] for each in self.arriving]
         sent = [[self.sent[m.region] for m in messages if not m.passed] for messages in self.layout.messages]
-        after, slots = assign_slots(self.ops, arriving, sent, passed)
-        return Recording(
+        after, slots = ops.assign_slots(self.ops, arriving, sent, passed)
+        return ops.Recording(
             self.rank, self.plan.queries.num_tokens(self.rank), self.plan.backward, tuple(self.ops), after, slots,
             self.layout, receives, passed, tuple(self.kept), own,
         )  # fmt: skip
@@ -178,8 +161,8 @@ class _OfRank:
                     copies.append((rows, self.mine[kind].rows(block.start, block.stop, heads)))
         return copies
 
-    def _new_held(self, kind: Kind, tokens: int, heads: Heads, kept: bool = False) -> Memory:
-        return Memory(Place.HELD, kind, tokens, heads, -1 if kept else 0)
+    def _new_held(self, kind: Kind, tokens: int, heads: Heads, kept: bool = False) -> ops.Memory:
+        return ops.Memory(ops.Place.HELD, kind, tokens, heads, -1 if kept else 0)
 
     def _pack(self, t: int) -> None:
         packing = self.layout.packing[t]
@@ -189,22 +172,22 @@ class _OfRank:
 
     def _copy(self, pairs: Pairs) -> None:
         if pairs:
-            self.ops.append(Copy(tuple(pairs)))
+            self.ops.append(ops.Copy(tuple(pairs)))
 
     def _acquire(self, t: int, ends_in_place: bool, own_copies: Pairs) -> None:
         """Read a step's messages in the memory of all peers, together with own rows among them."""
         blocks = [block for block, _, _ in self.receives[t]]
-        peers = tuple(Memory(Place.PEER, b.kind, b.tokens, b.heads, number) for number, b in enumerate(blocks))
-        self.ops.append(Acquire(t, peers))
+        peers = tuple(ops.Memory(ops.Place.PEER, b.kind, b.tokens, b.heads, number) for number, b in enumerate(blocks))
+        self.ops.append(ops.Acquire(t, peers))
         found = [(block, memory.rows()) for block, memory in zip(blocks, peers, strict=True)]
         if ends_in_place:  # released once they are merged
             for block, rows in found:
-                self.own[block.kind].add(Part(rows, block.start))
+                self.own[block.kind].add(ops.Part(rows, block.start))
             return
         self._copy([*((self.arriving[t][block], rows) for block, rows in found), *own_copies])
-        self.ops.append(Release(t))
+        self.ops.append(ops.Release(t))
 
-    def _receives(self, t: int) -> Iterator[Receive]:
+    def _receives(self, t: int) -> Iterator[ops.Receive]:
         coming: dict[int, Iterator[SentMessage]] = {}  # from each rank, in the order of its messages
         for block, source, _ in self.receives[t]:
             spans: tuple[tuple[int, int], ...] = ()
@@ -214,32 +197,32 @@ class _OfRank:
                     coming[source] = iter([m for m in layout.messages[t] if m.peer == self.rank])
                 message = next(coming[source])
                 spans = layout.regions[message.region].spans(message.start, block.tokens)
-            yield Receive(block, source, self.arriving[t].get(block), spans)
+            yield ops.Receive(block, source, self.arriving[t].get(block), spans)
 
     def _delay_first_messages(self) -> None:
         """Start the first messages behind the first kernel call, which then begins earlier."""
         kinds = list(map(type, self.ops))
-        if Send in kinds:
-            at = kinds.index(Send)
-            before = kinds[at : kinds.index(Wait)]
-            if self.ops[at].step == 0 and Compute in before:  # type: ignore[union-attr]
-                self.ops.insert(at + before.index(Compute), self.ops.pop(at))
+        if ops.Send in kinds:
+            at = kinds.index(ops.Send)
+            before = kinds[at : kinds.index(ops.Wait)]
+            if self.ops[at].step == 0 and ops.Compute in before:  # type: ignore[union-attr]
+                self.ops.insert(at + before.index(ops.Compute), self.ops.pop(at))
 
     # Blocks.
 
-    def _find(self, block: Block, t: int) -> Rows:
+    def _find(self, block: Block, t: int) -> ops.Rows:
         """Return the rows that hold an input block in step `t`."""
         for arrival, held, rows in reversed(self.held.get((block.kind, block.home), ())):
             if arrival < t and held.contains(block):
                 start = rows.start + block.start - held.start
-                return Rows(rows.memory, start, start + block.tokens, block.heads)
+                return ops.Rows(rows.memory, start, start + block.tokens, block.heads)
         if block.home != self.rank:
             raise AssertionError(f"rank {self.rank} does not hold {block} in step {t}: the plan was not verified")
         return self.mine[block.kind].rows(block.start, block.stop, block.heads)
 
-    def _contiguous(self, blocks: Iterable[Block], t: int) -> list[Rows]:
+    def _contiguous(self, blocks: Iterable[Block], t: int) -> list[ops.Rows]:
         """Return the rows of blocks, with neighbours in memory joined."""
-        found: list[Rows] = []
+        found: list[ops.Rows] = []
         for block in blocks:
             rows = self._find(block, t)
             if found and found[-1].memory is rows.memory and found[-1][2:] == (rows.start, rows.heads):
@@ -248,7 +231,7 @@ class _OfRank:
                 found.append(rows)
         return found
 
-    def _gather(self, sources: Sequence[Rows], kept: bool = False) -> Rows:
+    def _gather(self, sources: Sequence[ops.Rows], kept: bool = False) -> ops.Rows:
         """Copy rows one behind the other."""
         tokens, at, pairs = sum(each.tokens for each in sources), 0, []
         memory = self._new_held(sources[0].kind, tokens, sources[0].heads, kept)
@@ -258,7 +241,7 @@ class _OfRank:
         self._copy(pairs)
         return memory.rows()
 
-    def _gathered(self, blocks: tuple[Block, ...], t: int, kept: bool) -> Rows:
+    def _gathered(self, blocks: tuple[Block, ...], t: int, kept: bool) -> ops.Rows:
         """Return the contiguous rows of blocks. A copy that this takes serves later calls too."""
         found = self._contiguous(blocks, t)
         if len(found) == 1:
@@ -267,12 +250,12 @@ class _OfRank:
             self.gathered[blocks] = self._gather(found, kept)
         return self.gathered[blocks]
 
-    def _key_rows(self, blocks: tuple[Block, ...], t: int) -> list[tuple[Rows, int]]:
+    def _key_rows(self, blocks: tuple[Block, ...], t: int) -> list[tuple[ops.Rows, int]]:
         """Return the keys of a call as contiguous rows, each with the number of its first row among all of the keys.
 
         Neighbouring short runs are gathered.
         """
-        found: list[Rows] = []
+        found: list[ops.Rows] = []
         for long, runs in groupby(
             self._contiguous(blocks, t), lambda rows: rows.tokens >= LONG_RUN and not self.target.joined
         ):
@@ -303,26 +286,26 @@ class _OfRank:
                 for part in results:
                     total.add(part)
                 out = total.finish()
-                results = [Part(out, 0)]
+                results = [ops.Part(out, 0)]
             self.kept.append((queries, out.memory.rows()))
         if keeps_keys and not plan.backward:
             self.kept.append((keys[0][0],))
         self._add_results(attend, results, carried)
 
-    def _stored(self, kind: Kind, tokens: int, heads: Heads) -> Rows:
+    def _stored(self, kind: Kind, tokens: int, heads: Heads) -> ops.Rows:
         """Return the next rows that forward has kept, in the order in which it did."""
         self.num_kept += 1
-        return Memory(Place.KEPT, kind, tokens, heads, self.num_kept - 1).rows()
+        return ops.Memory(ops.Place.KEPT, kind, tokens, heads, self.num_kept - 1).rows()
 
     def _compute(
-        self, attend: Attend, queries: Rows, keys: Sequence[tuple[Rows, int]], stored: Rows | None
-    ) -> tuple[list[tuple[int, int]], list[Part]]:
+        self, attend: Attend, queries: ops.Rows, keys: Sequence[tuple[ops.Rows, int]], stored: ops.Rows | None
+    ) -> tuple[list[tuple[int, int]], list[ops.Part]]:
         """Record the kernel calls of an `Attend` over contiguous rows of keys; return their queries and results.
 
         keys: rows, each with the number of its first row among all keys.
         """
         spans: list[tuple[int, int]] = []
-        results: list[Part] = []
+        results: list[ops.Part] = []
         for rows, at in keys:
             slices: Sequence[Slice] = canonical(attend.slices) if self.target.joined else attend.slices
             if len(keys) > 1:
@@ -330,30 +313,32 @@ class _OfRank:
                 slices = [each.moved(0, -at) for each in cut if each is not None]
             for call in kernel_calls(slices, self.recorder.takes):
                 (q0, q1), (k0, k1) = call.q_span, call.k_span
-                homes = tuple({block.home for block, *_ in by_block(attend.keys, at + k0, at + k1)})
+                homes = tuple({block.home for block, *_ in ops.by_block(attend.keys, at + k0, at + k1)})
                 sizes = {Kind.DKV: k1 - k0, Kind.DQ: q1 - q0} if self.plan.backward else {Kind.OUT: q1 - q0}
-                outputs = tuple(Memory(Place.CALL, kind, tokens, attend.heads) for kind, tokens in sizes.items())
+                outputs = tuple(
+                    ops.Memory(ops.Place.CALL, kind, tokens, attend.heads) for kind, tokens in sizes.items()
+                )
                 of_kept = None if stored is None else stored.cut(q0, q1)
                 moved = queries.cut(q0, q1), rows.cut(k0, k1), call.moved(-q0, -k0)
-                self.ops.append(Compute(outputs, *moved, homes, of_kept))
+                self.ops.append(ops.Compute(outputs, *moved, homes, of_kept))
                 spans.append((q0, q1))
-                results += call_results(call, outputs, at)
+                results += ops.call_results(call, outputs, at)
         return spans, results
 
     def _add_results(
-        self, attend: Attend, results: Sequence[Part], carried: Sequence[tuple[Block, ResultMessage]]
+        self, attend: Attend, results: Sequence[ops.Part], carried: Sequence[tuple[Block, ResultMessage]]
     ) -> None:
         """Add the results of an `Attend` to this rank's own and to messages for other ranks."""
-        away: dict[Block, list[Part]] = {}
+        away: dict[Block, list[ops.Part]] = {}
         for rows, at in results:
             blocks = attend.keys if rows.kind is Kind.DKV else attend.queries
-            for block, start, stop, slot in by_block(blocks, at, at + rows.tokens):
-                part = Part(rows.cut(start - at, stop - at), slot)
+            for block, start, stop, slot in ops.by_block(blocks, at, at + rows.tokens):
+                part = ops.Part(rows.cut(start - at, stop - at), slot)
                 if block.home == self.rank:
                     self.own[rows.kind].add(part)
                 else:
                     away.setdefault(block.result(rows.kind, -1), []).append(part)
-        copies: list[tuple[Rows, Rows]] = []
+        copies: list[tuple[ops.Rows, ops.Rows]] = []
         for block, message in carried:
             copies += self._add_to_message(message, away.get(block.result(block.kind, -1), []))
         self._copy(copies)
@@ -364,17 +349,17 @@ class _OfRank:
         results = {rows.memory for block, rows in arriving.items() if block.kind in RESULTS}
         for block, _, _ in self.receives[t]:
             if block.home == self.rank:
-                self.own[block.kind].add(Part(arriving[block], block.start))
+                self.own[block.kind].add(ops.Part(arriving[block], block.start))
         added = self.results.added[t + 1] if t < self.last else []
         for block, message in added:
-            self._copy(self._add_to_message(message, [Part(arriving[block], block.start)]))
+            self._copy(self._add_to_message(message, [ops.Part(arriving[block], block.start)]))
         later = {(m.block.kind, m.block.heads.parts) for moves in self.receives[t + 2 :] for m in moves}
         reused = {memory for memory in results if (memory.kind, memory.heads.parts) in later}
         for each in (*self.own.values(), *(self.away[message] for _, message in added if self.left[message])):
             if reused and each.holds(reused):
                 each.fold()
 
-    def _add_to_message(self, message: ResultMessage, parts: list[Part]) -> Pairs:
+    def _add_to_message(self, message: ResultMessage, parts: list[ops.Part]) -> Pairs:
         """Add parts to a result for another rank, and merge it into send memory once it is complete.
 
         If a single part is all of it, return the copy into send memory that it needs instead.
@@ -392,5 +377,5 @@ class _OfRank:
             self.away[message].finish()
         return []
 
-    def _sum(self, kind: Kind, tokens: int, heads: Heads = ALL_HEADS, into: Rows | None = None) -> Sum:
-        return Sum(kind, tokens, heads, into, self.target.workload, self.ops)
+    def _sum(self, kind: Kind, tokens: int, heads: Heads = ALL_HEADS, into: ops.Rows | None = None) -> ops.Sum:
+        return ops.Sum(kind, tokens, heads, into, self.target.workload, self.ops)

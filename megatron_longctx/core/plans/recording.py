@@ -1,8 +1,11 @@
-"""What one rank does in a pass: operations over rows of memory. `record` writes it, the executor replays it."""
+"""What one rank does in a pass: operations over rows of memory. `record` writes it, the executor replays it.
+
+The parts of a result wait in a `Sum` until several can be merged in one pass over memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -11,6 +14,7 @@ from typing import NamedTuple
 from .kernel_calls import KernelCall
 from .plan import ALL_HEADS, Block, Heads, Kind
 from .send_layout import SendLayout
+from .workload import Workload
 
 
 class Place(StrEnum):
@@ -208,3 +212,147 @@ class Recording:
     @cached_property
     def calls(self) -> tuple[Compute, ...]:
         return tuple(op for op in self.ops if isinstance(op, Compute))
+
+
+def assign_slots(
+    ops: Sequence[Op],
+    arriving: Sequence[Sequence[Memory]],
+    sent: Sequence[Sequence[Memory]],
+    passed: Sequence[Sequence[Rows]],
+) -> tuple[dict[int, int], tuple[Slot, ...]]:
+    """Give held memory slots, as its `number`. They are used again after the last operation on what they hold.
+
+    Return for each step that sends the operation behind which its messages start (-1: the beginning), and the slots.
+
+    arriving, sent, passed: indexed by step, the memory that its messages fill and that they are sent from, and the rows
+        that they pass on.
+    """
+    first: dict[Memory, int] = {}
+    last: dict[Memory, int] = {}
+    written: dict[Memory, int] = {}  # the last operation that writes it
+    filled: dict[Memory, int] = {}  # the step whose messages fill it
+    after: dict[int, int] = {}
+    for i, op in enumerate(ops):
+        touched = [rows.memory for rows in (*rows_read(op), *rows_written(op))]
+        if isinstance(op, Send | Wait):
+            moved = [rows.memory for rows in passed[op.step]]
+            touched += [*arriving[op.step], *moved]
+            if isinstance(op, Send):
+                filled |= dict.fromkeys(arriving[op.step], op.step)
+                after[op.step] = max((written.get(memory, -1) for memory in (*sent[op.step], *moved)), default=-1)
+        written |= dict.fromkeys((rows.memory for rows in rows_written(op)), i)
+        for memory in touched:
+            first.setdefault(memory, i)
+            last[memory] = i
+    slots: list[Slot] = []
+    busy: list[int] = []  # until which operation each is in use
+    for memory, start in first.items():
+        if memory.place is not Place.HELD or memory.number < 0:
+            continue
+        kind = memory.kind, memory.heads.parts
+        free = [(until, i) for i, until in enumerate(busy) if until < start and slots[i][:2] == kind]
+        if not free:
+            free = [(-1, len(slots))]
+            slots.append(Slot(*kind, 0))
+            busy.append(-1)
+        until, number = min(free)  # free for longest, to wait the least
+        memory.number, busy[number] = number, last[memory]
+        slots[number] = Slot(*kind, max(slots[number].tokens, memory.tokens))
+        if memory in filled:
+            after[filled[memory]] = max(after[filled[memory]], until)
+    return after, tuple(slots)
+
+
+MAX_PARTIALS = 4
+"""The most partial results that one kernel merges. Later ones are merged with what it has written."""
+_GAP = 1024
+"""Rows between segments of a kernel call from which on its results are separate parts. A part costs more than fewer
+rows."""
+
+
+class Sum:
+    """A result whose parts wait until several can be merged in one pass over memory.
+
+    into: where the result has to be in the end; None for anywhere.
+    ops: the list that copies and merges are appended to.
+    """
+
+    def __init__(self, kind: Kind, tokens: int, heads: Heads, into: Rows | None, work: Workload, ops: list[Op]) -> None:
+        self.into, self.memory, self.ops = into, Memory(Place.SUM, kind, tokens, heads), ops
+        self._head_range = work.head_range
+        self._parts: list[Part] = []
+        self._has_content = False  # whether the sum's memory was written
+        self._disjoint = True  # whether each waiting part has all rows, and no two have the same head
+        self._heads: set[int] = set()  # of the parts, while they are disjoint
+
+    def add(self, part: Part) -> None:
+        rows = part.rows
+        if self._disjoint:
+            heads = self._head_range(rows.kind, rows.heads)
+            self._disjoint = rows.tokens == self.memory.tokens and self._heads.isdisjoint(heads)
+            self._heads.update(heads)
+        if len(self._parts) + self._has_content >= MAX_PARTIALS and not self._disjoint:
+            self.fold()
+        self._parts.append(part)
+
+    def holds(self, memories: set[Memory]) -> bool:
+        """Whether a part in one of these memories waits."""
+        return any(part.rows.memory in memories for part in self._parts)
+
+    def fold(self) -> None:
+        """Merge all waiting parts into the sum."""
+        while self._parts:
+            some = self._parts[: MAX_PARTIALS - self._has_content]
+            self._parts = self._parts[len(some) :]
+            start, stop = 0, self.memory.tokens
+            if self._has_content:  # other rows stay unchanged
+                start, stop = min(at for _, at in some), max(at + rows.tokens for rows, at in some)
+            into = self.memory.rows(start, stop)
+            before = [Part(into, 0)] if self._has_content else []
+            self.ops.append(Merge(into, (*before, *[Part(rows, at - start) for rows, at in some])))
+            self._has_content = True
+        self._disjoint = False
+
+    def finish(self) -> Rows:
+        """Merge all parts; return the rows of the result: `into`, or a kernel call's output if that is all of it."""
+        parts, alone, heads = self._parts, not self._has_content and self._disjoint, self.memory.heads
+        whole = [rows for rows, _ in parts if rows.memory.place is Place.CALL and rows.heads == heads]
+        if self.into is None and alone and len(parts) == len(whole) == 1:
+            return whole[0]
+        into = self.into or Memory(Place.RESULT, self.memory.kind, self.memory.tokens, heads).rows()
+        if alone and parts and len(self._heads) == len(self._head_range(self.memory.kind, heads)):
+            self.ops.append(Copy(tuple((into._replace(heads=rows.heads), rows) for rows, _ in parts)))
+            return into
+        if len(parts) + self._has_content > MAX_PARTIALS:
+            self.fold()
+        before = [Part(self.memory.rows(), 0)] if self._has_content else []
+        self.ops.append(Merge(into, (*before, *self._parts)))
+        return into
+
+
+def by_block(blocks: Sequence[Block], start: int, stop: int) -> Iterator[tuple[Block, int, int, int]]:
+    """Split the gathered rows `start..stop-1` by block; yield each block with its rows and the first of its slots."""
+    at = 0
+    for block in blocks:
+        low, high = max(start, at), min(stop, at + block.tokens)
+        if low < high:
+            yield block, low, high, block.start + low - at
+        at += block.tokens
+
+
+def call_results(call: KernelCall, outputs: Sequence[Memory], at: int) -> Iterator[Part]:
+    """Yield the results of a kernel call, split at long gaps between its segments.
+
+    Their starts count the gathered rows of the `Attend`, where the call's keys begin at row `at`.
+    """
+    for memory in outputs:
+        keys = memory.kind is Kind.DKV
+        spans = [each[2:] if keys else each[:2] for each in call.segments]
+        first, joined = spans[0][0], list[tuple[int, int]]()
+        for start, stop in spans:
+            if joined and start - joined[-1][1] < _GAP:
+                joined[-1] = joined[-1][0], stop
+            else:
+                joined.append((start, stop))
+        for start, stop in joined:
+            yield Part(memory.rows(start - first, stop - first), start + (at if keys else 0))

@@ -3,8 +3,6 @@
 Every rank computes the layouts of its peers, so no offsets are exchanged. Memory that has been read is reused later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain

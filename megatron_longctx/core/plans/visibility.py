@@ -1,7 +1,5 @@
 """Visibility between ranks: which queries of one rank see which keys of another. Every mode uses it."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The work of an attention layer: the bytes of its blocks, and its FLOPs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -31,7 +31,7 @@ from megatron_longctx.core.plans import (
     find_mode,
     keep_received,
     recorder,
-    sums,
+    recording,
 )
 from megatron_longctx.core.plans.mask import Document, documents
 from megatron_longctx.core.plans.modes import outer_modes
@@ -187,7 +187,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
 def nearby(few: int | None) -> Iterator[None]:
     """Apply from `few` rows on what otherwise applies from thousands of rows on, to test it on small problems."""
     with ExitStack() as stack:
-        for module, limit in ((recorder, "LONG_RUN"), (sums, "_GAP"), (backward, "LEAST_TOKENS")) if few else ():
+        for module, limit in ((recorder, "LONG_RUN"), (recording, "_GAP"), (backward, "LEAST_TOKENS")) if few else ():
             stack.enter_context(mock.patch.object(module, limit, few))
         yield
 

@@ -12,8 +12,7 @@ from megatron_longctx.core.attention.execute import Pass, Runtime
 from megatron_longctx.core.attention.function import shapes_of
 from megatron_longctx.core.comm import BufferPool
 from megatron_longctx.core.plans import ALL_HEADS, Heads, Kind
-from megatron_longctx.core.plans.recording import Copy, Memory, Merge, Op, Part, Place, Recording
-from megatron_longctx.core.plans.sums import MAX_PARTIALS, Sum
+from megatron_longctx.core.plans.recording import MAX_PARTIALS, Copy, Memory, Merge, Op, Part, Place, Recording, Sum
 
 S, B, H, D = 6, 2, 4, 8
 

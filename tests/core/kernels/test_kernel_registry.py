@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.core.kernels import PROVIDERS, KernelRequest, auto_order, available, choose_kernel
-from megatron_longctx.core.kernels.choose_kernel import __name__ as LOGGER
-from megatron_longctx.core.kernels.choose_kernel import _logged
-from megatron_longctx.core.kernels.interface import BlockInputs
+from megatron_longctx.core.kernels.interface import BlockInputs, _logged
+from megatron_longctx.core.kernels.interface import __name__ as LOGGER
 from megatron_longctx.core.kernels.providers import fa4
 from tests.core.kernels.blocks import Case
 

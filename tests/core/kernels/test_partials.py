@@ -8,7 +8,7 @@ import torch
 
 from megatron_longctx.core.kernels import Partial, merge_partials, sum_partials
 from megatron_longctx.core.kernels import partials as partials_module
-from megatron_longctx.core.plans.sums import MAX_PARTIALS
+from megatron_longctx.core.plans.recording import MAX_PARTIALS
 from tests.core.kernels.interpreter import run_interpreted
 
 S, B, H, D = 9, 2, 4, 8

@@ -21,8 +21,17 @@ from megatron_longctx.core.plans import (
 )
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.core.plans.mask import causal, documents, full
-from megatron_longctx.core.plans.recording import Acquire, Compute, Copy, Merge, Place, Release, Send, Wait
-from megatron_longctx.core.plans.sums import MAX_PARTIALS
+from megatron_longctx.core.plans.recording import (
+    MAX_PARTIALS,
+    Acquire,
+    Compute,
+    Copy,
+    Merge,
+    Place,
+    Release,
+    Send,
+    Wait,
+)
 from megatron_longctx.planner.footprint import Footprint, footprint
 from tests.core.plans.masks import cache_of
 

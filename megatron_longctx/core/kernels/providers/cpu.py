@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from ...plans.kernel_calls import KernelSupport
-from ..choose_kernel import wrong_device, wrong_dtype, wrong_value_dim
-from ..interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, token_first
+from ..interface import (
+    AttentionKernel,
+    BlockInputs,
+    KernelRequest,
+    heads_first,
+    token_first,
+    wrong_device,
+    wrong_dtype,
+    wrong_value_dim,
+)
 from .reference import ReferenceKernel, hidden_keys
 
 

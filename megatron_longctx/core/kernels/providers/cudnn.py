@@ -10,8 +10,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..choose_kernel import wrong_gpu, wrong_head_dim, wrong_value_dim
-from ..interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, token_first
+from ..interface import (
+    AttentionKernel,
+    BlockInputs,
+    KernelRequest,
+    heads_first,
+    token_first,
+    wrong_gpu,
+    wrong_head_dim,
+    wrong_value_dim,
+)
 from .flash import FlashKernel, no_seed
 
 _LEAST_CUDNN = 90000

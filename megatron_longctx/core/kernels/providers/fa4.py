@@ -21,8 +21,7 @@ from torch import Tensor
 from ...cache import cache_folder
 from ...plans.kernel_calls import fa4_takes
 from ...plans.slices import FAR
-from ..choose_kernel import wrong_gpu
-from ..interface import BlockInputs, CallKind, KernelRequest
+from ..interface import BlockInputs, CallKind, KernelRequest, wrong_gpu
 from ..packed import PackedKernel, Segments, window_arguments
 
 logger = logging.getLogger(__name__)

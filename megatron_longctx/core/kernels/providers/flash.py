@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ...plans.kernel_calls import KernelCall
 from ...plans.slices import FAR
-from ..choose_kernel import wrong_gpu, wrong_head_dim, wrong_value_dim
-from ..interface import BlockInputs, KernelRequest
+from ..interface import BlockInputs, KernelRequest, wrong_gpu, wrong_head_dim, wrong_value_dim
 from ..packed import PackedKernel, Segments, window_arguments
 
 

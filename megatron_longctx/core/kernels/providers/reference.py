@@ -11,8 +11,16 @@ from torch import Tensor
 
 from ...plans.kernel_calls import KernelSupport
 from ...plans.slices import FAR
-from ..choose_kernel import wrong_device, wrong_dtype
-from ..interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, sum_dtype, token_first
+from ..interface import (
+    AttentionKernel,
+    BlockInputs,
+    KernelRequest,
+    heads_first,
+    sum_dtype,
+    token_first,
+    wrong_device,
+    wrong_dtype,
+)
 
 # Elements of one chunk's score matrix: 64 MiB in fp32, so long blocks stream instead of allocating s*t scores.
 _CHUNK_ELEMENTS = 1 << 24

@@ -1,7 +1,5 @@
 """Queries go directly to every rank and partial results back: two exchanges for any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..plan import Block, Kind, Move, Plan, Step, trim

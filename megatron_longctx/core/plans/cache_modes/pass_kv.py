@@ -1,7 +1,5 @@
 """Keys travel around a ring (Alg. 2 of "Context Parallelism for Scalable Million-Token Inference")."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..modes.ring import ring

@@ -1,7 +1,5 @@
 """Queries travel around a ring (Alg. 3 of "Context Parallelism for Scalable Million-Token Inference")."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..plan import Block, Kind, Move, Plan, Step, return_moves, trim

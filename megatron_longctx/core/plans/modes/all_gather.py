@@ -4,8 +4,6 @@ Only visible keys move, and keys that the same queries see are stored side by si
 are two kernel calls besides the local one on the zigzag layout, for any number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest

@@ -4,8 +4,6 @@ While the ranks of a node pass their node's blocks around, the blocks for the ne
 node, one piece per step. The slow links are busy all the time and never block the fast ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..plan import Attend, Block, Kind, Move, Plan, Step, trim

@@ -12,8 +12,6 @@ half of the queries each, and no rank idles. And a rank reserves a part of its o
 travel.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

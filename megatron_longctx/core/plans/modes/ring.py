@@ -4,8 +4,6 @@ On the contiguous layout this is Ring Attention, where half of the causal work i
 balanced zigzag ring, on striped it is Striped Attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ One all-to-all gives every rank an n-th of the heads for all tokens, so that it 
 would; a second one returns the outputs. If there are fewer KV heads than ranks, several ranks hold the same one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..plan import Attend, Block, Heads, Kind, Move, Plan, Step

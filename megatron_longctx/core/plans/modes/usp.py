@@ -4,8 +4,6 @@ The ranks of a group exchange tokens for heads. Then rank i of every group runs,
 a ring whose members are groups. So a ring has fewer, larger blocks, and only the ranks of a group share the heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 

@@ -1,15 +1,29 @@
-"""The clipped policy gradient of PPO and GRPO, with given advantages."""
+"""What training minimizes: functions of token losses and of what the batch has beside them.
 
-from __future__ import annotations
+To add one, write it and add its line in `make_objective`.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..config import TrainConfig
+
+Objective = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""From cross-entropies of labels and the batch's tensors, named as in `data.Batch` and `[b, s]` of this rank's tokens,
+to fp32 `[b, s]`. The step multiplies it by `loss_mask`, sums it, and divides it by the sum of the masks of all
+micro-batches and ranks."""
+
+
+def sft(losses: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the token losses: the cross-entropy of every label."""
+    return losses.float()
+
 
 def policy_gradient(losses: Tensor, batch: Mapping[str, Tensor], clip: tuple[float, float], kl_coeff: float) -> Tensor:
-    """Return PPO's clipped loss of every token, plus the KL divergence from a reference.
+    """Return the clipped loss of PPO and GRPO of every token, plus the KL divergence from a reference.
 
     The ratio r of probabilities now and in the rollout gives -min(r A, clip(r) A). Without `old_logprobs`, the rollout
     is of the present weights, and r is 1 with the gradient of the log-probability. The divergence is Schulman's
@@ -29,3 +43,10 @@ def policy_gradient(losses: Tensor, batch: Mapping[str, Tensor], clip: tuple[flo
         difference = torch.where(counts, batch["ref_logprobs"] - now, 0)
         loss = loss + kl_coeff * (difference.exp() - difference - 1)
     return loss
+
+
+def make_objective(train: TrainConfig) -> Objective:
+    """Return the objective of `train.objective`."""
+    if train.objective == "sft":
+        return sft
+    return partial(policy_gradient, clip=(train.clip_low, train.clip_high), kl_coeff=train.kl_coeff)
