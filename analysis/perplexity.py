@@ -27,7 +27,7 @@ from analysis.benchmarks.report import table as markdown
 from megatron_longctx.config import Config, ReductionConfig
 from megatron_longctx.config.environment import environment
 from megatron_longctx.training.compose import compose_config
-from megatron_longctx.training.local_ranks import run_ranks
+from megatron_longctx.training.ranks import run_ranks
 from megatron_longctx.training.run_folder import RunFolder
 from megatron_longctx.training.text import prepare_missing
 

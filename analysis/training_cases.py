@@ -40,8 +40,8 @@ from megatron_longctx.mcore.model import padded_vocab_size
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.planner import memory
 from megatron_longctx.training.compose import compose_config
-from megatron_longctx.training.local_ranks import run_ranks
 from megatron_longctx.training.preflight import check
+from megatron_longctx.training.ranks import run_ranks
 from megatron_longctx.training.run_folder import RunFolder
 from megatron_longctx.training.text import Source, prepare, prepare_missing
 

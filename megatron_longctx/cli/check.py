@@ -228,7 +228,7 @@ def _relative(value: float, reference: float) -> float:
 
 def demo(overrides: Sequence[str] = ()) -> None:
     """Prepare text, train with four context-parallel ranks and with one, print a table and write `runs/demo.png`."""
-    from ..training.compare import compare
+    from ..training.comparison import compare
     from ..training.launcher import train
     from ..training.run_folder import RunFolder
     from ..training.text import prepare_missing

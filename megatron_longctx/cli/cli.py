@@ -325,7 +325,7 @@ def _data(arguments: argparse.Namespace) -> None:
 _HERE = {"train": _train, "submit": _submit, "data": _data, "wandb": wandb_runs.run}
 _ELSEWHERE: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "plan": (".plan", "run", None),
-    "calibrate": ("..training.calibrate.machine", "run", ("settings", "max_tokens", "links")),
+    "calibrate": ("..training.calibration", "run", ("settings", "max_tokens", "links")),
     "check": (".check", "check", ("settings", "steps", "tolerance")),
     "demo": (".check", "demo", ("settings",)),
     "generate": ("..serving.generate", "generate", ("settings", "chat")),
@@ -334,7 +334,7 @@ _ELSEWHERE: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "logprobs": (".logprobs", "logprobs", ("settings",)),
     "import": (".conversion", "import_model", ("source", "settings")),
     "export": (".conversion", "export_model", ("words",)),
-    "compare": ("..training.compare", "compare", ("runs", "out", "rows", "html")),
+    "compare": ("..training.comparison", "compare", ("runs", "out", "rows", "html")),
     "keys": (".keys", "show", ("patterns",)),
     "doctor": (".doctor", "main", ()),
 }

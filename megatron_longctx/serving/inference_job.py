@@ -32,7 +32,6 @@ from ..mcore.inference import build_engine, inference_config, tensor_size_of_exp
 from ..mcore.model import RETRAINABLE, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..training.compose import RESOLVED, check_names, load_config, override_config
-from ..training.local_ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
 from ..training.preflight import (
     check_delta_kernels,
     check_kernel,
@@ -41,6 +40,7 @@ from ..training.preflight import (
     device_type,
     host_bytes,
 )
+from ..training.ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
 from ..training.rendezvous import RankInfo, connect_store, host_store, join_group, listen, rendezvous_store
 from ..training.signals import blocked
 

@@ -23,8 +23,7 @@ from ..core.kernels.providers import fa4
 from . import forks, rendezvous, worker
 from .compose import compose_config, load_config, override_config
 from .heartbeat import enable_flight_recorder, last_operations, suspects
-from .local_ranks import RankFailed, RankProcesses, explain_failure, stopped_ranks
-from .ranks import broadcast_json
+from .ranks import RankFailed, RankProcesses, broadcast_json, explain_failure, stopped_ranks
 from .rendezvous import RankInfo
 from .run_folder import RunFolder, RunLock
 from .signals import SIGNALS, SignalForwarder, blocked

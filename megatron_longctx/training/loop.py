@@ -29,10 +29,18 @@ from ..planner.describe import imbalance_pct
 from ..planner.flops import peak_tflops
 from . import heartbeat, preflight
 from .loader import Loader
-from .metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
-from .monitoring import Interval, NonFiniteError, TensorBoardSink, Validation, dump_nonfinite, memory_peaks, profiled
+from .metrics import ConsoleSink, JsonlSink, Sink, WandbSink
+from .monitoring import (
+    Interval,
+    NonFiniteError,
+    Saver,
+    TensorBoardSink,
+    Validation,
+    dump_nonfinite,
+    memory_peaks,
+    profiled,
+)
 from .run_folder import RunFolder
-from .saver import Saver
 from .signals import StopRequest
 
 logger = logging.getLogger(__name__)

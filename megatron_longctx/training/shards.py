@@ -23,7 +23,7 @@ from ..mcore.corpus import Corpus, Counts, Document, join_shards, write_shard
 from ..mcore.tokenizer import build_tokenizer, encoder, tokenizer_digest
 from ..models.chat import template_of
 from .conversations import chat_of, conversations
-from .local_ranks import RankFailed, RankProcesses, exit_with_parent
+from .ranks import RankFailed, RankProcesses, exit_with_parent
 from .text_files import Piece, Row, content, has_rows, parsed, pieces, read_text
 
 logger = logging.getLogger(__name__)

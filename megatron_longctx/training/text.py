@@ -18,8 +18,7 @@ from ..config.progress import Progress
 from ..core.errors import is_line, refuse
 from ..mcore.corpus import Corpus, write_corpus, write_trees
 from ..mcore.tokenizer import build_tokenizer, encoder
-from .conversations import chat_of, conversations, with_shared_beginnings
-from .rollouts import ROLLOUT_KEYS, Rollouts
+from .conversations import ROLLOUT_KEYS, Rollouts, chat_of, conversations, with_shared_beginnings
 from .shards import Recipe, write_sharded
 from .text_files import (
     CONVERSATION_KEYS,

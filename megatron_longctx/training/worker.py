@@ -19,7 +19,7 @@ from ..config import Config
 from ..config.gpus import uses_cuda
 from .compose import config_from_dict
 from .heartbeat import Heartbeat, enable_flight_recorder
-from .local_ranks import interrupt_with_parent, parent_has_ended
+from .ranks import interrupt_with_parent, parent_has_ended
 from .rendezvous import RankInfo, connect_store, host_store, join_group
 from .run_folder import RunFolder, RunLock, disk_full
 from .signals import StopRequest

@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_longctx.config.cluster import Cluster, Device, Mesh, Network, Resource, Switch, load_cluster, save_cluster
-from megatron_longctx.config.hamiltonian import hamiltonian_cycles
-from megatron_longctx.config.rings import choose_rings, decompositions, multi_node_rings, seconds_per_gib
+from megatron_longctx.config.tasp import (
+    choose_rings,
+    decompositions,
+    hamiltonian_cycles,
+    multi_node_rings,
+    seconds_per_gib,
+)
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "cluster"
 SWITCHED = Cluster("switched", 2, 4, Switch(300, 200, 100, 1e-5), Network(2, 10, 2e-5))

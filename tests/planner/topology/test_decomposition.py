@@ -4,8 +4,12 @@ from itertools import pairwise, permutations
 
 import pytest
 
-from megatron_longctx.config.hamiltonian import hamiltonian_cycles, hamiltonian_paths, row_complete_latin_square
-from megatron_longctx.config.rings import multi_node_rings
+from megatron_longctx.config.tasp import (
+    hamiltonian_cycles,
+    hamiltonian_paths,
+    multi_node_rings,
+    row_complete_latin_square,
+)
 
 SIZES = [*(n for n in range(1, 67) if n not in (4, 6)), 97, 100]
 LARGEST = {4: 2, 6: 4}

@@ -11,10 +11,9 @@ from omegaconf import OmegaConf
 
 from megatron_longctx.cli import cli
 from megatron_longctx.config import Config, DataConfig, ParallelismConfig, names
-from megatron_longctx.training.compare import report as compare
-from megatron_longctx.training.compare.runs import load_run
-from megatron_longctx.training.metrics.sinks import JsonlSink
-from megatron_longctx.training.metrics.summary import METRICS
+from megatron_longctx.training import comparison as compare
+from megatron_longctx.training.comparison import load_run
+from megatron_longctx.training.metrics import METRICS, JsonlSink
 
 
 def make_run(

@@ -16,7 +16,7 @@ from megatron_longctx.cli import cli
 from megatron_longctx.config import names
 from megatron_longctx.training import worker
 from megatron_longctx.training.compose import compose_config, load_config
-from megatron_longctx.training.metrics.sinks import decode
+from megatron_longctx.training.metrics import decode
 from megatron_longctx.training.run_folder import RunFolder, RunLock
 from tests.shared.jobs import (
     CLI,

@@ -13,7 +13,7 @@ import wandb
 from megatron_longctx.config import names
 from megatron_longctx.config.environment import labels
 from megatron_longctx.training.compose import compose_config
-from megatron_longctx.training.metrics.sinks import ConsoleSink, JsonlSink, Value, WandbSink, clock_text, decode, encode
+from megatron_longctx.training.metrics import ConsoleSink, JsonlSink, Value, WandbSink, clock_text, decode, encode
 from megatron_longctx.training.sweep import sweep
 
 RECORD = {names.STEP: 1, names.LOSS: 2.0, names.MFU_CAUSAL_PCT: None}
