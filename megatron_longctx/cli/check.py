@@ -234,16 +234,21 @@ def demo(overrides: Sequence[str] = ()) -> None:
     from ..training.text import prepare_missing
 
     begin = time.perf_counter()
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in ("experiment", "parallelism", "run.name"):
+            raise refuse(key, value, "the demo's own: its two runs differ in it", "Leave it out, or use `train`.")
     prepare_missing(compose_config(["experiment=demo", *overrides]).data)
     folders = []
     for name, parallelism in _DEMO_RUNS:
         settings = ["experiment=demo", f"parallelism={parallelism}", f"run.name={name}", *overrides]
-        folder = RunFolder.of(compose_config(settings)).path
+        config = compose_config(settings)
+        folder = RunFolder.of(config).path
         if folder.exists():
             logger.info("removing %s of an earlier demo", folder)
             shutil.rmtree(folder)
         logger.info("\n== %s ==", " ".join(["megatron-longctx train", *settings]))
-        train(settings)
+        train(config)
         folders.append(folder)
     logger.info("\n== the two runs side by side ==")
     compare(sorted(folders), out=folders[0].parent / "demo.png")

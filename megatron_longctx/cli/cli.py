@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .. import __version__
-from ..config import TOKENIZERS
+from ..config import TOKENIZERS, check_datasets
 from ..core.errors import JobFailed, is_line, refuse
 from . import hydra_options, wandb_runs
 from .interrupts import interrupts_not_swallowed
@@ -39,24 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = hydra_options.run(arguments, _run)
         sys.stdout.flush()  # inside `try`, which handles a closed pipe
         return code
-    except ValueError as error:
-        print(_printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
-        return 2
-    except JobFailed as error:
-        print(_printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
-        return 1
+    except (ValueError, JobFailed) as error:
+        code, message = 1 if isinstance(error, JobFailed) else 2, str(error)
     except BrokenPipeError:  # the reader has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        reason = error.strerror or error
-        message = f"megatron-longctx {arguments.verb}: {place}{reason}. Check the path and the disk."
-        print(_printable(message), file=sys.stderr)
-        return 2
+        code, message = 2, f"{place}{error.strerror or error}. Check the path and the disk."
     except KeyboardInterrupt:
-        print(f"megatron-longctx {arguments.verb}: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        code, message = 128 + signal.SIGINT, "interrupted"
+    print(_printable(f"megatron-longctx {arguments.verb}: {message}"), file=sys.stderr)
+    return code
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -288,16 +282,33 @@ def _add_files(verbs: _Verbs) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from ..training import launcher, signals
+    from ..training import compose, signals
 
     signal.signal(signals.SAVE_SIGNAL, signal.SIG_IGN)  # until the run handles it: what starts has nothing to save
-    if arguments.preflight is None:
-        launcher.train(arguments.settings, arguments.resolved)
-    elif arguments.preflight < 1:
-        raise refuse("--preflight", arguments.preflight, "1 or more", "Give the job's number of ranks.")
+    if (ranks := arguments.preflight) is not None and ranks < 1:
+        raise refuse("--preflight", ranks, "1 or more", "Give the job's number of ranks.")
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))  # of torchrun or Slurm
+    try:
+        settings, resolved = arguments.settings, arguments.resolved
+        config = (
+            compose.compose_config(settings)
+            if resolved is None
+            else compose.override_config(compose.load_config(resolved), settings)
+        )
+        if rank is None:  # otherwise rank 0 looks, for all
+            check_datasets(config.data)
+    except ValueError:
+        if rank in (None, "0"):
+            raise
+        from ..training.launcher import exit_after_rank_0
+
+        exit_after_rank_0()
+    from ..training import launcher  # imports torch, and what is refused above need not wait for it
+
+    if ranks is None:
+        launcher.train(config)
     else:
-        config = launcher.composed(arguments.settings, arguments.resolved)
-        launcher.preflight_only(config, arguments.preflight)
+        launcher.preflight_only(config, ranks)
         print(f"run folder: {Path(config.run.root, config.run.name)}")
 
 
@@ -315,9 +326,12 @@ def _submit(arguments: argparse.Namespace) -> None:
 
 
 def _data(arguments: argparse.Namespace) -> None:
-    from ..training.text import Source, prepare
+    from ..training.text_files import Source
 
     source = Source.of(arguments.source, arguments.glob, arguments.join, arguments.text_key)
+    assert source.kind  # refuses what is missing, before imports that take seconds
+    from ..training.text import prepare
+
     template, shared, library = arguments.chat_template, arguments.share_prefixes, arguments.tokenizer
     prepare(source, arguments.out, library, arguments.tokenizer_path, template, shared, arguments.workers)
 
@@ -331,14 +345,15 @@ _ELSEWHERE: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "generate": ("..serving.generate", "generate", ("settings", "chat")),
     "serve": ("..serving.serve", "serve", ("settings",)),
     "eval": (".evaluate", "evaluate", ("settings",)),
-    "logprobs": (".logprobs", "logprobs", ("settings",)),
+    "logprobs": (".evaluate", "logprobs", ("settings",)),
     "import": (".conversion", "import_model", ("source", "settings")),
     "export": (".conversion", "export_model", ("words",)),
     "compare": ("..training.comparison", "compare", ("runs", "out", "rows", "html")),
-    "keys": (".keys", "show", ("patterns",)),
+    "keys": (".hydra_options", "show_keys", ("patterns",)),
     "doctor": (".doctor", "main", ()),
 }
 """The module, the function and its arguments, by their names in the namespace; None: the namespace itself."""
+_OF_A_RUN = ("generate", "serve", "eval", "logprobs", "export")
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
@@ -347,6 +362,10 @@ def _run(arguments: argparse.Namespace) -> int | None:
         return _HERE[arguments.verb](arguments)
     module, function, names = _ELSEWHERE[arguments.verb]
     given = [arguments] if names is None else [getattr(arguments, name) for name in names]
+    if arguments.verb in _OF_A_RUN:
+        from ..training.compose import check_run
+
+        check_run(given[0])
     result: object = getattr(import_module(module, __package__), function)(*given)
     return result if isinstance(result, int) else None  # exit codes; other functions return what they have written
 

@@ -33,15 +33,19 @@ from ..planner.step_time import predicted_step_s
 from ..serving.inference_job import checkpoint_of
 from ..training import launcher
 from ..training.compose import RESOLVED, compose_config, load_config, override_config, save_config
+from ..training.launcher import Job as TrainingJob
 from ..training.run_folder import RunFolder
 from ..training.sweep import sweep
 from ..training.text import Source, check
-from ..training.worker import Job as TrainingJob
 from . import conversion
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_ON_RANKS = {"eval": ".evaluate", "logprobs": ".logprobs", "serve": "..serving.serve"}
-"""The modules of verbs that run on every task of a job; the other ones run in one process."""
+_ON_RANKS = {
+    "eval": (".evaluate", "job_of"),
+    "logprobs": (".evaluate", "logprobs_job"),
+    "serve": ("..serving.serve", "job_of"),
+}
+"""The modules of verbs that run on every task of a job, and what makes their jobs. Other verbs run in one process."""
 _ON_A_HOST = {"data": 0, "import": 0, "export": 0, "calibrate": 8}
 """The GPUs of a node for verbs that run in one process."""
 
@@ -164,14 +168,15 @@ def _check_verb(arguments: Namespace, words: Sequence[str], ranks: int) -> None:
     """Refuse a verb that would be refused on the nodes."""
     verb = arguments.verb
     if verb in _ON_RANKS:
-        job = import_module(_ON_RANKS[verb], __package__).job_of(words)
+        module, job_of = _ON_RANKS[verb]
+        job = getattr(import_module(module, __package__), job_of)(words)
         if job.world_size != ranks:
             expected = f"{job.world_size} tasks: parallelism.context_parallel_size x tensor_parallel_size"
             raise refuse("--ntasks", ranks, expected, "Leave out the numbers of nodes, tasks and GPUs.")
     elif verb == "import":
-        conversion.check_import(arguments.source, arguments.settings)
+        conversion.import_model(arguments.source, arguments.settings, check_only=True)
     elif verb == "export":
-        conversion.check_export(arguments.words)
+        conversion.export_model(arguments.words, check_only=True)
     elif verb == "calibrate":
         compose_config(arguments.settings)
     else:

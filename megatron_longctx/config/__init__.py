@@ -7,7 +7,7 @@ composes configurations from recipes, and `sweep` makes the jobs of a sweep. `ex
 
 from . import tasp
 from .bounds import TYPE_NAMES, has_type, keys_of
-from .checks import check_inference, check_model, check_value, validate
+from .checks import check_dataset, check_datasets, check_inference, check_model, check_value, validate
 from .model import LATENT_KEYS, MAX_TOKENS, RECURRENT_KEYS, ModelConfig, RopeScaling, layer_list
 from .parallelism import (
     RECOMPUTES,

@@ -49,13 +49,11 @@ class _Hardware:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "latency_s":
-                if not 0 <= value <= _MAX:
-                    remedy = "Give the seconds that one small message takes."
-                    raise refuse(name, value, f"0 or more and at most {_MAX:,}", remedy)
-            elif isinstance(value, int | float) and not 0 < value <= _MAX:
+            what, most = ("a share of the peak", 1) if name.endswith("efficiency") else ("a number", _MAX)
+            least = "from 0 on" if name == "latency_s" else "above 0"
+            if isinstance(value, int | float) and not (0 <= value <= most and (value or least == "from 0 on")):
                 remedy = f"Give {name} as measured or from the data sheet."
-                raise refuse(name, value, f"a number above 0 and at most {_MAX:,}", remedy)
+                raise refuse(name, value, f"{what} {least} and at most {most:,}", remedy)
 
 
 @dataclass(frozen=True)
@@ -134,13 +132,6 @@ class Device(_Hardware):
     memory_gib: float | None = None
     memory_gibps: float | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("efficiency", "layer_efficiency"):
-            if (getattr(self, name) or 0) > 1:
-                expected = "a share of the peak, 1 at most"
-                raise refuse(name, getattr(self, name), expected, "Divide per cent by 100.")
-
     def layer_tflops(self, fp8: str) -> float | None:
         """The TFLOP/s of a layer outside of attention with `train.fp8`, or None if a figure is unknown."""
         if fp8 != "none":
@@ -158,7 +149,7 @@ Intra = Mesh | Switch
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(_Hardware):
     """`nodes` nodes of `ranks_per_node` ranks. Several ranks per node need `intra`, several nodes need `network`."""
 
     name: str
@@ -169,10 +160,7 @@ class Cluster:
     device: Device = field(default_factory=Device)
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node"):
-            value = getattr(self, name)
-            if not 1 <= value <= _MAX:
-                raise refuse(name, value, f"1 or more and at most {_MAX:,}", f"Count the {name.replace('_', ' ')}.")
+        super().__post_init__()
         if self.ranks_per_node > 1 and self.intra is None:
             raise refuse("intra", None, f"the links between {self.ranks_per_node} ranks of a node", "Add intra.")
         if self.nodes > 1 and self.network is None:

@@ -48,13 +48,6 @@ def environment() -> dict[str, Any]:
     return described
 
 
-def current_device_name() -> str | None:
-    """Return the name of the current CUDA device; None without one."""
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
 def write(folder: Path, ranks: int) -> None:
     """Write `environment()` and the run's number of ranks into its folder."""
     files.write_text(folder / _FILE, json.dumps(environment() | {"ranks": ranks}, indent=2) + "\n")

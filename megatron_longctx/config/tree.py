@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..core.plans.cache_modes import CACHE_MODES
-from .bounds import choice, number, path, text
+from .bounds import Switches, choice, number, path, text
 from .model import MAX_TOKENS, ModelConfig
 from .parallelism import (
     MAX_RANKS,
@@ -156,7 +156,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class InferenceConfig:
+class InferenceConfig(Switches):
     """`megatron-longctx generate` and `serve`. `inference.sampling.Sampling` explains sampling."""
 
     max_new_tokens: int = number(128, 1, _MAX_COUNT)  # maximum number of generated tokens
@@ -210,10 +210,6 @@ class InferenceConfig:
     # prefill_chunk tokens, from the first token on, are reused, and prompts are computed one by one. false: reuse
     # everything.
     exact_reuse: bool = False
-
-    def __post_init__(self) -> None:
-        # OmegaConf converts the truth value of YAML to the text `True`.
-        object.__setattr__(self, "cuda_graphs", str(self.cuda_graphs).lower())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ modes in whole training steps. The file that `planner.calibration` reads gets th
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from ..config import Config, workload_of
 from ..config.cluster import Cluster, Device, save_cluster
 from ..config.environment import environment
-from ..config.gpus import RANKS_PER_GPU, ranks_per_gpu
+from ..config.gpus import RANKS_PER_GPU, ranks_per_gpu, refuse_peer
 from ..core.attention import ContextParallelAttention
 from ..core.attention.execute import Pass, Runtime
 from ..core.attention.kv_format import Shapes
@@ -70,8 +71,8 @@ def run(settings: Sequence[str], max_tokens: int | None = None, links: Path | No
     """
     if max_tokens is not None and max_tokens < _FEWEST_TOKENS:
         raise refuse("--max-tokens", max_tokens, f"{_FEWEST_TOKENS} or more", "Raise it, or leave it out.")
-    if links is not None and (links.suffix not in (".yaml", ".yml") or not links.parent.is_dir()):
-        raise refuse("--links", links, "a .yaml file in a folder that exists", "Give another file name.")
+    if links is not None and (links.suffix not in (".yaml", ".yml") or not os.access(links.parent, os.W_OK)):
+        raise refuse("--links", links, "a .yaml file in a folder that can be written", "Give another file name.")
     if ranks_per_gpu() > 1:
         raise refuse(RANKS_PER_GPU, ranks_per_gpu(), "a GPU for each rank where times are measured", "Unset it.")
     config = compose_config(settings)
@@ -88,6 +89,7 @@ def run(settings: Sequence[str], max_tokens: int | None = None, links: Path | No
 def calibrate(ranks: Ranks, config: Config, max_tokens: int | None = None) -> Path:
     """Measure `ranks` for a configured model, store the result, and return its file. Errors are those of `run`."""
     if ranks.device == "cpu":  # refused before ranks start; on GPUs, it would initialize CUDA here
+        refuse_peer(config, "attention.transport", reduces=False)
         _testbed(None, torch.device("cpu"), config).choose_kernel()
     calibration: Calibration = run_on_ranks(ranks, _measure, ranks, config, max_tokens)
     path = calibration_path(calibration.device, calibration.cluster.n, calibration.workload, calibration.transport)

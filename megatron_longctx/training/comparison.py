@@ -140,6 +140,8 @@ def compare(
     path = Path(out) if out is not None else Path(folders[0]).resolve().parent / "compare.png"
     if path.suffix[1:].lower() not in (known := FigureCanvasBase.filetypes):
         raise refuse("--out", path, f"a file that ends in one of {', '.join(known)}", "Give another name.")
+    if html is not None and Path(html).is_dir():
+        raise refuse("--html", html, "a file; this is a folder", "Give a file name in it.")
     runs = load_runs(folders)
     for file in (path, Path(html or path)):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -122,8 +122,8 @@ def load_config(path: Path) -> Config:
             if OmegaConf.select(loaded, key, default=...) == unused:
                 del loaded[section][name]
         config = config_from_dict(loaded)
-    except (FileNotFoundError, NotADirectoryError):
-        remedy = "Start the run with `megatron-longctx train`."
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        remedy = f"Name its {RESOLVED}." if path.is_dir() else "Start the run with `megatron-longctx train`."
         raise ValueError(f"{path}: expected a run's configuration there. {remedy}") from None
     except Exception as error:  # the YAML parser and OmegaConf raise unrelated types
         reason = _first_line(error)
@@ -135,6 +135,13 @@ def load_config(path: Path) -> Config:
 def config_from_dict(values: Any) -> Config:
     """Convert the result of `Config.as_dict` back to a configuration, without validation."""
     return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
+
+
+def check_run(words: Sequence[str]) -> None:
+    """Refuse the `RUN` or `checkpoint=RUN` among a verb's words if its configuration cannot be read."""
+    runs = [word.removeprefix("checkpoint=") for word in words if "=" not in word or word.startswith("checkpoint=")]
+    for run in filter(None, runs[:1]):
+        load_config(Path(run, RESOLVED))
 
 
 def recipes() -> dict[str, list[str]]:
@@ -333,11 +340,12 @@ def _unknown_key(name: str, words: Sequence[str] = ()) -> ValueError:
 
 def nearest_names(name: str, known: Sequence[str], count: int = 3) -> str:
     """Return the names most like `name`, as a whole or in their last part (`step` finds `train.steps`)."""
-    nearest = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
-    last = {key: key.rsplit(".", 1)[-1] for key in known}
-    close = difflib.get_close_matches(name.rsplit(".", 1)[-1], list(last.values()), n=count, cutoff=0.75)
-    nearest += [key for key in known if last[key] in close and key not in nearest]
-    return ", ".join(nearest[:count])
+    last, part = {key: key.rsplit(".", 1)[-1] for key in known}, name.rsplit(".", 1)[-1]
+    close = difflib.get_close_matches(part, list(last.values()), n=count, cutoff=0.75)
+    nearest = [key for key in known if last[key] == part]
+    nearest += difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    nearest += [key for key in known if last[key] in close or (len(name) > 2 and key.startswith(name))]
+    return ", ".join(list(dict.fromkeys(nearest))[:count])
 
 
 def _first_line(error: BaseException) -> str:

@@ -182,7 +182,6 @@ def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
 
 
-ROLLOUT_KEYS = ({"prompt", "responses"}, {"prompt", "children"})
 _PER_TOKEN = ("old_logprobs", "ref_logprobs")
 _COLUMNS = ("advantages", *_PER_TOKEN)
 _TREE_FORM = '{"prompt": …, "responses": [{"text": "…", "reward": 1.0}, …]}, or with `children` that may have children'
@@ -314,6 +313,8 @@ class Rollouts:
                     raise ValueError(
                         f"expected `{name}` of {len(tokens)} tokens; it has {len(node[name])}. Correct it."
                     )
+        if {"advantage", "reward"} <= content.keys():
+            raise ValueError("expected a `reward` or an `advantage`; both are given. Leave one out.")
         if "advantage" in content:
             node["advantages"] = [_number("advantage", content["advantage"])] * len(tokens)
         if "reward" in content:

@@ -150,7 +150,7 @@ class Trainer:
                     self._save()
                     since = time.perf_counter()
                 elif self._save_now:
-                    logger.warning("a signal asked for a checkpoint, but none is written with train.save=false")
+                    logger.info("a signal asked for a checkpoint, but none is written with train.save=false")
             if self.interval.losses:
                 self._log(result, None)
             if train.save and self.saver.latest != self.step:
@@ -288,7 +288,8 @@ class Trainer:
 
     def _open_sinks(self) -> list[Sink]:
         config = self.config
-        self._peak_tflops = peak_tflops(environment.current_device_name(), config.logging.peak_tflops)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        self._peak_tflops = peak_tflops(device, config.logging.peak_tflops)
         environment.write(self.folder.path, dist.get_world_size())
         return [
             JsonlSink(self.folder.metrics, self.step),

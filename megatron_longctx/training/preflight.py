@@ -19,7 +19,7 @@ from packaging.version import Version
 from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, trained_length, workload_of
 from ..config.cluster import GIB, load_cluster
 from ..config.extras import install
-from ..config.gpus import for_other_nodes, max_gpu_ranks, ranks_per_gpu, uses_cuda
+from ..config.gpus import for_other_nodes, max_gpu_ranks, ranks_per_gpu, refuse_peer, uses_cuda
 from ..core.errors import refuse
 from ..core.kernels import KernelRequest, auto_order, available
 from ..core.plans import build_plan
@@ -78,8 +78,8 @@ def check(config: Config, world_size: int) -> tuple[int | None, Identity]:
     data_parallel_size(config, world_size)
     _check_host(config, world_size)
     check_kernel(config, device)
-    if device == "cpu" and config.attention.transport == "peer":
-        raise refuse("attention.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
+    if device == "cpu":
+        refuse_peer(config, "attention.transport", config.reduction.in_training)
     if config.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
         remedy = f"Run {install('tensorboard')}, or set it to false."
         raise refuse("logging.tensorboard", True, "the package tensorboard, which is not installed here", remedy)

@@ -64,6 +64,8 @@ class RankInfo:
                 raise ValueError(
                     f"{name} is not set: expected the first node and a free port. See launch/train.sbatch."
                 )
+        if not env["MASTER_PORT"].isdecimal():
+            raise refuse("MASTER_PORT", env["MASTER_PORT"], "a free port's number", "See launch/train.sbatch.")
         cpus = len(os.sched_getaffinity(0))  # if Slurm has not bound the task to its own, it shares the host's
         return cls(
             int(env["SLURM_PROCID"]),

@@ -158,11 +158,21 @@ def test_wrong_usage_is_refused_by_the_parser(words: str, capsys: pytest.Capture
     assert err.startswith(" ".join(["usage: megatron-longctx", *known])) and "error: " in err
 
 
-def test_wrong_settings_are_refused_before_megatron_is_imported() -> None:
-    """Its import takes longer than everything else before the first rank."""
-    code = "import sys; from megatron_longctx.cli.cli import main; assert main(['train', 'train.steps=-1']) == 2; "
-    code += "assert not [name for name in sys.modules if name.startswith('megatron.core')]"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_wrong_settings_and_missing_files_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """Its import, and Megatron's, take longer than everything else before the first rank."""
+    of_a_run = [["generate", "gone", "prompt=a"], ["serve", "checkpoint=gone"], ["eval", "gone"], ["logprobs", "gone"]]
+    commands = [["train", "train.steps=-1"], ["train", "data.prefix=gone"], *of_a_run, ["export", "gone", "out=x"]]
+    code = f"""if True:
+        import sys, megatron_longctx.training.comparison
+        from megatron_longctx.cli.cli import main
+        assert [main(command) for command in {commands}] == [2] * {len(commands)} and "torch" not in sys.modules"""
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path).stderr
+    assert said.count("gone/resolved.yaml: expected a run's configuration there") == 5
+    assert "data.prefix=gone: expected the files gone.idx and .bin; gone.idx is missing" in said
+
+
+def test_a_demo_refuses_what_it_sets_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "demo: run.name=mine: expected the demo's own" in run(capsys, "demo", "run.name=mine")[2]
 
 
 def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +183,7 @@ def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monk
         raise JobFailed("rank 1 failed: its reason")
 
     monkeypatch.setattr(launcher, "train", fail)
+    monkeypatch.setattr(cli, "check_datasets", lambda _: None)
     assert run(capsys, "train") == (1, "", "megatron-longctx train: rank 1 failed: its reason\n")
 
 
@@ -238,6 +249,8 @@ def test_hydras_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert code == 2 and "--resolved=gone.yaml: expected none beside --multirun, --cfg and --info" in err
     code, out, _ = run(capsys, "plan", "-m", "parallelism=cp2", "parallelism.schedule=ring,zigzag")
     assert code == 0 and out.index("ring forward: 2 ranks") < out.index("zigzag forward: 2 ranks")
+    code, _, err = run(capsys, "plan", "-m", "parallelism.schedule=ring,zigzag", "--draw", "a.png")
+    assert code == 2 and "--draw=a.png: expected none beside --multirun, whose jobs would all write this file" in err
 
 
 def test_a_sweep_continues_after_a_job_that_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
