@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 from .. import __version__
 from ..config import TOKENIZERS, check_datasets
 from ..core.errors import JobFailed, is_line, refuse
+from ..training.signals import SAVE_SIGNAL, interrupts_not_swallowed
 from . import hydra_options, wandb_runs
-from .interrupts import interrupts_not_swallowed
 
 _EPILOG = """\
 Settings are arguments of the form group=NAME or key.subkey=value, for example:
@@ -155,9 +155,7 @@ def _add_plan(verbs: _Verbs) -> None:
         help="plan a pack of documents of these lengths, not the dataset's first pack; show where they lie. Without "
         "lengths, instead of a plan: what each data-parallel replica computes in the first step",
     )  # fmt: skip
-    plan.add_argument(
-        "--timeline", type=Path, metavar="FILE.png", help="also draw what each rank does over time (needs a cluster)"
-    )
+    plan.add_argument("--timeline", type=Path, metavar="FILE.png", help="also draw ranks over time (needs a cluster)")
     plan.add_argument(
         "--compare", nargs="?", type=Path, const=Path(), metavar="FILE.png",
         help="instead of the plan: rank all modes by simulated time (needs a cluster), and draw them into the file",
@@ -166,9 +164,7 @@ def _add_plan(verbs: _Verbs) -> None:
         "--memory", nargs="?", type=Path, const=Path(), metavar="FILE.png",
         help="instead of the plan: the memory of a training step on a rank; draw all recompute modes into the file",
     )  # fmt: skip
-    plan.add_argument(
-        "--max-length", action="store_true", help="instead of the plan: the longest sequence that fits, by recompute"
-    )
+    plan.add_argument("--max-length", action="store_true", help="instead of the plan: the longest sequences that fit")
     plan.add_argument("--device-gib", type=float, help="memory of a device (default: that of the cluster)")
 
 
@@ -196,9 +192,7 @@ def _add_measurements(verbs: _Verbs) -> None:
     check.add_settings()
     hydra_options.add_options(check)
     check.add_argument("--steps", type=int, default=3, help="steps of each run (default: %(default)s)")
-    check.add_argument(
-        "--tolerance", type=float, help="largest relative difference (default: 1e-5 in fp32, 2e-2 in bf16)"
-    )
+    check.add_argument("--tolerance", type=float, help="largest relative difference (default: fp32 1e-5, bf16 2e-2)")
 
     keys = verbs.add_parser("keys", help="print keys of the configuration: default, allowed values and meaning")
     keys.add_argument("patterns", nargs="*", metavar="PATTERN", help="part of a name, or word of a meaning")
@@ -208,22 +202,18 @@ def _add_measurements(verbs: _Verbs) -> None:
 
 def _add_models(verbs: _Verbs) -> None:
     generate = verbs.add_parser("generate", help="continue a prompt, or chat, with a run's checkpoint")
-    generate.add_settings(
-        "RUN (or checkpoint=RUN), prompt=TEXT or prompt_file=FILE, iteration=N, and settings that override the run's"
-    )
+    generate.add_settings("[checkpoint=]RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and settings over the run's")
     generate.add_argument("--chat", action="store_true", help="chat: each line of standard input is a turn")
 
     serve = verbs.add_parser("serve", help="serve a run's checkpoint with an OpenAI-compatible API")
-    serve.add_settings("RUN (or checkpoint=RUN), iteration=N, and settings that override the run's")
+    serve.add_settings("[checkpoint=]RUN, iteration=N, and settings over the run's")
 
     importing = verbs.add_parser("import", help="import a published model (a folder of Hugging Face) as a run")
     importing.add_argument("source", metavar="SOURCE", help="a folder with config.json and safetensors")
     importing.add_settings("out=RUN (a new folder), and settings of the run")
 
     export = verbs.add_parser("export", help="export a run's checkpoint as a folder for Hugging Face's libraries")
-    export.add_argument(
-        "words", nargs="+", metavar="word", help="RUN (or checkpoint=RUN), out=FOLDER, iteration=N, shard_gb=X"
-    )
+    export.add_argument("words", nargs="+", help="[checkpoint=]RUN, out=FOLDER, iteration=N, shard_gb=X")
 
     evaluate = verbs.add_parser(
         "eval",
@@ -231,8 +221,8 @@ def _add_models(verbs: _Verbs) -> None:
         description="Writes eval.json, eval.md and pictures. docs/evaluation.md explains the arguments.",
     )
     evaluate.add_settings(
-        "RUN (or checkpoint=RUN), iteration=N, tasks=NAME,…, lengths=N,…, samples=N, depths=X,…, seed=N, data=PREFIX, "
-        "haystack=FOLDER, chat=true, out=FOLDER, and settings that override the run's"
+        "[checkpoint=]RUN, iteration=N, tasks=NAME,…, lengths=N,…, samples=N, depths=X,…, seed=N, data=PREFIX, "
+        "haystack=FOLDER, chat=true, out=FOLDER, and settings over the run's"
     )
 
     logprobs = verbs.add_parser(
@@ -240,9 +230,7 @@ def _add_models(verbs: _Verbs) -> None:
         help="write log-probabilities and entropies of rollouts' tokens under a run's checkpoint",
         description="Writes a line of tokens with their values for every branch. docs/training.md explains it.",
     )
-    logprobs.add_settings(
-        "RUN (or checkpoint=RUN), data=PREFIX, out=FILE.jsonl, iteration=N, and settings that override the run's"
-    )
+    logprobs.add_settings("[checkpoint=]RUN, data=PREFIX, out=FILE.jsonl, iteration=N, and settings over the run's")
 
 
 def _add_files(verbs: _Verbs) -> None:
@@ -271,9 +259,7 @@ def _add_files(verbs: _Verbs) -> None:
         help="compare runs: tables, a picture and a dashboard in one HTML file",
         description="Shows speed, waiting, imbalance, memory and losses of each run, compared with the first.",
     )
-    compare.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folders; the others are compared with the first"
-    )
+    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, compared with the first")
     compare.add_argument("--out", type=Path, metavar="FILE", help="picture (default: compare.png beside the first run)")
     compare.add_argument("--html", type=Path, metavar="FILE", help="also write the dashboard: table, filters, curves")
     compare.add_argument("--rows", type=int, default=50, help="most steps to print (default: %(default)s)")
@@ -282,9 +268,9 @@ def _add_files(verbs: _Verbs) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from ..training import compose, signals
+    from ..training import compose
 
-    signal.signal(signals.SAVE_SIGNAL, signal.SIG_IGN)  # until the run handles it: what starts has nothing to save
+    signal.signal(SAVE_SIGNAL, signal.SIG_IGN)  # until the run handles it: what starts has nothing to save
     if (ranks := arguments.preflight) is not None and ranks < 1:
         raise refuse("--preflight", ranks, "1 or more", "Give the job's number of ranks.")
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))  # of torchrun or Slurm

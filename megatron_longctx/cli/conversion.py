@@ -151,9 +151,7 @@ def _open_source(path: Path) -> HuggingFaceFolder:
         return HuggingFaceFolder(path)
     remedy = "Fetch it first: nothing is downloaded here."
     if path.suffix == ".gguf":
-        remedy = (
-            "Take the model's safetensors, or convert it in a checkout: `python -m analysis.gguf_file FILE FOLDER`."
-        )
+        remedy = "Take its safetensors, or convert it in a checkout: `python -m analysis.gguf_file FILE FOLDER`."
     raise refuse("SOURCE", path, "a folder with config.json and safetensors files", remedy)
 
 

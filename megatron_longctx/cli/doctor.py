@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, requires
+from itertools import combinations
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from tempfile import gettempdir
@@ -125,11 +126,9 @@ def _devices() -> Iterator[Finding]:
         return
     yield Finding("CUDA", True, f"{torch.cuda.device_count()} device(s); driver: {_driver()}")
     for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        memory = f"{device.total_memory / 2**30:.1f} GiB"
-        yield Finding(
-            f"CUDA {index}", True, f"{device.name}, {memory}, compute capability {device.major}.{device.minor}"
-        )
+        gpu = torch.cuda.get_device_properties(index)
+        memory = f"{gpu.total_memory / 2**30:.1f} GiB"
+        yield Finding(f"CUDA {index}", True, f"{gpu.name}, {memory}, compute capability {gpu.major}.{gpu.minor}")
 
 
 def _driver() -> str:
@@ -175,12 +174,8 @@ def _why_no_peer_memory(devices: int) -> str | None:
         return f"torch's symmetric memory: {_one_line(error)}"
     if devices < 2:
         return f"needs at least 2 CUDA devices on one host, found {devices}"
-    apart = [
-        f"{a} and {b}"
-        for a in range(devices)
-        for b in range(a + 1, devices)
-        if not torch.cuda.can_device_access_peer(a, b)
-    ]
+    access = torch.cuda.can_device_access_peer
+    apart = [f"{a} and {b}" for a, b in combinations(range(devices), 2) if not access(a, b)]
     return f"no peer access between devices {', '.join(apart)}" if apart else None
 
 
@@ -201,9 +196,8 @@ def _extras() -> Iterator[Finding]:
     """Yield for every extra of this package whether what it brings is installed."""
     for extra in EXTRAS:
         missing = absent(extra)
-        yield Finding(
-            f"[{extra}]", not missing, f"without {', '.join(missing)}: {install(extra)}" if missing else "installed"
-        )
+        detail = f"without {', '.join(missing)}: {install(extra)}" if missing else "installed"
+        yield Finding(f"[{extra}]", not missing, detail)
 
 
 def _packages() -> Iterator[Finding]:

@@ -29,9 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="run jobs one by one for key=a,b and for the recipe's sweep; run.name gets the values",
     )  # fmt: skip
     parser.add_argument("--cfg", choices=("job",), help="print the configuration and run nothing")
-    parser.add_argument(
-        "--info", nargs="?", const="all", choices=_INFO, help="print how Hydra composes it, and run nothing"
-    )
+    parser.add_argument("--info", nargs="?", const="all", choices=_INFO, help="print how Hydra composes; run nothing")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="your own recipes, laid out as recipes/")
 
 

@@ -40,12 +40,8 @@ from ..training.text import Source, check
 from . import conversion
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_ON_RANKS = {
-    "eval": (".evaluate", "job_of"),
-    "logprobs": (".evaluate", "logprobs_job"),
-    "serve": ("..serving.serve", "job_of"),
-}
-"""The modules of verbs that run on every task of a job, and what makes their jobs. Other verbs run in one process."""
+_ON_RANKS = {"eval": ".evaluate:job_of", "logprobs": ".evaluate:logprobs_job", "serve": "..serving.serve:job_of"}
+"""Verbs that run on every task of a job, and what makes their jobs. Other verbs run in one process."""
 _ON_A_HOST = {"data": 0, "import": 0, "export": 0, "calibrate": 8}
 """The GPUs of a node for verbs that run in one process."""
 
@@ -168,7 +164,7 @@ def _check_verb(arguments: Namespace, words: Sequence[str], ranks: int) -> None:
     """Refuse a verb that would be refused on the nodes."""
     verb = arguments.verb
     if verb in _ON_RANKS:
-        module, job_of = _ON_RANKS[verb]
+        module, _, job_of = _ON_RANKS[verb].partition(":")
         job = getattr(import_module(module, __package__), job_of)(words)
         if job.world_size != ranks:
             expected = f"{job.world_size} tasks: parallelism.context_parallel_size x tensor_parallel_size"

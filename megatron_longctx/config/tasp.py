@@ -104,12 +104,7 @@ def multi_node_rings(m: int, u: int) -> Rings:
     first. A rank starts one path of its node and ends one, so every NIC carries one ring in each direction; there are
     as many rings as `hamiltonian_paths`. For u = 1 the cycles of K*_m are the rings: a path's end would close its ring
     over an arc of another path. A single rank is a ring by itself.
-
-    Raises:
-        ValueError: m or u below 1.
     """
-    if m < 1 or u < 1:
-        raise ValueError(f"m={m}, u={u}: expected at least 1 rank in at least 1 node. Count ranks and nodes.")
     if u == 1:
         return hamiltonian_cycles(m) or ((0,),)
     return tuple(tuple(node * m + rank for node in range(u) for rank in path) for path in hamiltonian_paths(m))
@@ -186,12 +181,7 @@ def hamiltonian_cycles(n: int) -> tuple[Vertices, ...]:
     """Return edge-disjoint directed Hamiltonian cycles of K*_n: n-1, but 2 for n=4, 4 for n=6, n-2 for even n > 32.
 
     Each cycle is a sequence of all vertices 0..n-1; its last is followed by its first. n=1 has none.
-
-    Raises:
-        ValueError: n < 1.
     """
-    if n < 1:
-        raise ValueError(f"n={n}: expected at least 1 vertex. Give the number of ranks.")
     if n in _SMALL:
         return _SMALL[n]
     if n % 2:
@@ -218,12 +208,7 @@ def hamiltonian_paths(m: int) -> tuple[Vertices, ...]:
     the largest possible numbers) and odd m > 31 (m-1 paths). Even m: the rows of a row-complete Latin square (TASP
     section 3.1.3). Odd m: the cycles of K*_(m+1) without its last vertex. Closing paths through one more vertex turns
     such sets into sets of cycles and back, so the two largest sizes are the same.
-
-    Raises:
-        ValueError: m < 1.
     """
-    if m < 1:
-        raise ValueError(f"m={m}: expected at least 1 vertex. Give the number of ranks of a node.")
     if m % 2 == 0:
         return row_complete_latin_square(m)
     cycles = hamiltonian_cycles(m + 1)

@@ -310,9 +310,8 @@ class Rollouts:
             if learned and name in content:
                 node[name] = [_number(name, x) for x in content[name]]
                 if len(node[name]) != len(tokens):
-                    raise ValueError(
-                        f"expected `{name}` of {len(tokens)} tokens; it has {len(node[name])}. Correct it."
-                    )
+                    found = len(node[name])
+                    raise ValueError(f"expected `{name}` of {len(tokens)} tokens; it has {found}. Correct it.")
         if {"advantage", "reward"} <= content.keys():
             raise ValueError("expected a `reward` or an `advantage`; both are given. Leave one out.")
         if "advantage" in content:

@@ -173,7 +173,7 @@ class Trainer:
             logger.info("stopped at step %d of %d: the same command goes on from %s", self.step, train.steps, here)
 
     def _build(self) -> None:
-        config, par = self.config, self.config.parallelism
+        config, par, train = self.config, self.config.parallelism, self.config.train
         megatron = model.transformer_config(config)
         gpt = model.build_model(config, megatron, self.groups, self.sequence, self.vocab_size)
         if par.overlap_param_gather == "auto" and config.no_param_gather is not None:
@@ -187,9 +187,8 @@ class Trainer:
             overlap_param_gather=config.overlap_param_gather,
         )
         self.optimizer = optimizer.build_optimizer(self.models, config.optim, self.groups)
-        self.scheduler = optimizer.build_scheduler(
-            self.optimizer, config.optim, config.train.steps, config.train.global_batch_size
-        )
+        steps, batch = train.steps, train.global_batch_size
+        self.scheduler = optimizer.build_scheduler(self.optimizer, config.optim, steps, batch)
         optimizer.connect(megatron, self.models, self.optimizer)
 
     def _one_step(self) -> StepResult:

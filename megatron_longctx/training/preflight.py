@@ -148,12 +148,8 @@ def check_delta_kernels(config: Config, device: str, backward: bool = True) -> N
         expected = "null without the package fla-core, whose kernels compute layers G on GPUs"
         remedy = "Run pip install fla-core, which is part of the extra gpu."
         raise refuse("model.pattern", pattern, expected, remedy)
-    if (
-        not backward
-        or for_other_nodes()
-        or importlib.util.find_spec("tilelang")
-        or torch.cuda.get_device_capability()[0] != 9
-    ):
+    other_kernels = not backward or for_other_nodes() or importlib.util.find_spec("tilelang")
+    if other_kernels or torch.cuda.get_device_capability()[0] != 9:
         return
     # fla-org/flash-linear-attention#640: fla-core itself refuses them, but only in the first backward pass.
     if Version("3.4") <= Version(found := version("triton")) < Version("3.7.1"):

@@ -61,9 +61,7 @@ class RankInfo:
             return None
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in env:
-                raise ValueError(
-                    f"{name} is not set: expected the first node and a free port. See launch/train.sbatch."
-                )
+                raise refuse(name, "", "the first node and a free port", "See launch/train.sbatch.")
         if not env["MASTER_PORT"].isdecimal():
             raise refuse("MASTER_PORT", env["MASTER_PORT"], "a free port's number", "See launch/train.sbatch.")
         cpus = len(os.sched_getaffinity(0))  # if Slurm has not bound the task to its own, it shares the host's

@@ -263,4 +263,4 @@ def test_a_slurm_step_without_the_address_of_rank_0(
     for key, value in step.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv(name)
-    assert no_ranks().startswith(f"{name} is not set: expected ")
+    assert no_ranks().startswith(f"{name}=: expected ")
