@@ -52,6 +52,8 @@ def import_model(source: str, words: Sequence[str], check_only: bool = False) ->
     """
     begin = time.perf_counter()
     own, settings = split_arguments(words, ("out",))
+    for key, _, value in (word.partition("=") for word in settings if word.startswith(("run.name=", "run.root="))):
+        raise refuse(key, value, "no value: out=RUN is the run's folder", "Leave it out.")
     published = _open_source(Path(source))
     family = family_of_source(published.config)
     model, seq_length = family.model_of(published.config)

@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from itertools import combinations
 from netrc import NetrcParseError, netrc
@@ -37,27 +37,15 @@ class Finding(NamedTuple):
     detail: str
 
 
-_Section = Callable[[], Iterator[Finding]]
-
-
 def report() -> dict[str, list[Finding]]:
     """Return all findings, keyed by section of the table. Missing or broken packages raise no error."""
-    sections: dict[str, _Section] = {
-        "system": _system,
-        "devices": _devices,
-        "transports": _transports,
-        "kernels": _kernels,
-        "extras": _extras,
-        "packages": _packages,
-        "training": _training,
-        "services": _services,
-    }
-    findings: dict[str, list[Finding]] = {area: [] for area in sections}
-    for area, section in sections.items():
+    findings: dict[str, list[Finding]] = {}
+    for section in (_system, _devices, _transports, _kernels, _extras, _packages, _training, _services):
+        found = findings.setdefault(section.__name__[1:], [])
         try:
-            findings[area].extend(section())
+            found.extend(section())
         except Exception as error:  # a broken torch or driver may raise any exception; other sections still count
-            findings[area].append(Finding("check failed", False, _one_line(error)))
+            found.append(Finding("check failed", False, _one_line(error)))
     return findings
 
 

@@ -93,7 +93,7 @@ def job_of(words: Sequence[str]) -> InferenceJob:
         inference = replace(job.config.inference, cache_tokens=job.config.inference.cache_tokens or max(lengths))
         job = replace(job, config=replace(job.config, inference=inference))
         check_memory(job)
-    elif unused := [word for word in ("haystack", "chat", "depths") if word in own]:
+    elif unused := [word for word in ("haystack", "chat", "depths", "seed") if word in own]:
         raise refuse(unused[0], own[unused[0]], "a task with questions", f"Set tasks={LOSSES},needle, or leave it out.")
     return replace(job, options=evaluation)
 

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, verb: Verb) -> int:
                 if (file := getattr(arguments, option, None)) not in (None, Path()):
                     expected = "none beside --multirun, whose jobs would all write this file"
                     raise refuse(f"--{option}", file, expected, "Leave one out.")
-            return _sweep(arguments, verb, sweep(arguments.settings).jobs)
+            return _sweep(arguments, verb, sweep(arguments.settings)[1])
     return verb(arguments) or 0
 
 

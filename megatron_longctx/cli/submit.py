@@ -56,10 +56,6 @@ class _Job:
     words: tuple[str, ...] = ()  # arguments of the script, after those for `configs`
     options: tuple[str, ...] = ()  # of `sbatch`, over those of the script
 
-    @property
-    def array(self) -> bool:
-        return self.kind == "sweep"
-
 
 def submit(kind: str, words: Sequence[str], dry_run: bool, parse: Callable[[Sequence[str]], Namespace]) -> None:
     """Compose the configuration, refuse what cannot run, copy the code, and call `sbatch`.
@@ -118,11 +114,11 @@ def _job(kind: str, words: Sequence[str]) -> tuple[_Job, list[str]]:
     if kind == "train":
         config = compose_config(settings)
         return _Job(kind, RunFolder.of(config).path, {RESOLVED: config}), options
-    jobs = sweep(settings)
-    if len(jobs.jobs) == 1:
+    name, jobs = sweep(settings)
+    if len(jobs) == 1:
         raise ValueError("sweep: expected a setting with several values, such as parallelism.schedule=ring,zigzag.")
-    configs = {f"{number}.yaml": compose_config(words) for number, words in enumerate(jobs.jobs, start=1)}
-    return _Job(kind, Path(configs["1.yaml"].run.root, jobs.name), configs), options
+    configs = {f"{number}.yaml": compose_config(words) for number, words in enumerate(jobs, start=1)}
+    return _Job(kind, Path(configs["1.yaml"].run.root, name), configs), options
 
 
 def _verb_job(verb: str, words: Sequence[str]) -> _Job:
@@ -193,10 +189,10 @@ def _variables(code: Path) -> dict[str, str]:
 
 
 def _sbatch(job: _Job, folder: Path, options: Sequence[str]) -> list[str]:
-    log = "slurm-%A_%a.log" if job.array else "slurm-%j.log"
+    log = "slurm-%A_%a.log" if job.kind == "sweep" else "slurm-%j.log"
     defaults = [f"--job-name={job.run.name}", f"--output={job.run.absolute() / log}"]
     words = list(job.words)
-    if job.array:
+    if job.kind == "sweep":
         defaults.append(f"--array=1-{len(job.configs)}")
         words = [str(folder / "runs.txt")]
     elif job.configs:
@@ -216,7 +212,7 @@ def _write(job: _Job, folder: Path, command: str) -> None:
         shutil.copy(_PACKAGE.parent / "pyproject.toml", code)  # so that the copy uses its own `recipes`
     for name, config in job.configs.items():
         save_config(config, folder / name)
-    if job.array:
+    if job.kind == "sweep":
         lines = (f"--resolved {shlex.quote(str(folder / name))}\n" for name in job.configs)
         (folder / "runs.txt").write_text("".join(lines), encoding="utf-8")
     (folder / "command.sh").write_text(f"cd {shlex.quote(os.getcwd())} &&\nenv {command}\n", encoding="utf-8")

@@ -71,6 +71,8 @@ def run(settings: Sequence[str], max_tokens: int | None = None, links: Path | No
     """
     if max_tokens is not None and max_tokens < _FEWEST_TOKENS:
         raise refuse("--max-tokens", max_tokens, f"{_FEWEST_TOKENS} or more", "Raise it, or leave it out.")
+    if links is not None and max_tokens is not None:
+        raise refuse("--max-tokens", max_tokens, "none beside --links, which times no kernels", "Leave one out.")
     if links is not None and (links.suffix not in (".yaml", ".yml") or not os.access(links.parent, os.W_OK)):
         raise refuse("--links", links, "a .yaml file in a folder that can be written", "Give another file name.")
     if ranks_per_gpu() > 1:

@@ -122,6 +122,7 @@ def test_a_chats_template_counts(trained: Config, tmp_path: Path, capsys: pytest
         (["seed=x", "tasks=needle", "lengths=900"], "seed=x: expected a number from 0"),
         (["tasks=needle", "lengths=900", "data=x"], "data=x: expected loss_by_position among the tasks"),
         (["tasks=loss_by_position", "chat=true"], "chat=true: expected a task with questions"),
+        (["tasks=loss_by_position", "seed=3"], "seed=3: expected a task with questions"),
         (["tasks=needle", "lengths=900", "chat=yes"], "chat=yes: expected true or false"),
         (["tasks=needle", "lengths=900", "chat=true"], "chat=True: expected false: the byte-level tokenizer has no"),
         (["tasks=needle", "lengths=900", "haystack=nowhere"], "haystack=nowhere: expected a folder with .txt files"),

@@ -51,6 +51,7 @@ def test_links_alone_are_written_as_a_cluster_file(cache: Path, tmp_path: Path) 
     [
         (["--max-tokens", "0"], "--max-tokens=0: expected 64 or more"),
         (["--links", "gone/x.yaml"], "--links=gone/x.yaml: expected a .yaml file in a folder that can be written"),
+        (["--links", "here.yaml", "--max-tokens", "64"], "--max-tokens=64: expected none beside --links"),
         (["--links", "here.txt"], "--links=here.txt: expected a .yaml file"),
         (["attention.transport=peer"], "attention.transport=peer: expected auto or p2p on CPUs"),
         (["attention.kernel=flash"], "kernel='flash' cannot be used here"),
