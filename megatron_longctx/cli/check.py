@@ -122,13 +122,8 @@ def _reference(config: Config, dp: int) -> Config:
     # Experts on as many of the fewer ranks as can share them.
     ranks = dp * whole.model_parallel_size // (par.tensor_size_of_experts * par.pipeline_parallel_size)
     whole = replace(whole, expert_model_parallel_size=max(1, math.gcd(par.expert_model_parallel_size, ranks)))
-    single = replace(
-        whole,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=None,
-    )
+    single = replace(whole, tensor_parallel_size=1, pipeline_parallel_size=1, expert_tensor_parallel_size=None)
+    single = replace(single, expert_model_parallel_size=1)
     quantized = config.reduction.in_training and par.tensor_parallel_size > 1
     why = "reduction.in_training=true quantizes sums over tensor-parallel ranks"
     train, run = replace(config.train, num_processes=None), replace(config.run, name=_REFERENCE)

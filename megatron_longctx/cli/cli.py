@@ -19,7 +19,7 @@ from ..core.errors import JobFailed, is_line, refuse
 from ..training.signals import SAVE_SIGNAL, interrupts_not_swallowed
 from . import hydra_options, wandb_runs
 
-_EPILOG = """\
+_END = """\
 Settings are arguments of the form group=NAME or key.subkey=value, for example:
   megatron-longctx train experiment=demo parallelism=cp4 train.steps=50
   megatron-longctx plan parallelism.schedule=zigzag parallelism.context_parallel_size=8 --draw plan.png
@@ -104,10 +104,7 @@ def _settings_help() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megatron-longctx",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="megatron-longctx", description=__doc__, epilog=_END, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb", parser_class=_VerbParser)
@@ -315,7 +312,7 @@ def _data(arguments: argparse.Namespace) -> None:
     from ..training.text_files import Source
 
     source = Source.of(arguments.source, arguments.glob, arguments.join, arguments.text_key)
-    assert source.kind  # refuses what is missing, before imports that take seconds
+    _ = source.kind  # refuses what is missing, before imports that take seconds
     from ..training.text import prepare
 
     template, shared, library = arguments.chat_template, arguments.share_prefixes, arguments.tokenizer
@@ -347,7 +344,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
     if arguments.verb in _HERE:
         return _HERE[arguments.verb](arguments)
     module, function, names = _ELSEWHERE[arguments.verb]
-    given = [arguments] if names is None else [getattr(arguments, name) for name in names]
+    given: list[Any] = [arguments] if names is None else [getattr(arguments, name) for name in names]
     if arguments.verb in _OF_A_RUN:
         from ..training.compose import check_run
 

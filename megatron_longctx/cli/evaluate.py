@@ -77,9 +77,9 @@ def job_of(words: Sequence[str]) -> InferenceJob:
     job = build_job(own, settings, adapted=inference_config if with_questions else losses_config)
     job = replace(job, iteration=checkpoint.latest(job.checkpoints) if job.iteration is None else job.iteration)
     run = Path(own["checkpoint"])
-    lengths = _numbers(own, "lengths", (job.config.data.seq_length,), int, 1, _MAX_LENGTH)
+    lengths = _numbers(own, "lengths", (job.config.data.seq_length,), 1, _MAX_LENGTH)
     check_length("lengths", max(lengths), job.config.inference.max_model_len)
-    (samples,) = _numbers(own, "samples", (8,), int, 1, _MAX_COUNT, most_values=1)
+    (samples,) = _numbers(own, "samples", (8,), 1, _MAX_COUNT, one=True)
     out = _folder(own.get("out"), run)
     evaluation = _Evaluation(lengths, samples, out, _no_results(run, job, own, lengths, samples))
     if LOSSES in tasks:
@@ -108,23 +108,17 @@ def _tasks(value: str | None) -> list[str]:
 
 
 def _numbers(
-    own: Mapping[str, str],
-    key: str,
-    default: tuple[Number, ...],
-    kind: Callable[[str], Number],
-    least: float,
-    most: float,
-    most_values: int | None = None,
+    own: Mapping[str, str], key: str, default: tuple[Number, ...], least: float, most: float, one: bool = False
 ) -> tuple[Number, ...]:
-    """Return the distinct numbers of a word, in order."""
+    """Return the distinct numbers of a word, in order, of the type of its default. With `one`, refuse several."""
     if key not in own:
         return default
     try:
-        numbers = tuple(dict.fromkeys(kind(value) for value in own[key].split(",")))
-        if not all(least <= value <= most for value in numbers) or len(numbers) > (most_values or len(numbers)):
+        numbers = tuple(dict.fromkeys(type(default[0])(value) for value in own[key].split(",")))
+        if not all(least <= value <= most for value in numbers) or (one and len(numbers) > 1):
             raise ValueError
     except ValueError:
-        what = "a number" if most_values == 1 else "numbers separated by commas, each"
+        what = "a number" if one else "numbers separated by commas, each"
         expected = f"{what} from {least:,} to {most:,}"
         raise refuse(key, own[key], expected, f"For example {key}={','.join(map(str, default))}.") from None
     return numbers
@@ -200,8 +194,8 @@ def _questions(
             raise refuse("chat", True, expected, "Set inference.chat_template=FILE, or leave it out.")
         prompt = partial(_chat_prompt, chat)
     haystack = Haystack.essays(Path(own["haystack"])) if "haystack" in own else Haystack.noise()
-    depths = _numbers(own, "depths", DEPTHS, float, 0, 1)
-    (seed,) = _numbers(own, "seed", (0,), int, 0, 2**63 - 1, most_values=1)
+    depths = _numbers(own, "depths", DEPTHS, 0, 1)
+    (seed,) = _numbers(own, "seed", (0,), 0, 2**63 - 1, one=True)
     sizes, count = (evaluation.lengths, evaluation.samples), lambda text: len(tokenizer.tokenize(text))
     return tuple(make_questions(tasks, *sizes, haystack, count, depths, seed, prompt))
 

@@ -63,7 +63,7 @@ class Text:
     expected: str
     max_bytes: int
     pattern: str = r".+"
-    max_part_bytes: int | None = None  # file systems bound the names of files
+    max_part_bytes: int = 10**6  # file systems bound the names of files
     example: str = "NAME"
 
     def accepts(self, value: str) -> bool:
@@ -72,10 +72,7 @@ class Text:
             and "${" not in value  # an interpolation, which would be resolved when a run's folder is read
             and len(value.encode()) <= self.max_bytes
             and re.fullmatch(self.pattern, value) is not None
-            and (
-                self.max_part_bytes is None
-                or all(len(part.encode()) <= self.max_part_bytes for part in value.split("/"))
-            )
+            and all(len(part.encode()) <= self.max_part_bytes for part in value.split("/"))
         )
 
 

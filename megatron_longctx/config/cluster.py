@@ -10,9 +10,10 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 from ..core.errors import nearest, refuse
+from .bounds import TYPE_NAMES, has_type
 from .files import bundled, read_yaml
 
 GIB = 2**30
@@ -321,29 +322,21 @@ def _mapping(data: Any, where: str) -> dict[str, Any]:
     return {str(key): value for key, value in data.items()}
 
 
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "an integer"),
-    "float": ((int, float), "a number"),
-    "float | None": ((int, float, type(None)), "a number or null"),
-    "str": ((str,), "text"),
-}
-
-
 _PARTS: dict[str, Any] = {"intra": None, "network": Network, "device": Device, "fp8": Fp8}
 
 
 def _values(cls: type, data: Any, where: str) -> dict[str, Any]:
     """Return `data`, checked against the names and types of the fields of `cls`, with its parts as objects."""
     given = {key: value for key, value in _mapping(data, where).items() if value is not None or key not in _PARTS}
-    known = {item.name: item for item in fields(cls)}
+    known, hints = {item.name: item for item in fields(cls)}, get_type_hints(cls)
     for key, value in given.items():
         if key not in known:
             near = get_close_matches(key, known, n=1)
             hint = f"Did you mean {where}{near[0]}?" if near else "Remove it."
             raise refuse(f"{where}{key}", value, "one of the keys " + ", ".join(known), hint)
-        types, expected = _TYPES.get(str(known[key].type), ((object,), ""))
-        if not isinstance(value, types) or isinstance(value, bool):
-            raise refuse(f"{where}{key}", value, expected, "Correct the file.")
+        kind, nullable = (*get_args(hints[key]), hints[key])[0], type(None) in get_args(hints[key])
+        if kind in TYPE_NAMES and not has_type(value, kind) and not (nullable and value is None):
+            raise refuse(f"{where}{key}", value, TYPE_NAMES[kind] + " or null" * nullable, "Correct the file.")
         if key in _PARTS:
             part = _PARTS[key]
             given[key] = part(**_values(part, value, f"{where}{key}.")) if part else _intra(value)

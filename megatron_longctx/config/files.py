@@ -19,7 +19,8 @@ def write_text(path: Path, text: str) -> None:
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "w", encoding="utf-8", opener=_open_no_link) as stream:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(partial, flags, 0o666), "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -27,10 +28,6 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def read_bytes(path: Path, most: int) -> bytes:

@@ -21,6 +21,7 @@ from ..models.chat import Chat, load_chat
 from ..models.trees import Example, Tree, divided, merged
 from .text_files import CONVERSATION_KEYS, Piece, Row, content, parsed
 
+Messages = Sequence[Mapping[str, Any]]
 # The most tokens at the end of a text that may change when more text follows.
 _MAX_REPLACED = 8
 _FEW = 8  # answers, whose first turns are all laid out and tokenized
@@ -70,7 +71,7 @@ def with_shared_beginnings(documents: Iterable[Document], capacity: int) -> Iter
 
 def _messages(row: Row) -> tuple[list[Mapping[str, Any]], int]:
     """Return the messages of a line or row, and how many of them are the prompt, which is not learned."""
-    prompt: Sequence[Mapping[str, Any]] = []
+    prompt: Messages = []
     try:
         found = content(row)
         json.dumps(found, ensure_ascii=False).encode()  # refuses half of a surrogate pair
@@ -91,9 +92,7 @@ def _messages(row: Row) -> tuple[list[Mapping[str, Any]], int]:
     return messages, len(prompt)
 
 
-def _tokens(
-    messages: Sequence[Mapping[str, Any]], prompt: int, chat: Chat, encode: Callable[[str], Sequence[int]]
-) -> Document:
+def _tokens(messages: Messages, prompt: int, chat: Chat, encode: Callable[[str], Sequence[int]]) -> Document:
     """Return tokens and mask. An answer is what the template adds after the generation prompt, with the end of turn."""
     text = chat.text(messages, reply=False)
     ids = list(encode(text))
@@ -116,11 +115,7 @@ def _tokens(
 
 
 def _spans(
-    messages: Sequence[Mapping[str, Any]],
-    text: str,
-    answers: Sequence[int],
-    chat: Chat,
-    head: Sequence[Mapping[str, Any]] | None = None,
+    messages: Messages, text: str, answers: Sequence[int], chat: Chat, head: Messages | None = None
 ) -> Iterator[tuple[int, int]]:
     """Yield where in `text`, that of all messages, every answer begins and ends.
 

@@ -178,14 +178,8 @@ class Trainer:
         gpt = model.build_model(config, megatron, self.groups, self.sequence, self.vocab_size)
         if par.overlap_param_gather == "auto" and config.no_param_gather is not None:
             logger.info("parameters are not gathered during forward, because of %s", config.no_param_gather)
-        self.models = optimizer.wrap_ddp(
-            [gpt],
-            megatron,
-            self.groups,
-            distributed=config.optim.distributed,
-            overlap_grad_reduce=par.overlap_grad_reduce,
-            overlap_param_gather=config.overlap_param_gather,
-        )
+        overlaps = {"overlap_grad_reduce": par.overlap_grad_reduce, "overlap_param_gather": config.overlap_param_gather}
+        self.models = optimizer.wrap_ddp([gpt], megatron, self.groups, distributed=config.optim.distributed, **overlaps)
         self.optimizer = optimizer.build_optimizer(self.models, config.optim, self.groups)
         steps, batch = train.steps, train.global_batch_size
         self.scheduler = optimizer.build_scheduler(self.optimizer, config.optim, steps, batch)
@@ -251,7 +245,7 @@ class Trainer:
 
     def _require_finite(self, what: str, value: float, batches: list[TrainingBatch]) -> None:
         if not math.isfinite(value):
-            path = dump_nonfinite(self.folder.path, self.step + 1, {what: value}, batches, self.models)
+            path = dump_nonfinite(self.folder.path, self.step + 1, what, value, batches, self.models)
             raise NonFiniteError(
                 f"{what} is {value} in step {self.step + 1}: expected a finite number. What every rank saw is "
                 f"in {path}; the last checkpoint is unchanged. Lower optim.lr, check the data, or try "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -147,7 +146,8 @@ class NonFiniteError(ArithmeticError):
 def dump_nonfinite(
     folder: Path,
     step: int,
-    values: Mapping[str, float],
+    what: str,
+    value: float,
     batches: Sequence[TrainingBatch],
     models: Sequence[torch.nn.Module],
 ) -> Path:
@@ -166,7 +166,7 @@ def dump_nonfinite(
             counts = {"parameter": _num_nonfinite(parameter), "gradient": 0 if grad is None else _num_nonfinite(grad)}
             if any(counts.values()):
                 affected[f"{index}.{name}"] = counts
-    facts = {"step": step, "values": {k: str(v) for k, v in values.items()}, "nonfinite_elements": affected}
+    facts = {"step": step, "values": {what: str(value)}, "nonfinite_elements": affected}
     files.write_text(target / f"rank_{rank}.json", json.dumps(facts, indent=2) + "\n")
     torch.save([vars(batch) for batch in batches], target / f"rank_{rank}_batches.pt")
     return target
@@ -249,7 +249,7 @@ class Saver:
             files.write_text(self._directory / checkpoint_folder.BEST, json.dumps(content) + "\n")
         logger.info("step %d has the lowest validation loss of all checkpoints: %.5f", self.latest, loss)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _stalling(self) -> Iterator[None]:
         begin = time.perf_counter()
         try:

@@ -30,6 +30,7 @@ from ..config.progress import Progress
 from ..core.errors import JobFailed, refuse
 from .rendezvous import RankInfo, connect_store, host_store, join_group, listen
 
+Function = Callable[..., Any]
 _KILLED_END_WITHIN_S = 5.0  # unless the kernel holds them, as in a file system that hangs
 _GRACE_S = 2.0
 _TRACEBACK_CHARS = 30_000  # less than a pipe takes without a reader
@@ -76,7 +77,7 @@ class RankProcesses:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Function,
         args: tuple[Any, ...],
         ranks: Iterable[int],
         start_method: str = "spawn",
@@ -152,7 +153,7 @@ class RankProcesses:
             time.sleep(0.02)
 
 
-def _rank_process(report: Connection, fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> None:
+def _rank_process(report: Connection, fn: Function, rank: int, args: tuple[Any, ...]) -> None:
     mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     try:
         fn(rank, *args)
@@ -164,7 +165,7 @@ def _rank_process(report: Connection, fn: Callable[..., Any], rank: int, args: t
 
 
 def run_ranks(
-    fn: Callable[..., Any],
+    fn: Function,
     world_size: int,
     *args: Any,
     timeout: float = 120.0,
@@ -246,11 +247,7 @@ def stopped_ranks(pids: Sequence[int]) -> list[int]:
 
 
 def explain_failure(
-    message: str,
-    stopped: Sequence[int],
-    timeout_s: float,
-    doing: Mapping[int, object] = {},
-    suspects: str | None = None,
+    message: str, stopped: Sequence[int], timeout_s: float, doing: Mapping[int, Any] = {}, suspects: str | None = None
 ) -> str:
     """Return the message of a failed rank, with the ranks that it may have waited for.
 
@@ -272,17 +269,8 @@ def explain_failure(
     return message
 
 
-def _rank_main(
-    rank: int,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    port: int,
-    backend: str,
-    timeout: float,
-    threads: int | None,
-    environment: dict[str, str],
-    folder: str,
-) -> None:
+def _rank_main(rank: int, *job: Any) -> None:
+    fn, args, port, backend, timeout, threads, environment, folder = job
     exit_with_parent()
     gc.freeze()  # imported modules stay, so the collector need not visit them
     os.environ.clear()
@@ -344,7 +332,7 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def run_on_ranks(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> Any:
+def run_on_ranks(ranks: Ranks, fn: Function, *args: Any) -> Any:
     """Run `fn(rank, *args)` on every rank and return rank 0's result. Torchrun's other ranks exit here.
 
     Raises:
