@@ -235,11 +235,7 @@ class Request:
 
     @classmethod
     def of(cls, script: Path, options: Sequence[str]) -> Request:
-        """Read the `#SBATCH` lines of a script, `sbatch`'s variables, and options; the latter win.
-
-        Raises:
-            ValueError: something that is no number, or fewer GPUs than ranks.
-        """
+        """Read `#SBATCH` lines, `sbatch`'s variables, and options; the latter win. Refuse what is no number of them."""
         lines = re.findall(r"^#SBATCH (\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
         variables = {name: os.environ[key] for key, name in _VARIABLES.items() if key in os.environ}
         given = dict(_parsed(options))

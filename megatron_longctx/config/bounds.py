@@ -152,11 +152,7 @@ class Key(NamedTuple):
 
 @functools.cache
 def keys_of(cls: Any, prefix: str = "") -> dict[str, Key]:
-    """Return the keys of a configuration dataclass and of the dataclasses inside it, by full name.
-
-    Raises:
-        TypeError: a key has no declared bounds.
-    """
+    """Return the keys of a dataclass and of those inside it, by full name. Raises TypeError: a key has no bounds."""
     keys: dict[str, Key] = {}
     types = get_type_hints(cls)
     for item in fields(cls):

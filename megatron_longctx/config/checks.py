@@ -52,13 +52,9 @@ def check_model(model: ModelConfig) -> None:
 
 
 def validate(config: Config, training: bool = True) -> None:
-    """Check everything that can be known without devices, data or ranks.
+    """Refuse what cannot run, as far as that can be known without devices, data or ranks.
 
-    Args:
-        training: whether the model is trained; inference has other conditions for its parallel sizes.
-
-    Raises:
-        ValueError: names the key and value, what was expected and what to do.
+    `training` is whether the model is trained; inference has other conditions for its parallel sizes.
     """
     _check_keys(config)
     _check_model(config.model)

@@ -199,11 +199,7 @@ class Cluster(_Hardware):
         return Resource("nic_out", *nic), Resource("nic_in", *nic)
 
     def route(self, source: int, destination: int) -> Route:
-        """Return the route of a message between two ranks.
-
-        Raises:
-            ValueError: a rank outside the cluster, or the same rank twice.
-        """
+        """Return the route of a message between two ranks. Refuse one to itself, and ranks that the cluster has not."""
         for rank in (source, destination):
             if not 0 <= rank < self.n:
                 raise refuse("rank", rank, f"0..{self.n - 1}, the ranks of {self.name}", "Use a larger cluster.")
@@ -232,8 +228,7 @@ class Cluster(_Hardware):
     def resized(self, n: int) -> Cluster:
         """Return the same hardware with `n` ranks: a part of a node, or as many whole nodes as needed.
 
-        Raises:
-            ValueError: `n` is neither, or needs several nodes of a cluster whose network is not described.
+        Refuse other numbers, and several nodes of a cluster whose network is not described.
         """
         m = self.ranks_per_node
         if n < 1 or (n > m and n % m):
@@ -246,11 +241,7 @@ class Cluster(_Hardware):
 
 
 def load_cluster(source: str | Path) -> Cluster:
-    """Load a cluster from a .yaml file, or by a name in `recipes/cluster` such as `h200_x8`.
-
-    Raises:
-        ValueError: no such file, not YAML, an unknown or missing key, a value of the wrong type or range.
-    """
+    """Load a cluster from a .yaml file, or by a name in `recipes/cluster` such as `h200_x8`. Refuse other content."""
     path, folder = Path(source), bundled("recipes") / "cluster"
     names = sorted(file.stem for file in folder.glob("*.yaml"))
     if str(source) in names:
@@ -286,11 +277,7 @@ def as_data(cluster: Cluster) -> dict[str, Any]:
 
 
 def cluster_from(data: Any) -> Cluster:
-    """Return the cluster of `as_data`, or of the content of a YAML file.
-
-    Raises:
-        ValueError: an unknown or missing key, a value of the wrong type or range.
-    """
+    """Return the cluster of `as_data` or a YAML file. Refuse unknown or missing keys, and wrong types or values."""
     return Cluster(**_values(Cluster, data, ""))
 
 

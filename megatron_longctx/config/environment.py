@@ -79,9 +79,7 @@ def commit() -> str | None:
 def facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts by which tables, the dashboard and W&B distinguish, group and filter runs, keyed by name.
 
-    Args:
-        config: the contents of a `resolved.yaml` of any version.
-        environment: as `read` returns it.
+    `config` is the content of a `resolved.yaml` of any version, `environment` what `read` returns.
     """
     par, sizes = config.get("parallelism", {}), _sizes(config, environment)
     mode = par.get("schedule", "unknown") if sizes["cp"] > 1 else "one rank"

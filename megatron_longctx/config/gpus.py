@@ -57,11 +57,9 @@ def uses_cuda(device: str) -> bool:
 
 
 def refuse_peer(config: Config, transport: str, reduces: bool = True) -> None:
-    """Refuse messages through peer memory on CPUs.
+    """Refuse messages of attention through peer memory on CPUs; `transport` is their key.
 
-    Args:
-        transport: the key of the transport of attention's messages.
-        reduces: whether sums are quantized as `config.reduction` says.
+    With `reduces`, also those of sums that `config.reduction` quantizes.
     """
     reduction = config.reduction
     quantizes = reduces and {reduction.output_projection, reduction.down_projection} != {"none"}

@@ -47,11 +47,7 @@ class Tasp(Mode):
         return n * n * len(self.rings)
 
     def plan(self, visible: Visibility) -> Plan:
-        """In step t, rank r holds in every ring the piece of the rank t places before it in that ring.
-
-        Raises:
-            ValueError: a ring that does not pass every rank once.
-        """
+        """In step t, rank r holds in every ring the piece of the rank t places before it in that ring."""
         n, rings = visible.queries.n, self.rings
         if any(sorted(ring) != list(range(n)) for ring in rings) or (n > 1 and not rings):
             raise ValueError(f"rings={rings}: expected at least one ring that passes each of the {n} ranks once.")

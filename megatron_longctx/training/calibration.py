@@ -61,13 +61,11 @@ _FEWEST_TOKENS = 64  # with fewer, rates cannot be fitted
 def run(settings: Sequence[str], max_tokens: int | None = None, links: Path | None = None) -> None:
     """Measure on `parallelism.context_parallel_size` ranks, or one per GPU if it is 1, and store the result for `auto`.
 
+    Refuse settings that cannot be measured. Raises JobFailed: a rank failed.
+
     Args:
         max_tokens: the longest kernel call with all heads; None for a default of the device.
         links: measure only links, and write them as this cluster file.
-
-    Raises:
-        ValueError: settings that cannot be measured.
-        JobFailed: a rank failed.
     """
     if max_tokens is not None and max_tokens < _FEWEST_TOKENS:
         raise refuse("--max-tokens", max_tokens, f"{_FEWEST_TOKENS} or more", "Raise it, or leave it out.")

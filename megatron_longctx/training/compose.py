@@ -45,9 +45,7 @@ _own_recipes: list[Path] = []
 def compose_config(overrides: Sequence[str]) -> Config:
     """Compose the recipes with `overrides` (`experiment=demo`, `train.steps=5`, …) and validate the result.
 
-    Raises:
-        ValueError: an override is malformed, has an unknown key or recipe (the message names the nearest that exist),
-            or a value of the wrong type or range.
+    Refuse what is malformed or unknown, with the nearest names that exist, and values of another type or range.
     """
     overrides = checked_overrides(overrides)
     overrides = [*_init_from_overrides(overrides), *overrides]
@@ -67,11 +65,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
 def override_config(config: Config, overrides: Sequence[str], training: bool = True) -> Config:
     """Return `config`, for example that of a run, with overrides as for `compose_config`, except `experiment`.
 
-    Args:
-        training: see `config.validate`. Without it, a run that was trained in FP8 computes in bf16.
-
-    Raises:
-        ValueError: as `compose_config`.
+    For `training`, see `config.validate`. Without it, a run that was trained in FP8 computes in bf16.
     """
     if not training:
         plain = replace(config.train, fp8="none", bf16_layers_at_start=0, bf16_layers_at_end=0)
@@ -107,11 +101,7 @@ def config_yaml(config: Config) -> str:
 
 
 def load_config(path: Path) -> Config:
-    """Read and validate a file that `save_config` wrote.
-
-    Raises:
-        ValueError: the file is missing, is cut short, is not YAML, or has keys or values that `Config` does not allow.
-    """
+    """Read and validate a file that `save_config` wrote. Refuse one that is missing, cut short or of another form."""
     try:
         loaded = OmegaConf.create(read_yaml(path))
         # run.root is written last. Without this check, a file that is cut short would leave other keys at defaults.

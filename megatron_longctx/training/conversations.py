@@ -43,11 +43,8 @@ def conversations(part: Path | Piece, chat: Chat, encode: Callable[[str], Sequen
     """Return the tokens of every line's conversation, with a mask of the tokens to learn: the assistant's.
 
     A line has `messages`, or a `prompt` and its `completion`: texts, or lists of messages. Only answers in the
-    completion are learned.
-
-    Raises:
-        ValueError: a line in another form or without an answer, or a template that does not lay it out turn by turn.
-            The message has the file and the line.
+    completion are learned. Refuse other lines, lines without an answer, and a template that does not lay them out turn
+    by turn, with the file and the line.
     """
     return parsed(part, lambda row: _tokens(*_messages(row), chat, encode), CONVERSATION_KEYS)
 
@@ -119,12 +116,9 @@ def _spans(
 ) -> Iterator[tuple[int, int]]:
     """Yield where in `text`, that of all messages, every answer begins and ends.
 
-    Args:
-        head: the first turn. If given, it replaces all turns before an answer's own, whose texts would together take
-            time in the square of their number. None: they are laid out in full.
-
-    Raises:
-        ValueError: a text does not begin with that of its first turns, or, with a head, depends on more than its turn.
+    `head` is the first turn. If given, it replaces all turns before an answer's own, whose texts would together take time
+    in the square of their number. Refuse a text that does not begin with that of its first turns or, with a head, that
+    depends on more than its turn.
     """
     start = done = skipped = 0
     for at in answers:
@@ -148,9 +142,8 @@ def _num_tokens(
 ) -> int:
     """Return how many tokens a conversation shares with its first `end` characters.
 
-    Args:
-        known: earlier positions with their numbers of tokens. The tokens since one of them suffice if they match the
-            conversation's in a single place. They may differ where they begin, as with a token at the start of a text.
+    `known` are earlier positions with their numbers of tokens. The tokens since one of them suffice if they match the
+    conversation's in a single place. They may differ where they begin, as with a token at the start of a text.
     """
     context = _CONTEXT
     while begun := next((mark for mark in reversed(known) if mark[1] + context <= known[-1][1]), None):
@@ -213,9 +206,7 @@ class Rollouts:
     def trees(self) -> Iterator[tuple[int, Tree]]:
         """Yield every tree with the number of its line.
 
-        Raises:
-            ValueError: a line in another form, or one whose responses have other values than those of the first line.
-                The message has the file and the line.
+        Refuse lines of another form, or whose responses have other values than those of the first, with file and line.
         """
         for path in self._paths:
             for number, trees in enumerate(parsed(path, self._trees), start=1):

@@ -53,12 +53,7 @@ _POLL_S = 0.2
 
 
 def train(config: Config) -> None:
-    """Refuse what cannot run, then train or resume.
-
-    Raises:
-        ValueError: a job that cannot run.
-        JobFailed: a rank failed.
-    """
+    """Refuse what cannot run, then train or resume. Raises JobFailed: a rank failed."""
     _hide_gpus(config)
     if (place := RankInfo.from_environment(os.environ)) is None:
         _start_ranks(config)
@@ -69,8 +64,7 @@ def train(config: Config) -> None:
 def preflight_only(config: Config, world_size: int, gpus: int | None = None) -> Job:
     """Refuse what a job of `world_size` ranks would refuse, without asking a device. Start and write nothing.
 
-    Args:
-        gpus: of each of the nodes that the job will run on, which are not this host; None for this host.
+    `gpus` are those of each of the nodes that the job will run on, which are not this host; None for this host.
     """
     if gpus is None:
         _hide_gpus(config)

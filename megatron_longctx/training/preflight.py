@@ -162,8 +162,7 @@ def check_delta_kernels(config: Config, device: str, backward: bool = True) -> N
 def check_mode(config: Config, length: int, key: str, needs_tokens: bool = True) -> None:
     """Refuse a mode that cannot divide the heads or plan sequences of `length` tokens, the value of the setting `key`.
 
-    Args:
-        needs_tokens: also refuse a length that leaves a context-parallel rank without tokens. Packs have other lengths.
+    With `needs_tokens`, also one that leaves a context-parallel rank without tokens. Packs have other lengths.
     """
     par, workload = config.parallelism, workload_of(config)
     n, unit, mode = par.context_parallel_size, token_unit(config), configured_mode(par)

@@ -297,15 +297,12 @@ class Ranks:
 
     @classmethod
     def of(cls, ranks: int | None, device: str, least: int = 2) -> Ranks:
-        """Check the ranks against this machine. Under torchrun, the number of ranks is torchrun's.
+        """Refuse fewer ranks than `least`, or more than GPUs. Under torchrun, the number of ranks is torchrun's.
 
         Args:
             ranks: None for one per GPU, or 2 on CPUs.
             device: `cpu`, `cuda`, or `auto` for CUDA if available.
             least: the fewest ranks that the function needs.
-
-        Raises:
-            ValueError: fewer ranks than `least`, or more than GPUs.
         """
         cuda = torch.cuda.is_available() and device != "cpu"
         if device == "cuda" and not cuda:
@@ -335,9 +332,7 @@ def world_group() -> dist.ProcessGroup:
 def run_on_ranks(ranks: Ranks, fn: Function, *args: Any) -> Any:
     """Run `fn(rank, *args)` on every rank and return rank 0's result. Torchrun's other ranks exit here.
 
-    Raises:
-        ValueError: a rank's refusal.
-        JobFailed: a rank failed otherwise.
+    Raise a rank's ValueError as it is. Raises JobFailed: a rank failed otherwise.
     """
     place = RankInfo.from_torchrun(os.environ)
     if place is not None:

@@ -29,10 +29,7 @@ def sweep(overrides: Sequence[str]) -> tuple[str, list[list[str]]]:
 
     A job is its overrides. A recipe may declare what is swept (`hydra.sweeper.params`); overrides win over it. A job's
     `run.name`, the last one, is the sweep's, followed by the job's values. Its W&B group is the sweep's name unless a
-    recipe or an override sets one.
-
-    Raises:
-        ValueError: as `compose_config`, for any job; two jobs have the same name.
+    recipe or an override sets one. Refuse any job as `compose_config` does, and two jobs of the same name.
     """
     try:
         with hydra_initialized() as hydra:

@@ -46,16 +46,14 @@ def prepare(
 ) -> Corpus:
     """Write `source` as a dataset: `.bin`, `.idx` and `.json`; for conversations also `.mask.bin` and `.mask.idx`.
 
+    Refuse a source, line, tokenizer or option that cannot be used. Raises JobFailed: a process was killed.
+
     Args:
         out: path without suffix.
         library: a tokenizer library of Megatron-Core; its files are at `tokenizer_path`.
         chat_template: file of the template for conversations and prompts; None for the tokenizer's own.
         share_prefixes: the most tokens of a tree of conversations that begin alike; None writes each alone.
         workers: processes that tokenize; None for one per core, up to 16. The result does not depend on it.
-
-    Raises:
-        ValueError: a source, a line, a tokenizer or an option that cannot be used.
-        JobFailed: a process was killed.
     """
     tokenizer = check(source, out, library, tokenizer_path, chat_template, share_prefixes, workers)
     encode, documents, is_trees = encoder(tokenizer), source.documents(), source.kind == "rollouts"
@@ -169,12 +167,9 @@ class Recipe:
 def write_sharded(paths: Sequence[Path], recipe: Recipe, tokenizer: Any, out: Path, workers: int) -> Corpus:
     """Write the documents of files, in their order, as a dataset; what an earlier call has finished is kept.
 
-    A shard has its place in `<out>.shards` once it is complete, and is made again if its files, their times, the
-    recipe or the tokenizer have changed. The dataset depends neither on the number of processes nor on the shards.
-
-    Raises:
-        ValueError: a file cannot be read, or another process writes this dataset.
-        JobFailed: a process was killed.
+    A shard has its place in `<out>.shards` once it is complete, and is made again if its files, their times, the recipe
+    or the tokenizer have changed. The dataset depends neither on the number of processes nor on shards. Refuse files
+    that cannot be read, and a dataset that another process writes. Raises JobFailed: a process was killed.
     """
     sizes = [path.stat() for path in paths]
     most = min(max(_MIN_BYTES, 1 << (sum(size.st_size for size in sizes) // _SHARDS).bit_length()), _MAX_BYTES)

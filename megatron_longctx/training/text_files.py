@@ -166,13 +166,9 @@ def _ending(path: Path) -> str:
 
 
 def files_of(root: Path, glob: str | None) -> list[Path]:
-    """Return the files of a folder that are read, sorted.
+    """Return the files of a folder that are read, sorted. Refuse if there is none, all are empty, or one lies outside.
 
-    Args:
-        glob: pattern of the files; None for text and JSONL files that are not hidden, nor in hidden folders.
-
-    Raises:
-        ValueError: there are none, all are empty, or one of them lies outside of the folder.
+    Without the pattern `glob`, they are text and JSONL files that are not hidden, nor in hidden folders.
     """
     found = matching(root, "**/*" if glob is None else glob)
     if glob is None:
@@ -227,8 +223,7 @@ def refuse_empty(source: str, files: Sequence[Path]) -> None:
 def read_text(path: Path) -> str:
     """Return the text of a file. Bytes that are not UTF-8 are replaced.
 
-    Raises:
-        ValueError: the file is larger than a document can be, cannot be decompressed, or has lines of JSON.
+    Refuse a file that is larger than a document can be, cannot be decompressed, or has lines of JSON.
     """
     with _opened(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", errors="replace").read(_MAX_BYTES)
