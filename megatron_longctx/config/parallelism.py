@@ -35,8 +35,7 @@ class ParallelismConfig(Switches):
     # Which rank holds which token. auto: the layout that balances the schedule; for packed documents `balanced`,
     # if the schedule supports it.
     layout: str = choice("auto", LAYOUTS, "auto")
-    # all_gather only: maximum number of remote K/V tokens that a rank holds at once; null: all of them, in one
-    # group.
+    # all_gather only: maximum number of remote K/V tokens that a rank holds at once; null: all of them, in one group.
     max_buffer_tokens: int | None = number(None, 2, 10**9)
     # double_ring, node_gather: ranks of a node; usp: ranks that share the heads. null: as many as a node of `cluster`
     # has, or the largest proper divisor of context_parallel_size up to 8.

@@ -116,7 +116,7 @@ def _spans(
 ) -> Iterator[tuple[int, int]]:
     """Yield where in `text`, that of all messages, every answer begins and ends.
 
-    `head` is the first turn. If given, it replaces all turns before an answer's own, whose texts would together take time
+    `head` is the first turn. If given, it replaces all turns before an answer's own, whose texts would take time
     in the square of their number. Refuse a text that does not begin with that of its first turns or, with a head, that
     depends on more than its turn.
     """
