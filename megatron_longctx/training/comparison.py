@@ -317,11 +317,8 @@ def wandb_views(place: str, group: str | None = None) -> tuple[Any, Callable[[st
     """Return a workspace of `wandb_workspaces` for a project, and what makes a report that links to its URL.
 
     Both have a method `save()`, and then a `url`. Bars are of the run's summary, which has medians after the warm-up.
-    Refuse another form of `place`, and a missing package.
-
-    Args:
-        place: `ENTITY/PROJECT`.
-        group: show only runs of this group; None for all, with one line or bar per group and mode.
+    Refuse a `place` other than `ENTITY/PROJECT`, and a missing package. Only runs of `group` are shown; None for all,
+    with one line or bar per group and mode.
     """
     entity, _, project = place.partition("/")
     if not entity or not project or "/" in project:

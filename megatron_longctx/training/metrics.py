@@ -188,10 +188,7 @@ class ConsoleSink:
     """Emits one line per step with loss, speed, memory and the remaining time; a dash means not known.
 
     The remaining time uses the median of the last step times, so a slow first step or a checkpoint does not distort it.
-
-    Args:
-        total_steps: steps of the whole run.
-        emit: receives the line, e.g. the `info` method of a logger.
+    `total_steps` are those of the whole run. `emit` receives the line, e.g. the `info` method of a logger.
     """
 
     def __init__(self, total_steps: int, emit: Callable[[str], None]) -> None:
@@ -246,13 +243,10 @@ def clock_text(seconds: float | None) -> str:
 class WandbSink:
     """Writes to W&B in the run's folder: offline, online or not at all (`wandb_mode`).
 
-    One line says where: the URL, or the folder and the command that sends it. At the end, the run's summary has the
-    medians of `metrics.summary`. W&B online ignores steps that a resumed run trains again, because its history only
-    grows; the JSONL has their last values. W&B never ends a training run: where its server cannot be reached, it
+    One line says where: the URL, or the folder and the command that sends it; `emit` receives it. At the end, the run's
+    summary has the medians of `summaries`. W&B online ignores steps that a resumed run trains again, as its history
+    only grows; the JSONL has their last values. W&B never ends a training run: where its server cannot be reached, it
     writes offline; if it fails, one warning gives the reason and training goes on without it.
-
-    Args:
-        emit: receives the line, e.g. the `info` method of a logger.
     """
 
     def __init__(self, folder: Path, config: Config, emit: Callable[[str], None] = lambda line: None) -> None:

@@ -45,8 +45,7 @@ class RankFailed(Exception):
 
     Attributes:
         signal_name: the signal that killed it, as `SIGKILL`; None if none did.
-        summary: one line: `rank 1 failed: ValueError: …`, `rank 1 was killed by SIGKILL`, `rank 1 ended with exit
-            code 3`.
+        summary: a line: `rank 1 failed: ValueError: …`, `… was killed by SIGKILL` or `… ended with exit code 3`.
     """
 
     def __init__(self, rank: int, exitcode: int, traceback: str = "") -> None:
