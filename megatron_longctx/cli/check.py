@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import Config, ParallelismConfig, data_parallel_size, validate
+from ..config import Config, ParallelismConfig, check_datasets, data_parallel_size, validate
 from ..core.errors import JobFailed, refuse
 from ..training.compose import compose_config
 
@@ -87,6 +87,7 @@ def _prepare(settings: Sequence[str], steps: int, tolerance: float | None, root:
     if config.parallelism.model_parallel_size * config.parallelism.expert_model_parallel_size == 1:
         expected = "2 or more, or another parallel size that is, to be compared with 1"
         raise refuse("parallelism.context_parallel_size", 1, expected, "Set it, or parallelism=cp2.")
+    check_datasets(config.data)
     from ..training import auto, preflight  # here: Megatron takes seconds to import
     from ..training.rendezvous import RankInfo
 
