@@ -1,8 +1,8 @@
 """The typed configuration: every key is a field in `tree`, `model` or `parallelism`, with allowed values from `bounds`.
 
 `checks.validate` is the only validation. It runs once, before any rank starts, and reports value, expectation and
-remedy. `planned` derives the mode, the mask, the workload and the data-parallel size from a configuration. `compose`
-composes configurations from recipes, and `sweep` makes the jobs of a sweep. `extras` are the optional packages.
+remedy. `planned` derives the mode, the mask, the workload and the data-parallel size from a configuration. `cluster`
+describes how ranks are linked, and `tasp` is the mode that depends on it. `extras` are the optional packages.
 """
 
 from . import tasp

@@ -294,16 +294,14 @@ def _doubled(first: int, last: int) -> list[int]:
     return [first << i for i in range(max(1, (last // first).bit_length()))]
 
 
-_CACHED, _NEW = 64, 16
-"""Tokens per rank of the pass that measures the host: kernel calls are as short as possible."""
+_CACHED, _NEW = 64, 16  # Tokens per rank of the pass that measures the host: kernel calls are as short as possible
 _PASSES = 30
 _CLOSE, _MAX_MODES = 1.3, 8
 """Modes are measured if their simulated time is at most this factor above the fastest; this many at most."""
 _LONG_S = 0.2
 _STEPS, _STEPS_OF_LONG, _ALL_STEPS = 6, 3, 10
 """Timed steps in a row, of short and of long steps; the last includes those that warm up."""
-_BUDGET_S = 20.0
-"""Seconds per length. Modes that exceed it are not measured."""
+_BUDGET_S = 20.0  # Seconds per length. Modes that exceed it are not measured.
 
 
 def host_operation_seconds(testbed: Testbed, cluster: Cluster, costs: Costs) -> float:

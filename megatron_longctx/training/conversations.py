@@ -185,10 +185,7 @@ class Rollouts:
     text are tokenized alone. The prompt is not learned; of the others, every token is, once.
 
     The advantage of a response with a reward is that of GRPO: (reward - mean) / (standard deviation + 1e-4) over the
-    responses of its line.
-
-    Args:
-        load_chat: returns the chat template, if the lines have messages.
+    responses of its line. `load_chat` returns the chat template, if the lines have messages.
 
     Attributes:
         columns: the values that all responses have (`corpus.SIDES`).

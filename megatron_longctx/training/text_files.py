@@ -22,8 +22,7 @@ from ..config.extras import install
 from ..core.errors import refuse
 
 T = TypeVar("T")
-Row = bytes | Mapping[str, Any]
-"""A line of JSON, or the row of a table."""
+Row = bytes | Mapping[str, Any]  # A line of JSON, or the row of a table
 
 JSONL, TEXT, TABLE = ".jsonl", (".md", ".py", ".rst", ".tex", ".txt"), ".parquet"
 ENDINGS = f"{JSONL}, {', '.join(TEXT)}, these with .gz or .zst, or {TABLE}"
