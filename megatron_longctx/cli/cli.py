@@ -336,7 +336,8 @@ _ELSEWHERE: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "doctor": (".doctor", "main", ()),
 }
 """The module, the function and its arguments, by their names in the namespace; None: the namespace itself."""
-_OF_A_RUN = ("generate", "serve", "eval", "logprobs", "export")
+_FIRST = {**dict.fromkeys(("generate", "serve", "eval", "logprobs", "export"), "check_run"), "import": "check_source"}
+"""What `compose` checks of verbs' first argument, before their modules are imported, which takes seconds."""
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
@@ -345,10 +346,8 @@ def _run(arguments: argparse.Namespace) -> int | None:
         return _HERE[arguments.verb](arguments)
     module, function, names = _ELSEWHERE[arguments.verb]
     given: list[Any] = [arguments] if names is None else [getattr(arguments, name) for name in names]
-    if arguments.verb in _OF_A_RUN:
-        from ..training.compose import check_run
-
-        check_run(given[0])
+    if check := _FIRST.get(arguments.verb):
+        getattr(import_module("..training.compose", __package__), check)(given[0])
     result: object = getattr(import_module(module, __package__), function)(*given)
     return result if isinstance(result, int) else None  # exit codes; other functions return what they have written
 

@@ -35,7 +35,7 @@ from ..models.huggingface import HuggingFaceFolder, ShardWriter
 from ..models.source import CONFIG_FILES, TOKENIZER_FILES, TensorInfo, matching_files, read_json
 from ..serving.inference_job import checkpoint_of, split_arguments
 from ..training import preflight
-from ..training.compose import RESOLVED, load_config, override_config, save_config
+from ..training.compose import RESOLVED, check_source, load_config, override_config, save_config
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ def import_model(source: str, words: Sequence[str], check_only: bool = False) ->
     own, settings = split_arguments(words, ("out",))
     for key, _, value in (word.partition("=") for word in settings if word.startswith(("run.name=", "run.root="))):
         raise refuse(key, value, "no value: out=RUN is the run's folder", "Leave it out.")
-    published = _open_source(Path(source))
+    check_source(source)
+    published = HuggingFaceFolder(Path(source))
     family = family_of_source(published.config)
     model, seq_length = family.model_of(published.config)
     vocab = model.vocab_size
@@ -146,15 +147,6 @@ def _base(model: ModelConfig) -> Config:
     base = replace(Config(), model=model)
     helper = replace(base.parallelism, schedule="helper")
     return replace(base, parallelism=helper) if model.recurrent else base
-
-
-def _open_source(path: Path) -> HuggingFaceFolder:
-    if (path / "config.json").is_file():
-        return HuggingFaceFolder(path)
-    remedy = "Fetch it first: nothing is downloaded here."
-    if path.suffix == ".gguf":
-        remedy = "Take its safetensors, or convert it in a checkout: `python -m analysis.gguf_file FILE FOLDER`."
-    raise refuse("SOURCE", path, "a folder with config.json and safetensors files", remedy)
 
 
 def _checked_weights(source: HuggingFaceFolder, family: Family, dims: Dims) -> list[Weight]:

@@ -134,6 +134,15 @@ def check_run(words: Sequence[str]) -> None:
         load_config(Path(run, RESOLVED))
 
 
+def check_source(source: str) -> None:
+    """Refuse what cannot be imported because it is no folder of a published model."""
+    if not Path(source, "config.json").is_file():
+        remedy = "Fetch it first: nothing is downloaded here."
+        if source.endswith(".gguf"):
+            remedy = "Take its safetensors, or convert it in a checkout: `python -m analysis.gguf_file FILE FOLDER`."
+        raise refuse("SOURCE", source, "a folder with config.json and safetensors files", remedy)
+
+
 def recipes() -> dict[str, list[str]]:
     """Return the names of the recipes of every group."""
     # `cluster` holds descriptions for `topology`, which are not composed.

@@ -162,7 +162,7 @@ def test_wrong_settings_and_missing_files_are_refused_before_torch_is_imported(t
     """Its import, and Megatron's, take longer than everything else before the first rank."""
     of_a_run = [["generate", "gone", "prompt=a"], ["serve", "checkpoint=gone"], ["eval", "gone"], ["logprobs", "gone"]]
     gone = [["train", "data.prefix=gone"], ["check", "parallelism=cp2", "data.prefix=gone"]]
-    commands = [["train", "train.steps=-1"], *gone, *of_a_run, ["export", "gone", "out=x"]]
+    commands = [["train", "train.steps=-1"], *gone, *of_a_run, ["export", "gone", "out=x"], ["import", "gone"]]
     code = f"""if True:
         import sys, megatron_longctx.training.comparison
         from megatron_longctx.cli.cli import main
