@@ -102,7 +102,7 @@ def test_help_lists_every_verb_with_a_description(capsys: pytest.CaptureFixture[
 def test_the_examples_in_the_help_can_be_composed() -> None:
     from megatron_longctx.training.compose import compose_config
 
-    lines = [line.split() for line in cli._EPILOG.splitlines() if line.strip().startswith("megatron-longctx ")]
+    lines = [line.split() for line in cli._END.splitlines() if line.strip().startswith("megatron-longctx ")]
     assert len(lines) == 2
     for line in lines:
         compose_config([word for word in line[2:] if "=" in word])
