@@ -320,6 +320,8 @@ def test_the_words_of_a_verb_are_suggested_and_a_run_may_be_a_plain_word(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/a").mkdir(parents=True)
     save_config(compose_config([]), tmp_path / "runs/a" / RESOLVED)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "") and message in err
 
