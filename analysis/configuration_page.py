@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from megatron_longctx.config import Config, keys_of
-from megatron_longctx.config.meanings import meanings
+from megatron_longctx.config.bounds import meanings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 _HEAD = """# Configuration

@@ -35,8 +35,8 @@ from megatron_longctx.config import Config
 from megatron_longctx.config.files import bundled
 from megatron_longctx.config.gpus import max_gpu_ranks
 from megatron_longctx.training.compose import compose_config, override_config
-from megatron_longctx.training.local_ranks import run_ranks
 from megatron_longctx.training.preflight import check
+from megatron_longctx.training.ranks import run_ranks
 from megatron_longctx.training.text import prepare_missing
 
 RECIPES = ("delayed", "tensorwise", "blockwise")

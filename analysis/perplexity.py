@@ -27,7 +27,7 @@ from analysis.benchmarks.report import table as markdown
 from megatron_longctx.config import Config, ReductionConfig
 from megatron_longctx.config.environment import environment
 from megatron_longctx.training.compose import compose_config
-from megatron_longctx.training.local_ranks import run_ranks
+from megatron_longctx.training.ranks import run_ranks
 from megatron_longctx.training.run_folder import RunFolder
 from megatron_longctx.training.text import prepare_missing
 
@@ -74,9 +74,9 @@ def _rank(rank: int, configs: Sequence[Config], num_windows: int) -> list[list[f
     from megatron_longctx.mcore import model
     from megatron_longctx.mcore.sequence import build_sequence
     from megatron_longctx.mcore.tokenizer import build_tokenizer
+    from megatron_longctx.training.launcher import configure_logging
     from megatron_longctx.training.loop import Trainer
     from megatron_longctx.training.signals import StopRequest
-    from megatron_longctx.training.worker import configure_logging
 
     data, folder = configs[0].data, RunFolder.of(configs[0])
     configure_logging(folder.log, rank)

@@ -40,8 +40,8 @@ from megatron_longctx.mcore.model import padded_vocab_size
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.planner import memory
 from megatron_longctx.training.compose import compose_config
-from megatron_longctx.training.local_ranks import run_ranks
 from megatron_longctx.training.preflight import check
+from megatron_longctx.training.ranks import run_ranks
 from megatron_longctx.training.run_folder import RunFolder
 from megatron_longctx.training.text import Source, prepare, prepare_missing
 
@@ -111,9 +111,9 @@ def train_case(config: Config, baseline: str | None = None) -> dict[str, Any]:
     """Train a case on this rank in an ordinary run folder, and return its record; free the device's memory."""
     from megatron_longctx.mcore import groups
     from megatron_longctx.mcore.sequence import build_sequence
+    from megatron_longctx.training.launcher import configure_logging
     from megatron_longctx.training.loop import Trainer
     from megatron_longctx.training.signals import StopRequest
-    from megatron_longctx.training.worker import configure_logging
 
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     folder = RunFolder.of(config)

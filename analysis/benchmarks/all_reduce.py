@@ -17,7 +17,7 @@ from megatron_longctx.core.comm.symmetric import symmetric_memory, why_no_peer_m
 from megatron_longctx.core.errors import refuse
 from megatron_longctx.lowbit.peer_memory import MAX_BLOCKS, allocate_peer_memory
 from megatron_longctx.lowbit.quantized import HALF_BYTES, PeerReduction, all_reduce, peer_reduction
-from megatron_longctx.training.calibrate.measure import mean_seconds, step_seconds
+from megatron_longctx.training.measure import mean_seconds, step_seconds
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
 from .report import Report, add_ranks, numbers, table

@@ -28,7 +28,7 @@ from megatron_longctx.core import layout
 from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.core.comm import gather_objects
 from megatron_longctx.integrations.transformers import register, shard
-from megatron_longctx.training.calibrate.measure import mean_seconds
+from megatron_longctx.training.measure import mean_seconds
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
 from .cases import packs

@@ -39,7 +39,7 @@ from megatron_longctx.mcore.delta_net import GatedDeltaNet
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.sequence import ShardedSequence, build_sequence
 from megatron_longctx.mcore.step import token_losses
-from megatron_longctx.training.calibrate.measure import mean_seconds
+from megatron_longctx.training.measure import mean_seconds
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
 
 from .cases import _drawn_documents

@@ -21,7 +21,7 @@ from megatron_longctx.core.errors import refuse
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
 from megatron_longctx.inference.choose_cache_mode import calibration_file, find_facts
 from megatron_longctx.mcore.inference import inference_config
-from megatron_longctx.training.calibrate.machine import calibrate
+from megatron_longctx.training.calibration import calibrate
 from megatron_longctx.training.compose import compose_config
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
 

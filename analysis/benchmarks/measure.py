@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_longctx.core.comm import gather_objects
 from megatron_longctx.testing.references import dense_attention, visible
-from megatron_longctx.training.calibrate.measure import step_seconds, training_step
+from megatron_longctx.training.measure import step_seconds, training_step
 
 from .cases import Case
 

@@ -39,7 +39,7 @@ from megatron_longctx.core.plans import (
 from megatron_longctx.core.plans import recording as ops
 from megatron_longctx.core.plans.kernel_calls import FAR, fa4_takes
 from megatron_longctx.planner.choose_mode import Problem, choose_mode
-from megatron_longctx.training.calibrate.measure import mean_seconds, training_step
+from megatron_longctx.training.measure import mean_seconds, training_step
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
 from . import tree_steps

@@ -28,8 +28,8 @@ from megatron_longctx.core.plans import mask as masks
 from megatron_longctx.planner.choose_mode import Candidate, Problem, rank_modes
 from megatron_longctx.planner.cost import GIB, Costs, ModeSample, Workload
 from megatron_longctx.testing.references import dense_attention, random_qkv, shard
-from megatron_longctx.training.calibrate.costs import kernel_costs
-from megatron_longctx.training.calibrate.measure import Effort, Testbed
+from megatron_longctx.training.calibration import kernel_costs
+from megatron_longctx.training.measure import Effort, Testbed
 
 from .device import Device, EmulatedAttention
 from .emulate import address

@@ -17,10 +17,10 @@ from typing import Any
 
 T0, HOW = float(os.environ.get("T0", time.time())), os.environ.get("HOW", "")
 TIMED = {
-    "megatron_longctx.training.launcher": ["composed", "_accept", "_run_ranks"],
+    "megatron_longctx.training.compose": ["compose_config"],
+    "megatron_longctx.training.launcher": ["_accept", "_run_ranks", "run_local", "run"],
     "megatron_longctx.training.forks": ["in_fork"],
     "megatron_longctx.training.preflight": ["check", "check_kernel", "local_world_size", "device_type"],
-    "megatron_longctx.training.worker": ["run_local", "run"],
     "megatron_longctx.training.rendezvous": ["join_group", "use_gpu"],
     "megatron_longctx.training.loop": ["Trainer.__init__", "Trainer._build", "Trainer._resume", "Trainer._one_step"],
     "megatron_longctx.mcore.step": ["TrainStep.run"],

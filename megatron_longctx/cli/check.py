@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import Config, ParallelismConfig, data_parallel_size, validate
+from ..config import Config, ParallelismConfig, check_datasets, data_parallel_size, validate
 from ..core.errors import JobFailed, refuse
 from ..training.compose import compose_config
 
@@ -87,6 +87,7 @@ def _prepare(settings: Sequence[str], steps: int, tolerance: float | None, root:
     if config.parallelism.model_parallel_size * config.parallelism.expert_model_parallel_size == 1:
         expected = "2 or more, or another parallel size that is, to be compared with 1"
         raise refuse("parallelism.context_parallel_size", 1, expected, "Set it, or parallelism=cp2.")
+    check_datasets(config.data)
     from ..training import auto, preflight  # here: Megatron takes seconds to import
     from ..training.rendezvous import RankInfo
 
@@ -122,13 +123,8 @@ def _reference(config: Config, dp: int) -> Config:
     # Experts on as many of the fewer ranks as can share them.
     ranks = dp * whole.model_parallel_size // (par.tensor_size_of_experts * par.pipeline_parallel_size)
     whole = replace(whole, expert_model_parallel_size=max(1, math.gcd(par.expert_model_parallel_size, ranks)))
-    single = replace(
-        whole,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=None,
-    )
+    single = replace(whole, tensor_parallel_size=1, pipeline_parallel_size=1, expert_tensor_parallel_size=None)
+    single = replace(single, expert_model_parallel_size=1)
     quantized = config.reduction.in_training and par.tensor_parallel_size > 1
     why = "reduction.in_training=true quantizes sums over tensor-parallel ranks"
     train, run = replace(config.train, num_processes=None), replace(config.run, name=_REFERENCE)
@@ -228,22 +224,27 @@ def _relative(value: float, reference: float) -> float:
 
 def demo(overrides: Sequence[str] = ()) -> None:
     """Prepare text, train with four context-parallel ranks and with one, print a table and write `runs/demo.png`."""
-    from ..training.compare import compare
+    from ..training.comparison import compare
     from ..training.launcher import train
     from ..training.run_folder import RunFolder
     from ..training.text import prepare_missing
 
     begin = time.perf_counter()
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in ("experiment", "parallelism", "run.name"):
+            raise refuse(key, value, "the demo's own: its two runs differ in it", "Leave it out, or use `train`.")
     prepare_missing(compose_config(["experiment=demo", *overrides]).data)
     folders = []
     for name, parallelism in _DEMO_RUNS:
         settings = ["experiment=demo", f"parallelism={parallelism}", f"run.name={name}", *overrides]
-        folder = RunFolder.of(compose_config(settings)).path
+        config = compose_config(settings)
+        folder = RunFolder.of(config).path
         if folder.exists():
             logger.info("removing %s of an earlier demo", folder)
             shutil.rmtree(folder)
         logger.info("\n== %s ==", " ".join(["megatron-longctx train", *settings]))
-        train(settings)
+        train(config)
         folders.append(folder)
     logger.info("\n== the two runs side by side ==")
     compare(sorted(folders), out=folders[0].parent / "demo.png")

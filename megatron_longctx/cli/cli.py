@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .. import __version__
-from ..config import TOKENIZERS
+from ..config import TOKENIZERS, check_datasets
 from ..core.errors import JobFailed, is_line, refuse
+from ..training.signals import SAVE_SIGNAL, interrupts_not_swallowed
 from . import hydra_options, wandb_runs
-from .interrupts import interrupts_not_swallowed
 
-_EPILOG = """\
+_END = """\
 Settings are arguments of the form group=NAME or key.subkey=value, for example:
   megatron-longctx train experiment=demo parallelism=cp4 train.steps=50
   megatron-longctx plan parallelism.schedule=zigzag parallelism.context_parallel_size=8 --draw plan.png
@@ -39,24 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = hydra_options.run(arguments, _run)
         sys.stdout.flush()  # inside `try`, which handles a closed pipe
         return code
-    except ValueError as error:
-        print(_printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
-        return 2
-    except JobFailed as error:
-        print(_printable(f"megatron-longctx {arguments.verb}: {error}"), file=sys.stderr)
-        return 1
+    except (ValueError, JobFailed) as error:
+        code, message = 1 if isinstance(error, JobFailed) else 2, str(error)
     except BrokenPipeError:  # the reader has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        reason = error.strerror or error
-        message = f"megatron-longctx {arguments.verb}: {place}{reason}. Check the path and the disk."
-        print(_printable(message), file=sys.stderr)
-        return 2
+        code, message = 2, f"{place}{error.strerror or error}. Check the path and the disk."
     except KeyboardInterrupt:
-        print(f"megatron-longctx {arguments.verb}: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        code, message = 128 + signal.SIGINT, "interrupted"
+    print(_printable(f"megatron-longctx {arguments.verb}: {message}"), file=sys.stderr)
+    return code
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,10 +104,7 @@ def _settings_help() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megatron-longctx",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="megatron-longctx", description=__doc__, epilog=_END, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb", parser_class=_VerbParser)
@@ -161,9 +152,7 @@ def _add_plan(verbs: _Verbs) -> None:
         help="plan a pack of documents of these lengths, not the dataset's first pack; show where they lie. Without "
         "lengths, instead of a plan: what each data-parallel replica computes in the first step",
     )  # fmt: skip
-    plan.add_argument(
-        "--timeline", type=Path, metavar="FILE.png", help="also draw what each rank does over time (needs a cluster)"
-    )
+    plan.add_argument("--timeline", type=Path, metavar="FILE.png", help="also draw ranks over time (needs a cluster)")
     plan.add_argument(
         "--compare", nargs="?", type=Path, const=Path(), metavar="FILE.png",
         help="instead of the plan: rank all modes by simulated time (needs a cluster), and draw them into the file",
@@ -172,9 +161,7 @@ def _add_plan(verbs: _Verbs) -> None:
         "--memory", nargs="?", type=Path, const=Path(), metavar="FILE.png",
         help="instead of the plan: the memory of a training step on a rank; draw all recompute modes into the file",
     )  # fmt: skip
-    plan.add_argument(
-        "--max-length", action="store_true", help="instead of the plan: the longest sequence that fits, by recompute"
-    )
+    plan.add_argument("--max-length", action="store_true", help="instead of the plan: the longest sequences that fit")
     plan.add_argument("--device-gib", type=float, help="memory of a device (default: that of the cluster)")
 
 
@@ -202,9 +189,7 @@ def _add_measurements(verbs: _Verbs) -> None:
     check.add_settings()
     hydra_options.add_options(check)
     check.add_argument("--steps", type=int, default=3, help="steps of each run (default: %(default)s)")
-    check.add_argument(
-        "--tolerance", type=float, help="largest relative difference (default: 1e-5 in fp32, 2e-2 in bf16)"
-    )
+    check.add_argument("--tolerance", type=float, help="largest relative difference (default: fp32 1e-5, bf16 2e-2)")
 
     keys = verbs.add_parser("keys", help="print keys of the configuration: default, allowed values and meaning")
     keys.add_argument("patterns", nargs="*", metavar="PATTERN", help="part of a name, or word of a meaning")
@@ -214,22 +199,18 @@ def _add_measurements(verbs: _Verbs) -> None:
 
 def _add_models(verbs: _Verbs) -> None:
     generate = verbs.add_parser("generate", help="continue a prompt, or chat, with a run's checkpoint")
-    generate.add_settings(
-        "RUN (or checkpoint=RUN), prompt=TEXT or prompt_file=FILE, iteration=N, and settings that override the run's"
-    )
+    generate.add_settings("[checkpoint=]RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and settings over the run's")
     generate.add_argument("--chat", action="store_true", help="chat: each line of standard input is a turn")
 
     serve = verbs.add_parser("serve", help="serve a run's checkpoint with an OpenAI-compatible API")
-    serve.add_settings("RUN (or checkpoint=RUN), iteration=N, and settings that override the run's")
+    serve.add_settings("[checkpoint=]RUN, iteration=N, and settings over the run's")
 
     importing = verbs.add_parser("import", help="import a published model (a folder of Hugging Face) as a run")
     importing.add_argument("source", metavar="SOURCE", help="a folder with config.json and safetensors")
     importing.add_settings("out=RUN (a new folder), and settings of the run")
 
     export = verbs.add_parser("export", help="export a run's checkpoint as a folder for Hugging Face's libraries")
-    export.add_argument(
-        "words", nargs="+", metavar="word", help="RUN (or checkpoint=RUN), out=FOLDER, iteration=N, shard_gb=X"
-    )
+    export.add_argument("words", nargs="+", help="[checkpoint=]RUN, out=FOLDER, iteration=N, shard_gb=X")
 
     evaluate = verbs.add_parser(
         "eval",
@@ -237,8 +218,8 @@ def _add_models(verbs: _Verbs) -> None:
         description="Writes eval.json, eval.md and pictures. docs/evaluation.md explains the arguments.",
     )
     evaluate.add_settings(
-        "RUN (or checkpoint=RUN), iteration=N, tasks=NAME,…, lengths=N,…, samples=N, depths=X,…, seed=N, data=PREFIX, "
-        "haystack=FOLDER, chat=true, out=FOLDER, and settings that override the run's"
+        "[checkpoint=]RUN, iteration=N, tasks=NAME,…, lengths=N,…, samples=N, depths=X,…, seed=N, data=PREFIX, "
+        "haystack=FOLDER, chat=true, out=FOLDER, and settings over the run's"
     )
 
     logprobs = verbs.add_parser(
@@ -246,9 +227,7 @@ def _add_models(verbs: _Verbs) -> None:
         help="write log-probabilities and entropies of rollouts' tokens under a run's checkpoint",
         description="Writes a line of tokens with their values for every branch. docs/training.md explains it.",
     )
-    logprobs.add_settings(
-        "RUN (or checkpoint=RUN), data=PREFIX, out=FILE.jsonl, iteration=N, and settings that override the run's"
-    )
+    logprobs.add_settings("[checkpoint=]RUN, data=PREFIX, out=FILE.jsonl, iteration=N, and settings over the run's")
 
 
 def _add_files(verbs: _Verbs) -> None:
@@ -277,9 +256,7 @@ def _add_files(verbs: _Verbs) -> None:
         help="compare runs: tables, a picture and a dashboard in one HTML file",
         description="Shows speed, waiting, imbalance, memory and losses of each run, compared with the first.",
     )
-    compare.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folders; the others are compared with the first"
-    )
+    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, compared with the first")
     compare.add_argument("--out", type=Path, metavar="FILE", help="picture (default: compare.png beside the first run)")
     compare.add_argument("--html", type=Path, metavar="FILE", help="also write the dashboard: table, filters, curves")
     compare.add_argument("--rows", type=int, default=50, help="most steps to print (default: %(default)s)")
@@ -288,16 +265,33 @@ def _add_files(verbs: _Verbs) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from ..training import launcher, signals
+    from ..training import compose
 
-    signal.signal(signals.SAVE_SIGNAL, signal.SIG_IGN)  # until the run handles it: what starts has nothing to save
-    if arguments.preflight is None:
-        launcher.train(arguments.settings, arguments.resolved)
-    elif arguments.preflight < 1:
-        raise refuse("--preflight", arguments.preflight, "1 or more", "Give the job's number of ranks.")
+    signal.signal(SAVE_SIGNAL, signal.SIG_IGN)  # until the run handles it: what starts has nothing to save
+    if (ranks := arguments.preflight) is not None and ranks < 1:
+        raise refuse("--preflight", ranks, "1 or more", "Give the job's number of ranks.")
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))  # of torchrun or Slurm
+    try:
+        settings, resolved = arguments.settings, arguments.resolved
+        config = (
+            compose.compose_config(settings)
+            if resolved is None
+            else compose.override_config(compose.load_config(resolved), settings)
+        )
+        if rank is None:  # otherwise rank 0 looks, for all
+            check_datasets(config.data)
+    except ValueError:
+        if rank in (None, "0"):
+            raise
+        from ..training.launcher import exit_after_rank_0
+
+        exit_after_rank_0()
+    from ..training import launcher  # imports torch, and what is refused above need not wait for it
+
+    if ranks is None:
+        launcher.train(config)
     else:
-        config = launcher.composed(arguments.settings, arguments.resolved)
-        launcher.preflight_only(config, arguments.preflight)
+        launcher.preflight_only(config, ranks)
         print(f"run folder: {Path(config.run.root, config.run.name)}")
 
 
@@ -315,9 +309,12 @@ def _submit(arguments: argparse.Namespace) -> None:
 
 
 def _data(arguments: argparse.Namespace) -> None:
-    from ..training.text import Source, prepare
+    from ..training.text_files import Source
 
     source = Source.of(arguments.source, arguments.glob, arguments.join, arguments.text_key)
+    _ = source.kind  # refuses what is missing, before imports that take seconds
+    from ..training.text import prepare
+
     template, shared, library = arguments.chat_template, arguments.share_prefixes, arguments.tokenizer
     prepare(source, arguments.out, library, arguments.tokenizer_path, template, shared, arguments.workers)
 
@@ -325,20 +322,22 @@ def _data(arguments: argparse.Namespace) -> None:
 _HERE = {"train": _train, "submit": _submit, "data": _data, "wandb": wandb_runs.run}
 _ELSEWHERE: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "plan": (".plan", "run", None),
-    "calibrate": ("..training.calibrate.machine", "run", ("settings", "max_tokens", "links")),
+    "calibrate": ("..training.calibration", "run", ("settings", "max_tokens", "links")),
     "check": (".check", "check", ("settings", "steps", "tolerance")),
     "demo": (".check", "demo", ("settings",)),
     "generate": ("..serving.generate", "generate", ("settings", "chat")),
     "serve": ("..serving.serve", "serve", ("settings",)),
     "eval": (".evaluate", "evaluate", ("settings",)),
-    "logprobs": (".logprobs", "logprobs", ("settings",)),
+    "logprobs": (".evaluate", "logprobs", ("settings",)),
     "import": (".conversion", "import_model", ("source", "settings")),
     "export": (".conversion", "export_model", ("words",)),
-    "compare": ("..training.compare", "compare", ("runs", "out", "rows", "html")),
-    "keys": (".keys", "show", ("patterns",)),
+    "compare": ("..training.comparison", "compare", ("runs", "out", "rows", "html")),
+    "keys": (".hydra_options", "show_keys", ("patterns",)),
     "doctor": (".doctor", "main", ()),
 }
 """The module, the function and its arguments, by their names in the namespace; None: the namespace itself."""
+_FIRST = {**dict.fromkeys(("generate", "serve", "eval", "logprobs", "export"), "check_run"), "import": "check_source"}
+"""What `compose` checks of verbs' first argument, before their modules are imported, which takes seconds."""
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
@@ -346,7 +345,9 @@ def _run(arguments: argparse.Namespace) -> int | None:
     if arguments.verb in _HERE:
         return _HERE[arguments.verb](arguments)
     module, function, names = _ELSEWHERE[arguments.verb]
-    given = [arguments] if names is None else [getattr(arguments, name) for name in names]
+    given: list[Any] = [arguments] if names is None else [getattr(arguments, name) for name in names]
+    if check := _FIRST.get(arguments.verb):
+        getattr(import_module("..training.compose", __package__), check)(given[0])
     result: object = getattr(import_module(module, __package__), function)(*given)
     return result if isinstance(result, int) else None  # exit codes; other functions return what they have written
 

@@ -42,27 +42,38 @@ from ..models.huggingface import (
 )
 from ..serving.inference_job import checkpoint_of, split_arguments
 from ..training import preflight
-from ..training.compose import RESOLVED, load_config, override_config, save_config
+from ..training.compose import RESOLVED, check_source, load_config, override_config, save_config
 
 logger = logging.getLogger(__name__)
 
 _TOKENIZER, _CHECKPOINTS = "tokenizer", "checkpoints"  # folders of a run
 # Buffers that older versions of `transformers` saved although they are computed from the configuration.
-_EXPORT_WORDS = ("checkpoint", "out", "iteration", "shard_gb")
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-def import_model(source: str, words: Sequence[str]) -> None:
-    """Import the Hugging Face folder `source` by `out=RUN` and settings of the run. A failure leaves nothing of it."""
+def import_model(source: str, words: Sequence[str], check_only: bool = False) -> None:
+    """Import the Hugging Face folder `source` by `out=RUN` and settings of the run. A failure leaves nothing of it.
+
+    With `check_only`, only refuse what is refused before weights are read, and write nothing.
+    """
     begin = time.perf_counter()
     own, settings = split_arguments(words, ("out",))
-    published = _open_source(Path(source))
+    for key, _, value in (word.partition("=") for word in settings if word.startswith(("run.name=", "run.root="))):
+        raise refuse(key, value, "no value: out=RUN is the run's folder", "Leave it out.")
+    check_source(source)
+    published = HuggingFaceFolder(Path(source))
     family = family_of_source(published.config)
     model, seq_length = family.model_of(published.config)
     vocab = model.vocab_size
     assert vocab is not None
     base = _base(model)
+    if check_only:
+        config = override_config(base, settings)
+        check_same_function(config.model, model, source)
+        _checked_weights(published, family, Dims(config.model, vocab))
+        _final_folder(own.get("out"))
+        return
     dtypes = {each.dtype for name, each in published.tensors.items() if not name.startswith(family.dropped)}
     precision = "bf16" if dtypes == {torch.bfloat16} else "fp32"
     base = replace(base, data=replace(base.data, seq_length=seq_length), train=replace(base.train, precision=precision))
@@ -99,20 +110,20 @@ def import_model(source: str, words: Sequence[str]) -> None:
     logger.info("imported %s (%s, %s) into %s in %.1f s", source, family.name, config.train.precision, final, seconds)
 
 
-def export_model(words: Sequence[str]) -> None:
+def export_model(words: Sequence[str], check_only: bool = False) -> None:
     """Export by `checkpoint=RUN`, `out=FOLDER`, `iteration=N` and `shard_gb=X` (10^9 bytes of a file at most).
 
-    A failure leaves nothing of the folder.
+    A failure leaves nothing of the folder. With `check_only`, only refuse what is refused before weights are read.
     """
     begin = time.perf_counter()
-    own, others = split_arguments(words, _EXPORT_WORDS)
+    own, others = split_arguments(words, ("checkpoint", "out", "iteration", "shard_gb"))
     if others:
         expected = "checkpoint=RUN, out=FOLDER, iteration=N or shard_gb=X"
         raise refuse("word", others[0], expected, "A run is exported unchanged.")
     run, iteration = checkpoint_of(own)
     shard_bytes = _shard_bytes(own.get("shard_gb", "5"))
     config = load_config(run / RESOLVED)
-    saved = preflight.check_saved_weights("checkpoint", run, config, iteration, tensor_files=True)
+    saved = preflight.check_saved_weights("checkpoint", run, config, iteration, tensor_files=not check_only)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     model = replace(config.model, vocab_size=padded_vocab_size(config.model, tokenizer.vocab_size))
     family = family_of_model(model)
@@ -123,6 +134,9 @@ def export_model(words: Sequence[str]) -> None:
     places = [weight.place(layer, dims)[0] for weight, layer in in_file_order(weights, model)]
     for key in reader.unread(places):
         raise refuse("checkpoint", key, f"the weights of the family {family.name}", "It has no place for this one.")
+    if check_only:
+        _final_folder(own.get("out"))
+        return
     with new_folder(own.get("out")) as (folder, final):
         _write_weights(folder, reader, weights, dims, shard_bytes)
         dtype = _DTYPES[reader.dtype(places[0])]
@@ -135,44 +149,11 @@ def export_model(words: Sequence[str]) -> None:
     logger.info("exported step %d of %s (%s, %s) into %s in %.1f s", saved.iteration, run, name, dtype, final, seconds)
 
 
-def check_import(source: str, words: Sequence[str]) -> None:
-    """Refuse what `import_model` refuses before it reads weights. Nothing is written."""
-    own, settings = split_arguments(words, ("out",))
-    published = _open_source(Path(source))
-    family = family_of_source(published.config)
-    model, _ = family.model_of(published.config)
-    config = override_config(_base(model), settings)
-    check_same_function(config.model, model, source)
-    _checked_weights(published, family, Dims(config.model, model.vocab_size or 0))
-    _final_folder(own.get("out"))
-
-
-def check_export(words: Sequence[str]) -> None:
-    """Refuse what `export_model` refuses before it reads weights. Nothing is written."""
-    own, _ = split_arguments(words, _EXPORT_WORDS)
-    run, iteration = checkpoint_of(own)
-    config = load_config(run / RESOLVED)
-    preflight.check_saved_weights("checkpoint", run, config, iteration)
-    family_of_model(config.model)
-    _final_folder(own.get("out"))
-
-
 def _base(model: ModelConfig) -> Config:
     """Return the defaults of a run of a model. Recurrent layers need a schedule that balances contiguous tokens."""
     base = replace(Config(), model=model)
     helper = replace(base.parallelism, schedule="helper")
     return replace(base, parallelism=helper) if model.recurrent else base
-
-
-def _open_source(path: Path) -> HuggingFaceFolder:
-    if (path / "config.json").is_file():
-        return HuggingFaceFolder(path)
-    remedy = "Fetch it first: nothing is downloaded here."
-    if path.suffix == ".gguf":
-        remedy = (
-            "Take the model's safetensors, or convert it in a checkout: `python -m analysis.gguf_file FILE FOLDER`."
-        )
-    raise refuse("SOURCE", path, "a folder with config.json and safetensors files", remedy)
 
 
 def _checked_weights(source: HuggingFaceFolder, family: Family, dims: Dims) -> list[Weight]:

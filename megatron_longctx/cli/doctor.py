@@ -12,8 +12,9 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
+from itertools import combinations
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from tempfile import gettempdir
@@ -36,27 +37,15 @@ class Finding(NamedTuple):
     detail: str
 
 
-_Section = Callable[[], Iterator[Finding]]
-
-
 def report() -> dict[str, list[Finding]]:
     """Return all findings, keyed by section of the table. Missing or broken packages raise no error."""
-    sections: dict[str, _Section] = {
-        "system": _system,
-        "devices": _devices,
-        "transports": _transports,
-        "kernels": _kernels,
-        "extras": _extras,
-        "packages": _packages,
-        "training": _training,
-        "services": _services,
-    }
-    findings: dict[str, list[Finding]] = {area: [] for area in sections}
-    for area, section in sections.items():
+    findings: dict[str, list[Finding]] = {}
+    for section in (_system, _devices, _transports, _kernels, _extras, _packages, _training, _services):
+        found = findings.setdefault(section.__name__[1:], [])
         try:
-            findings[area].extend(section())
+            found.extend(section())
         except Exception as error:  # a broken torch or driver may raise any exception; other sections still count
-            findings[area].append(Finding("check failed", False, _one_line(error)))
+            found.append(Finding("check failed", False, _one_line(error)))
     return findings
 
 
@@ -125,11 +114,9 @@ def _devices() -> Iterator[Finding]:
         return
     yield Finding("CUDA", True, f"{torch.cuda.device_count()} device(s); driver: {_driver()}")
     for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        memory = f"{device.total_memory / 2**30:.1f} GiB"
-        yield Finding(
-            f"CUDA {index}", True, f"{device.name}, {memory}, compute capability {device.major}.{device.minor}"
-        )
+        gpu = torch.cuda.get_device_properties(index)
+        memory = f"{gpu.total_memory / 2**30:.1f} GiB"
+        yield Finding(f"CUDA {index}", True, f"{gpu.name}, {memory}, compute capability {gpu.major}.{gpu.minor}")
 
 
 def _driver() -> str:
@@ -175,12 +162,8 @@ def _why_no_peer_memory(devices: int) -> str | None:
         return f"torch's symmetric memory: {_one_line(error)}"
     if devices < 2:
         return f"needs at least 2 CUDA devices on one host, found {devices}"
-    apart = [
-        f"{a} and {b}"
-        for a in range(devices)
-        for b in range(a + 1, devices)
-        if not torch.cuda.can_device_access_peer(a, b)
-    ]
+    access = torch.cuda.can_device_access_peer
+    apart = [f"{a} and {b}" for a, b in combinations(range(devices), 2) if not access(a, b)]
     return f"no peer access between devices {', '.join(apart)}" if apart else None
 
 
@@ -201,9 +184,8 @@ def _extras() -> Iterator[Finding]:
     """Yield for every extra of this package whether what it brings is installed."""
     for extra in EXTRAS:
         missing = absent(extra)
-        yield Finding(
-            f"[{extra}]", not missing, f"without {', '.join(missing)}: {install(extra)}" if missing else "installed"
-        )
+        detail = f"without {', '.join(missing)}: {install(extra)}" if missing else "installed"
+        yield Finding(f"[{extra}]", not missing, detail)
 
 
 def _packages() -> Iterator[Finding]:

@@ -1,10 +1,15 @@
-"""The `eval` verb: evaluate a run's checkpoint on long texts: losses by position, needles, and RULER's tasks."""
+"""The `eval` verb, which evaluates a run's checkpoint on long texts: losses by position, needles, and RULER's tasks.
+
+The verb `logprobs` computes the log-probability and entropy of every learned token of rollouts.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +21,7 @@ from ..config import Config, validate
 from ..config.environment import environment
 from ..config.progress import Progress
 from ..core.errors import refuse
+from ..core.plans.mask import documents
 from ..inference.engine import LongContextEngine
 from ..inference.evaluation import DEPTHS, TASKS, Haystack, Question, make_questions, score
 from ..inference.evaluation.results import JSON, TABLES, Results
@@ -23,7 +29,7 @@ from ..inference.sampling import Sampling
 from ..inference.session import check_length
 from ..mcore import checkpoint
 from ..mcore.corpus import check_corpus, check_tokenizer
-from ..mcore.data import check_samples
+from ..mcore.data import TrainingBatch, check_packs, check_samples
 from ..mcore.inference import inference_config
 from ..mcore.losses import LossesByPosition, losses_config, with_seq_length
 from ..mcore.tokenizer import build_tokenizer, detokenize
@@ -71,9 +77,9 @@ def job_of(words: Sequence[str]) -> InferenceJob:
     job = build_job(own, settings, adapted=inference_config if with_questions else losses_config)
     job = replace(job, iteration=checkpoint.latest(job.checkpoints) if job.iteration is None else job.iteration)
     run = Path(own["checkpoint"])
-    lengths = _numbers(own, "lengths", (job.config.data.seq_length,), int, 1, _MAX_LENGTH)
+    lengths = _numbers(own, "lengths", (job.config.data.seq_length,), 1, _MAX_LENGTH)
     check_length("lengths", max(lengths), job.config.inference.max_model_len)
-    (samples,) = _numbers(own, "samples", (8,), int, 1, _MAX_COUNT, most_values=1)
+    (samples,) = _numbers(own, "samples", (8,), 1, _MAX_COUNT, one=True)
     out = _folder(own.get("out"), run)
     evaluation = _Evaluation(lengths, samples, out, _no_results(run, job, own, lengths, samples))
     if LOSSES in tasks:
@@ -87,7 +93,7 @@ def job_of(words: Sequence[str]) -> InferenceJob:
         inference = replace(job.config.inference, cache_tokens=job.config.inference.cache_tokens or max(lengths))
         job = replace(job, config=replace(job.config, inference=inference))
         check_memory(job)
-    elif unused := [word for word in ("haystack", "chat", "depths") if word in own]:
+    elif unused := [word for word in ("haystack", "chat", "depths", "seed") if word in own]:
         raise refuse(unused[0], own[unused[0]], "a task with questions", f"Set tasks={LOSSES},needle, or leave it out.")
     return replace(job, options=evaluation)
 
@@ -102,23 +108,17 @@ def _tasks(value: str | None) -> list[str]:
 
 
 def _numbers(
-    own: Mapping[str, str],
-    key: str,
-    default: tuple[Number, ...],
-    kind: Callable[[str], Number],
-    least: float,
-    most: float,
-    most_values: int | None = None,
+    own: Mapping[str, str], key: str, default: tuple[Number, ...], least: float, most: float, one: bool = False
 ) -> tuple[Number, ...]:
-    """Return the distinct numbers of a word, in order."""
+    """Return the distinct numbers of a word, in order, of the type of its default. With `one`, refuse several."""
     if key not in own:
         return default
     try:
-        numbers = tuple(dict.fromkeys(kind(value) for value in own[key].split(",")))
-        if not all(least <= value <= most for value in numbers) or len(numbers) > (most_values or len(numbers)):
+        numbers = tuple(dict.fromkeys(type(default[0])(value) for value in own[key].split(",")))
+        if not all(least <= value <= most for value in numbers) or (one and len(numbers) > 1):
             raise ValueError
     except ValueError:
-        what = "number" if most_values == 1 else "numbers separated by commas, each"
+        what = "a number" if one else "numbers separated by commas, each"
         expected = f"{what} from {least:,} to {most:,}"
         raise refuse(key, own[key], expected, f"For example {key}={','.join(map(str, default))}.") from None
     return numbers
@@ -165,16 +165,20 @@ def _with_losses(evaluation: _Evaluation, config: Config, prefix: str | None) ->
         text = f"{data.prefix}, on which the run was trained"
         logger.warning("data.split=%s has no second part: losses are from %s. Set data=PREFIX.", data.split, text)
     config = replace(config, data=replace(data, seq_length=1))
-    validate(config, training=False)
-    check_corpus(config.data)
-    if config.train.check_data:
-        check_tokenizer(config.data, build_tokenizer(data.tokenizer, data.tokenizer_path))
+    _check_data(config)
     for length in evaluation.lengths:
         preflight.check_mode(config, length, "lengths")
         check_samples(with_seq_length(config, length), part, evaluation.samples, "samples")
     samples = f"{evaluation.samples} sequences of each length"
     evaluation.results.text = f"{text}, {samples}, data.packing={data.packing}"
     return replace(evaluation, losses=replace(config, data=data), part=part)
+
+
+def _check_data(config: Config) -> None:
+    validate(config, training=False)
+    check_corpus(config.data)
+    if config.train.check_data:
+        check_tokenizer(config.data, build_tokenizer(config.data.tokenizer, config.data.tokenizer_path))
 
 
 def _questions(
@@ -190,8 +194,8 @@ def _questions(
             raise refuse("chat", True, expected, "Set inference.chat_template=FILE, or leave it out.")
         prompt = partial(_chat_prompt, chat)
     haystack = Haystack.essays(Path(own["haystack"])) if "haystack" in own else Haystack.noise()
-    depths = _numbers(own, "depths", DEPTHS, float, 0, 1)
-    (seed,) = _numbers(own, "seed", (0,), int, 0, 2**63 - 1, most_values=1)
+    depths = _numbers(own, "depths", DEPTHS, 0, 1)
+    (seed,) = _numbers(own, "seed", (0,), 0, 2**63 - 1, one=True)
     sizes, count = (evaluation.lengths, evaluation.samples), lambda text: len(tokenizer.tokenize(text))
     return tuple(make_questions(tasks, *sizes, haystack, count, depths, seed, prompt))
 
@@ -247,3 +251,64 @@ def _report(evaluation: _Evaluation, result: str, begin: float) -> None:
     if dist.get_rank() == 0:
         evaluation.results.write(evaluation.out)
         logger.info("%s (%.1f s)", result, time.perf_counter() - begin)
+
+
+def logprobs(words: Sequence[str]) -> None:
+    """Run the verb: `checkpoint=RUN data=PREFIX out=FILE.jsonl`, `iteration=N`, and settings over the run's."""
+    job = logprobs_job(words)
+    job.options[1].parent.mkdir(parents=True, exist_ok=True)
+    start(job, _compute)
+
+
+def logprobs_job(words: Sequence[str]) -> InferenceJob:
+    """Return the job of `logprobs`, checked as far as one process can. Nothing is written."""
+    own, settings = split_arguments(words, ("checkpoint", "iteration", "data", "out"))
+    job = build_job(own, settings, adapted=losses_config)
+    out = Path(own.get("out", ""))
+    if out.suffix != ".jsonl" or out.exists():
+        raise refuse("out", own.get("out", ""), "a new file that ends in .jsonl", "Name it with out=FILE.jsonl.")
+    prefix = own.get("data", job.config.data.prefix)
+    data = replace(job.config.data, prefix=prefix, format="rollouts", packing="best_fit", split="100,0,0")
+    if len(data.datasets) != 1:
+        raise refuse("data", prefix, "one dataset", "Name one with data=PREFIX.")
+    train = replace(job.config.train, objective="sft", clip_low=0.2, clip_high=0.2, kl_coeff=0.0)
+    config, _ = auto.resolve_schedule(replace(job.config, data=data, train=train))
+    _check_data(config)
+    check_packs(config)
+    return replace(job, config=config, options=(config, out))
+
+
+def _compute(job: InferenceJob, groups: Any) -> None:
+    """Compute, on every rank. Rank 0 writes the file, which gets its name when it is complete."""
+    config, out = job.options
+    assert isinstance(config, Config)
+    part, count, writes = out.with_suffix(".partial"), 0, dist.get_rank() == 0
+    with part.open("w") if writes else nullcontext() as file, Progress("computing", 0, "packs", writes) as progress:
+        model = LossesByPosition(config, groups, job.checkpoints, job.iteration)
+        for batch, values in progress.each(model.logprobs()):
+            if file is not None:
+                found = list(branches(batch, values[:, 0].tolist()))
+                file.writelines(json.dumps(branch) + "\n" for branch in found)
+                count += len(found)
+    if writes:
+        part.rename(out)
+        logger.info("%s: the log-probabilities of %s branches", out, f"{count:,}")
+
+
+def branches(batch: TrainingBatch, values: Sequence[Sequence[float]]) -> Iterator[dict[str, list[Any]]]:
+    """Yield the tokens of every branch of a pack of trees, and their values; None for those not learned.
+
+    `values` are log-probabilities of the pack's labels, and entropies of their predictions.
+    """
+    parents = batch.parents or (-1,) * len(batch.lengths)
+    places = documents(batch.lengths, parents=parents).documents
+    tokens, counts = batch.tokens[0].tolist(), batch.loss_mask[0].tolist()
+    for leaf in sorted({*range(len(places))} - {*parents}):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        steps = [at for node in path for at in range(*places[node][:2])]
+        learned = [at if counts[at] else None for at in steps[:-1]]
+        if any(at is not None for at in learned):  # the last token has no label
+            found = ([None, *(None if at is None else each[at] for at in learned)] for each in values)
+            yield {"tokens": [tokens[at] for at in steps], **dict(zip(("logprobs", "entropy"), found, strict=True))}

@@ -1,4 +1,7 @@
-"""Hydra's options of the verbs that compose a configuration: sweeps, printing, own recipes, and shell completion."""
+"""Hydra's options of the verbs that compose a configuration, shell completion, and the verb `keys`.
+
+The options are sweeps, printing, and own recipes.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 
+from ..config import Config, keys_of
+from ..config.bounds import Choice, meanings
 from ..core.errors import JobFailed, refuse
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -23,9 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="run jobs one by one for key=a,b and for the recipe's sweep; run.name gets the values",
     )  # fmt: skip
     parser.add_argument("--cfg", choices=("job",), help="print the configuration and run nothing")
-    parser.add_argument(
-        "--info", nargs="?", const="all", choices=_INFO, help="print how Hydra composes it, and run nothing"
-    )
+    parser.add_argument("--info", nargs="?", const="all", choices=_INFO, help="print how Hydra composes; run nothing")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="your own recipes, laid out as recipes/")
 
 
@@ -49,7 +53,11 @@ def run(arguments: argparse.Namespace, verb: Verb) -> int:
             if "WORLD_SIZE" in os.environ:
                 remedy = "Sweep on one host, or submit a job for each: see launch/README.md."
                 raise refuse("--multirun", "under torchrun", "to start the ranks itself", remedy)
-            return _sweep(arguments, verb, sweep(arguments.settings).jobs)
+            for option in ("draw", "timeline", "compare", "memory", "links"):
+                if (file := getattr(arguments, option, None)) not in (None, Path()):
+                    expected = "none beside --multirun, whose jobs would all write this file"
+                    raise refuse(f"--{option}", file, expected, "Leave one out.")
+            return _sweep(arguments, verb, sweep(arguments.settings)[1])
     return verb(arguments) or 0
 
 
@@ -79,8 +87,6 @@ def _sweep(arguments: argparse.Namespace, verb: Verb, jobs: list[list[str]]) -> 
 
 def complete_settings(prefix: str, **_: object) -> Iterator[str]:
     """Yield the completions of a setting: groups and keys, and after `=` their recipes and values."""
-    from ..config import Config, keys_of
-    from ..config.bounds import Choice
     from ..training.compose import recipes
 
     keys = keys_of(Config)
@@ -94,3 +100,23 @@ def complete_settings(prefix: str, **_: object) -> Iterator[str]:
         bounds = keys[bare].bounds
         values = bounds.all if isinstance(bounds, Choice) else ("true", "false") if bounds is None else ()
     yield from (f"{name}={value}" for value in values)
+
+
+def show_keys(patterns: Sequence[str]) -> None:
+    """Print the keys with a pattern in their name, or at the beginning of a word of their meaning; or all."""
+    meaning = meanings(Config)
+    found = [
+        key for key in keys_of(Config).values()
+        if not patterns or any(each in key.name or f" {each}" in f" {meaning[key.name]}" for each in patterns)
+    ]  # fmt: skip
+    if not found:
+        from ..training.compose import nearest_names  # takes a second to import
+
+        near = nearest_names(patterns[0], list(meaning))
+        hint = f"Nearest: {near}." if near else "`megatron-longctx keys` prints all keys."
+        raise refuse("keys", " ".join(patterns), "a part of a key's name, or a word of its meaning", hint)
+    for key in found:
+        kind = {int: "an integer, ", float: "a number, "}.get(key.kind, "")
+        print(f"{key.name}={key.default_text}   ({kind}{key.may_be})")
+        for line in textwrap.wrap(meaning[key.name], 110):
+            print(f"    {line}")

@@ -51,14 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.compare is not None:
         compare(config, arguments.compare, causal=causal)
     else:
-        show(
-            config,
-            causal=causal,
-            backward=arguments.backward,
-            picture=arguments.draw,
-            timeline=arguments.timeline,
-            documents=arguments.documents,
-        )
+        show(config, causal, arguments.backward, arguments.draw, arguments.timeline, arguments.documents)
     return 0
 
 
@@ -80,7 +73,6 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 def show(
     config: Config,
-    *,
     causal: bool = True,
     backward: bool = False,
     picture: Path | None = None,

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.action == "sync":
         _sync(arguments.runs)
         return
-    from ..training.compare.views import specification, wandb_views
+    from ..training.comparison import specification, wandb_views
 
     place = arguments.place or _default_place()
     workspace, report = wandb_views(place, arguments.group)
@@ -74,9 +74,9 @@ def _sync(folders: Sequence[Path]) -> None:
     """Rebuild runs. All folders are read before anything is sent."""
     from wandb import Error
 
-    from ..training.compare.runs import load_run
+    from ..training.comparison import load_run
     from ..training.compose import RESOLVED, load_config
-    from ..training.metrics.sinks import rebuild_wandb
+    from ..training.metrics import rebuild_wandb
 
     loaded = [(folder, load_run(folder), load_config(folder / RESOLVED)) for folder in folders]
     for folder, run, config in loaded:

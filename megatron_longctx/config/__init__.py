@@ -1,13 +1,13 @@
 """The typed configuration: every key is a field in `tree`, `model` or `parallelism`, with allowed values from `bounds`.
 
 `checks.validate` is the only validation. It runs once, before any rank starts, and reports value, expectation and
-remedy. `planned` derives the mode, the mask, the workload and the data-parallel size from a configuration. `compose`
-composes configurations from recipes, and `sweep` makes the jobs of a sweep. `extras` are the optional packages.
+remedy. `planned` derives the mode, the mask, the workload and the data-parallel size from a configuration. `cluster`
+describes how ranks are linked, and `tasp` is the mode that depends on it. `extras` are the optional packages.
 """
 
 from . import tasp
 from .bounds import TYPE_NAMES, has_type, keys_of
-from .checks import check_inference, check_model, check_value, validate
+from .checks import check_dataset, check_datasets, check_inference, check_model, check_value, validate
 from .model import LATENT_KEYS, MAX_TOKENS, RECURRENT_KEYS, ModelConfig, RopeScaling, layer_list
 from .parallelism import (
     RECOMPUTES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -62,7 +63,7 @@ class Text:
     expected: str
     max_bytes: int
     pattern: str = r".+"
-    max_part_bytes: int | None = None  # file systems bound the names of files
+    max_part_bytes: int = 10**6  # file systems bound the names of files
     example: str = "NAME"
 
     def accepts(self, value: str) -> bool:
@@ -71,10 +72,7 @@ class Text:
             and "${" not in value  # an interpolation, which would be resolved when a run's folder is read
             and len(value.encode()) <= self.max_bytes
             and re.fullmatch(self.pattern, value) is not None
-            and (
-                self.max_part_bytes is None
-                or all(len(part.encode()) <= self.max_part_bytes for part in value.split("/"))
-            )
+            and all(len(part.encode()) <= self.max_part_bytes for part in value.split("/"))
         )
 
 
@@ -104,6 +102,16 @@ def path(default: str | None) -> Any:
     """Declare the path of a file or folder, which need not exist."""
     expected = "a path of at most 4000 bytes, and of 240 between slashes"
     return field(default=default, metadata={_BOUNDS: Text(expected, 4000, max_part_bytes=240)})
+
+
+class Switches:
+    """A part of the configuration with keys that may be `true` or `false`, or words such as `auto`."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]
+            if isinstance(bounds := item.metadata.get(_BOUNDS), Choice) and "true" in bounds.all:
+                # OmegaConf converts the truth value of YAML to the text `True`.
+                object.__setattr__(self, item.name, str(getattr(self, item.name)).lower())
 
 
 class Key(NamedTuple):
@@ -144,11 +152,7 @@ class Key(NamedTuple):
 
 @functools.cache
 def keys_of(cls: Any, prefix: str = "") -> dict[str, Key]:
-    """Return the keys of a configuration dataclass and of the dataclasses inside it, by full name.
-
-    Raises:
-        TypeError: a key has no declared bounds.
-    """
+    """Return the keys of a dataclass and of those inside it, by full name. Raises TypeError: a key has no bounds."""
     keys: dict[str, Key] = {}
     types = get_type_hints(cls)
     for item in fields(cls):
@@ -171,11 +175,7 @@ def has_type(value: Any, kind: type) -> bool:
 
 
 def check(key: Key, value: Any) -> None:
-    """Refuse a value of another type than the key's, or outside its bounds.
-
-    Raises:
-        ValueError: names the key and value, what was expected and what to do.
-    """
+    """Refuse a value of another type than the key's, or outside its bounds."""
     if value is None and key.nullable:
         return
     if not has_type(value, key.kind):
@@ -192,3 +192,34 @@ def check(key: Key, value: Any) -> None:
 
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if 1 <= abs(value) < 1e15 else f"{value:g}"
+
+
+_FIELD = re.compile(r"    (\w+): [^=]+ = ")
+
+
+def comments(cls: Any) -> dict[str, str]:
+    """Return the comments beside or above the fields of a dataclass, keyed by field."""
+    by_field: dict[str, str] = {}
+    above: list[str] = []
+    for line in inspect.getsource(cls).splitlines():
+        if line.startswith("    # "):
+            above.append(line.strip("# "))
+            continue
+        if (field := _FIELD.match(line)) is not None:
+            beside = line.partition("  # ")[2]
+            by_field[field[1]] = " ".join([*above, *([beside] if beside else [])]).removeprefix("... ")
+        above = []
+    return by_field
+
+
+def meanings(cls: Any, prefix: str = "") -> dict[str, str]:
+    """Return the meanings of all keys, by their full names."""
+    by_key: dict[str, str] = {}
+    types = get_type_hints(cls)
+    by_field = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in comments(base).items() if text}
+    for each in fields(cls):
+        if is_dataclass(types[each.name]):
+            by_key |= meanings(types[each.name], f"{prefix}{each.name}.")
+        else:
+            by_key[prefix + each.name] = by_field.get(each.name, "")
+    return by_key

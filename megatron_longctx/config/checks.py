@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,40 +15,46 @@ from .bounds import check, keys_of
 from .model import ModelConfig
 from .planned import configured_mode, names_as_keys, token_unit
 from .rules import RULES
-from .tree import Config, InferenceConfig
+from .tree import Config, DataConfig, InferenceConfig
 
 # The least weight of a dataset as a part of all weights: less might not come up before a blend repeats.
 _MIN_WEIGHT = 1e-4
 
 
 def check_value(name: str, value: object) -> None:
-    """Refuse a value that the key `name` cannot have, without a configuration.
-
-    Raises:
-        ValueError: names the key and value, what was expected and what to do.
-    """
+    """Refuse a value that the key `name` cannot have, without a configuration."""
     check(keys_of(Config)[name], value)
 
 
-def check_model(model: ModelConfig) -> None:
-    """Check a model without the rest of a configuration.
+def check_datasets(data: DataConfig) -> None:
+    """Refuse `data.prefix` if a dataset of it is missing."""
+    for _, prefix in data.datasets:
+        check_dataset(data, prefix)
 
-    Raises:
-        ValueError: names the key and value, what was expected and what to do.
-    """
+
+def check_dataset(data: DataConfig, prefix: str) -> None:
+    """Refuse `data.prefix` if a file of the dataset `prefix`, one of it or beside it, is missing."""
+    missing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if not Path(path).is_file()]
+    if missing:
+        remedy = "Write it with `megatron-longctx data`, or set data.prefix to another."
+        if prefix.endswith((".bin", ".idx")):
+            remedy = f"Leave the ending out: data.prefix={prefix[:-4]}."
+        elif " " in prefix:
+            remedy = "A blend has a weight before each of two datasets or more: data.prefix='0.7 data/a 0.3 data/b'."
+        raise refuse("data.prefix", data.prefix, f"the files {prefix}.idx and .bin; {missing[0]} is missing", remedy)
+
+
+def check_model(model: ModelConfig) -> None:
+    """Refuse a model, without the rest of a configuration, as `validate` does."""
     config = Config(model=model)
     _check_keys(config)
     _check_model(model)
 
 
 def validate(config: Config, training: bool = True) -> None:
-    """Check everything that can be known without devices, data or ranks.
+    """Refuse what cannot run, as far as that can be known without devices, data or ranks.
 
-    Args:
-        training: whether the model is trained; inference has other conditions for its parallel sizes.
-
-    Raises:
-        ValueError: names the key and value, what was expected and what to do.
+    `training` is whether the model is trained; inference has other conditions for its parallel sizes.
     """
     _check_keys(config)
     _check_model(config.model)
@@ -58,11 +65,7 @@ def validate(config: Config, training: bool = True) -> None:
 
 
 def check_inference(inference: InferenceConfig) -> None:
-    """Check the settings of inference alone, outside a `Config`.
-
-    Raises:
-        ValueError: names the key and value, what was expected and what to do.
-    """
+    """Refuse settings of inference alone, outside a `Config`, as `validate` does."""
     _check_keys(SimpleNamespace(inference=inference), "inference.")
 
 

@@ -10,9 +10,10 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 from ..core.errors import nearest, refuse
+from .bounds import TYPE_NAMES, has_type
 from .files import bundled, read_yaml
 
 GIB = 2**30
@@ -49,13 +50,11 @@ class _Hardware:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "latency_s":
-                if not 0 <= value <= _MAX:
-                    remedy = "Give the seconds that one small message takes."
-                    raise refuse(name, value, f"0 or more and at most {_MAX:,}", remedy)
-            elif isinstance(value, int | float) and not 0 < value <= _MAX:
+            what, most = ("a share of the peak", 1) if name.endswith("efficiency") else ("a number", _MAX)
+            least = "from 0 on" if name == "latency_s" else "above 0"
+            if isinstance(value, int | float) and not (0 <= value <= most and (value or least == "from 0 on")):
                 remedy = f"Give {name} as measured or from the data sheet."
-                raise refuse(name, value, f"a number above 0 and at most {_MAX:,}", remedy)
+                raise refuse(name, value, f"{what} {least} and at most {most:,}", remedy)
 
 
 @dataclass(frozen=True)
@@ -134,13 +133,6 @@ class Device(_Hardware):
     memory_gib: float | None = None
     memory_gibps: float | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("efficiency", "layer_efficiency"):
-            if (getattr(self, name) or 0) > 1:
-                expected = "a share of the peak, 1 at most"
-                raise refuse(name, getattr(self, name), expected, "Divide per cent by 100.")
-
     def layer_tflops(self, fp8: str) -> float | None:
         """The TFLOP/s of a layer outside of attention with `train.fp8`, or None if a figure is unknown."""
         if fp8 != "none":
@@ -158,7 +150,7 @@ Intra = Mesh | Switch
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(_Hardware):
     """`nodes` nodes of `ranks_per_node` ranks. Several ranks per node need `intra`, several nodes need `network`."""
 
     name: str
@@ -169,10 +161,7 @@ class Cluster:
     device: Device = field(default_factory=Device)
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node"):
-            value = getattr(self, name)
-            if not 1 <= value <= _MAX:
-                raise refuse(name, value, f"1 or more and at most {_MAX:,}", f"Count the {name.replace('_', ' ')}.")
+        super().__post_init__()
         if self.ranks_per_node > 1 and self.intra is None:
             raise refuse("intra", None, f"the links between {self.ranks_per_node} ranks of a node", "Add intra.")
         if self.nodes > 1 and self.network is None:
@@ -210,11 +199,7 @@ class Cluster:
         return Resource("nic_out", *nic), Resource("nic_in", *nic)
 
     def route(self, source: int, destination: int) -> Route:
-        """Return the route of a message between two ranks.
-
-        Raises:
-            ValueError: a rank outside the cluster, or the same rank twice.
-        """
+        """Return the route of a message between two ranks. Refuse one to itself, and ranks that the cluster has not."""
         for rank in (source, destination):
             if not 0 <= rank < self.n:
                 raise refuse("rank", rank, f"0..{self.n - 1}, the ranks of {self.name}", "Use a larger cluster.")
@@ -243,8 +228,7 @@ class Cluster:
     def resized(self, n: int) -> Cluster:
         """Return the same hardware with `n` ranks: a part of a node, or as many whole nodes as needed.
 
-        Raises:
-            ValueError: `n` is neither, or needs several nodes of a cluster whose network is not described.
+        Refuse other numbers, and several nodes of a cluster whose network is not described.
         """
         m = self.ranks_per_node
         if n < 1 or (n > m and n % m):
@@ -257,11 +241,7 @@ class Cluster:
 
 
 def load_cluster(source: str | Path) -> Cluster:
-    """Load a cluster from a .yaml file, or by a name in `recipes/cluster` such as `h200_x8`.
-
-    Raises:
-        ValueError: no such file, not YAML, an unknown or missing key, a value of the wrong type or range.
-    """
+    """Load a cluster from a .yaml file, or by a name in `recipes/cluster` such as `h200_x8`. Refuse other content."""
     path, folder = Path(source), bundled("recipes") / "cluster"
     names = sorted(file.stem for file in folder.glob("*.yaml"))
     if str(source) in names:
@@ -297,11 +277,7 @@ def as_data(cluster: Cluster) -> dict[str, Any]:
 
 
 def cluster_from(data: Any) -> Cluster:
-    """Return the cluster of `as_data`, or of the content of a YAML file.
-
-    Raises:
-        ValueError: an unknown or missing key, a value of the wrong type or range.
-    """
+    """Return the cluster of `as_data` or a YAML file. Refuse unknown or missing keys, and wrong types or values."""
     return Cluster(**_values(Cluster, data, ""))
 
 
@@ -333,29 +309,21 @@ def _mapping(data: Any, where: str) -> dict[str, Any]:
     return {str(key): value for key, value in data.items()}
 
 
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "an integer"),
-    "float": ((int, float), "a number"),
-    "float | None": ((int, float, type(None)), "a number or null"),
-    "str": ((str,), "text"),
-}
-
-
 _PARTS: dict[str, Any] = {"intra": None, "network": Network, "device": Device, "fp8": Fp8}
 
 
 def _values(cls: type, data: Any, where: str) -> dict[str, Any]:
     """Return `data`, checked against the names and types of the fields of `cls`, with its parts as objects."""
     given = {key: value for key, value in _mapping(data, where).items() if value is not None or key not in _PARTS}
-    known = {item.name: item for item in fields(cls)}
+    known, hints = {item.name: item for item in fields(cls)}, get_type_hints(cls)
     for key, value in given.items():
         if key not in known:
             near = get_close_matches(key, known, n=1)
             hint = f"Did you mean {where}{near[0]}?" if near else "Remove it."
             raise refuse(f"{where}{key}", value, "one of the keys " + ", ".join(known), hint)
-        types, expected = _TYPES.get(str(known[key].type), ((object,), ""))
-        if not isinstance(value, types) or isinstance(value, bool):
-            raise refuse(f"{where}{key}", value, expected, "Correct the file.")
+        kind, nullable = (*get_args(hints[key]), hints[key])[0], type(None) in get_args(hints[key])
+        if kind in TYPE_NAMES and not has_type(value, kind) and not (nullable and value is None):
+            raise refuse(f"{where}{key}", value, TYPE_NAMES[kind] + " or null" * nullable, "Correct the file.")
         if key in _PARTS:
             part = _PARTS[key]
             given[key] = part(**_values(part, value, f"{where}{key}.")) if part else _intra(value)

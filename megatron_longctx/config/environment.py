@@ -48,13 +48,6 @@ def environment() -> dict[str, Any]:
     return described
 
 
-def current_device_name() -> str | None:
-    """Return the name of the current CUDA device; None without one."""
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
 def write(folder: Path, ranks: int) -> None:
     """Write `environment()` and the run's number of ranks into its folder."""
     files.write_text(folder / _FILE, json.dumps(environment() | {"ranks": ranks}, indent=2) + "\n")
@@ -86,9 +79,7 @@ def commit() -> str | None:
 def facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts by which tables, the dashboard and W&B distinguish, group and filter runs, keyed by name.
 
-    Args:
-        config: the contents of a `resolved.yaml` of any version.
-        environment: as `read` returns it.
+    `config` is the content of a `resolved.yaml` of any version, `environment` what `read` returns.
     """
     par, sizes = config.get("parallelism", {}), _sizes(config, environment)
     mode = par.get("schedule", "unknown") if sizes["cp"] > 1 else "one rank"

@@ -26,14 +26,7 @@ EXTRAS = {
 
 def absent(extra: str) -> list[str]:
     """Return the modules of an extra that are not installed. It imports none."""
-    return [module for module in EXTRAS[extra] if not _installed(module)]
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is missing
-        return False
+    return [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]
 
 
 def version_of(distribution: str) -> str | None:
@@ -52,7 +45,7 @@ def install(extra: str) -> str:
 def without_extra(error: ModuleNotFoundError) -> str | None:
     """Return the line for an import that failed because an extra is missing; None if no extra has the module."""
     module = (error.name or "").split(".")[0]
-    extra = next((extra for extra, modules in EXTRAS.items() if module in (m.split(".")[0] for m in modules)), None)
+    extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
     if extra == "megatron":  # the verbs need more than Megatron
         extra = "train"
     return extra and f"the package {module} is not installed. Run {install(extra)}."

@@ -14,14 +14,11 @@ _MAX_YAML_BYTES, _MAX_YAML_DEPTH = 2**18, 20  # the largest files of this projec
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` in UTF-8, atomically: after a crash or on a full disk, `path` is either complete or unchanged.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write `text` in UTF-8, atomically: after a crash or on a full disk, `path` is either complete or unchanged."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "w", encoding="utf-8", opener=_open_no_link) as stream:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(partial, flags, 0o666), "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -29,10 +26,6 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -55,10 +48,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 def bundled(name: str) -> Path:
     """Return a folder that is beside the package in a checkout and inside it when installed: recipes, launch, analysis.
 
-    The checkout's folder takes precedence over copies that an editable installation has left in the package.
-
-    Raises:
-        ValueError: the folder is in neither place.
+    The checkout's takes precedence over copies that an editable installation has left. Refuse one that is nowhere.
     """
     package = Path(__file__).resolve().parents[1]
     places = [package / name]

@@ -104,8 +104,7 @@ class ModelConfig:
 
     # Multi-latent attention and mixtures of experts have Megatron's fields, under its names.
 
-    # Elements of the latent from which a token's keys and values are computed (MLA, as in DeepSeek). null: no
-    # MLA.
+    # Elements of the latent from which a token's keys and values are computed (MLA, as in DeepSeek). null: no MLA.
     kv_lora_rank: int | None = number(None, 1, 10**6)
     q_lora_rank: int | None = number(None, 1, 10**6)  # with kv_lora_rank: elements of the queries' latent; null: none
     # with kv_lora_rank: elements of a query or key that RoPE does not rotate
@@ -127,8 +126,7 @@ class ModelConfig:
     )
     # number of first layers without experts; moe_layer_freq counts from the layer after them
     moe_first_dense_layers: int = number(0, 0, 10_000)
-    # Width of the MLP that every token uses in addition to its experts, of all shared experts together. null:
-    # none.
+    # Width of the MLP that every token uses in addition to its experts, of all shared experts together. null: none.
     moe_shared_expert_intermediate_size: int | None = number(None, 1, 10**7)
     moe_shared_expert_gate: bool = False  # the shared MLP's output is multiplied by the sigmoid of a gate
     moe_router_pre_softmax: bool = False  # weights are the softmax over all experts instead of over the chosen ones

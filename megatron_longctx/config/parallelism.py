@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..core.layout import LAYOUTS
 from ..core.plans.modes import MODES, outer_modes
-from .bounds import choice, number, path, text
+from .bounds import Switches, choice, number, path, text
 
 MAX_RANKS = 1024
 SECONDS_PER_YEAR = 31_536_000.0
@@ -18,7 +18,7 @@ REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
 
 
 @dataclass(frozen=True)
-class ParallelismConfig:
+class ParallelismConfig(Switches):
     """How ranks are divided. `data_parallel_size: null` is the remaining factor of the world size."""
 
     context_parallel_size: int = number(1, 1, MAX_RANKS)  # ranks that shard a sequence
@@ -35,8 +35,7 @@ class ParallelismConfig:
     # Which rank holds which token. auto: the layout that balances the schedule; for packed documents `balanced`,
     # if the schedule supports it.
     layout: str = choice("auto", LAYOUTS, "auto")
-    # all_gather only: maximum number of remote K/V tokens that a rank holds at once; null: all of them, in one
-    # group.
+    # all_gather only: maximum number of remote K/V tokens that a rank holds at once; null: all of them, in one group.
     max_buffer_tokens: int | None = number(None, 2, 10**9)
     # double_ring, node_gather: ranks of a node; usp: ranks that share the heads. null: as many as a node of `cluster`
     # has, or the largest proper divisor of context_parallel_size up to 8.
@@ -56,10 +55,6 @@ class ParallelismConfig:
     overlap_param_gather: str = choice("auto", SWITCHES)
     timeout_s: float = number(600.0, 1, SECONDS_PER_YEAR)  # a collective that takes longer fails the job
 
-    def __post_init__(self) -> None:
-        # OmegaConf converts the truth value of YAML to the text `True`.
-        object.__setattr__(self, "overlap_param_gather", str(self.overlap_param_gather).lower())
-
     @property
     def model_parallel_size(self) -> int:
         return self.context_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
@@ -74,7 +69,7 @@ class ParallelismConfig:
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(Switches):
     # auto, or the name of a provider: fa4 | cudnn | flash | cpu | reference
     kernel: str = text("auto", "auto or the name of a kernel", r"[a-z][a-z0-9_]*")
     deterministic: bool = False  # bit-identical results from run to run; slower
@@ -95,11 +90,6 @@ class AttentionConfig:
     sum_in_node: str = choice("auto", SWITCHES)
     # For ablations, in training: false waits for each step's messages before anything is computed beside them.
     overlap: bool = True
-
-    def __post_init__(self) -> None:
-        # OmegaConf converts the truth value of YAML to the text `True`.
-        for name in ("keep_received", "sum_in_node"):
-            object.__setattr__(self, name, str(getattr(self, name)).lower())
 
 
 @dataclass(frozen=True)

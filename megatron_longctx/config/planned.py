@@ -51,18 +51,13 @@ def workload_of(config: Config) -> Workload:
 def planned_mask(config: Config, lengths: Sequence[int] | None = None, parents: Sequence[int] | None = None) -> Mask:
     """Return the mask of the layers with the widest window, for causal documents of `lengths` or one whole sequence.
 
-    Args:
-        parents: see `core.plans.mask.documents`.
+    For `parents`, see `core.plans.mask.documents`.
     """
     return documents(lengths or [config.data.seq_length], window=config.model.widest_window, parents=parents)
 
 
 def cluster_of(par: ParallelismConfig) -> Cluster | None:
-    """Return `parallelism.cluster` with the context-parallel ranks; None if none is named.
-
-    Raises:
-        ValueError: the cluster cannot be read, or cannot have this number of ranks.
-    """
+    """Return `parallelism.cluster` with the context-parallel ranks, or None. Refuse what cannot be read or resized."""
     return load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
 
 
@@ -80,8 +75,7 @@ def configured_mode(par: ParallelismConfig) -> Mode:
 def summed_node_size(config: Config) -> int:
     """Return the ranks of a node whose partial gradients are summed before they are sent to another node; 0: none.
 
-    Raises:
-        ValueError: the cluster cannot be read, cannot have this number of ranks, or is missing but required.
+    Refuse what `cluster_of` refuses, and a cluster that is required and missing.
     """
     par = config.parallelism
     return node_size_to_sum(config.sum_in_node, cluster_of(par), par.context_parallel_size)
@@ -91,8 +85,7 @@ def summed_node_size(config: Config) -> int:
 def configured_plan(config: Config, mask: Mask) -> Plan:
     """Return the forward plan of an attention call of a layer with this mask, as training executes it.
 
-    Raises:
-        ValueError: the mode refuses its options or sizes, or the cluster cannot be used (see `summed_node_size`).
+    Refuse options or sizes of the mode; raises as `summed_node_size`.
     """
     par = config.parallelism
     return build_plan(
@@ -124,10 +117,9 @@ def token_unit(config: Config) -> int:
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Return the number of data-parallel ranks among `world_size` ranks, and check batch sizes against it.
+    """Return the number of data-parallel ranks among `world_size` ranks.
 
-    Raises:
-        ValueError: the sizes do not multiply to `world_size`, or the batch does not divide among the ranks.
+    Refuse sizes that do not multiply to `world_size`, and a batch that does not divide among the ranks.
     """
     par, train = config.parallelism, config.train
     tp, cp, pp = par.tensor_parallel_size, par.context_parallel_size, par.pipeline_parallel_size
@@ -158,8 +150,7 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 def trained_length(run: Config, scaling: RopeScaling | None = None) -> int:
     """Return the most tokens that a run's model can read: those that it was trained on, or that its RoPE is scaled to.
 
-    Args:
-        scaling: of RoPE if it is not the run's own.
+    `scaling` is that of RoPE if it is not the run's own.
     """
     length, own = run.data.seq_length, run.model.rope_scaling
     scaling = scaling or own

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..core.plans.cache_modes import CACHE_MODES
-from .bounds import choice, number, path, text
+from .bounds import Switches, choice, number, path, text
 from .model import MAX_TOKENS, ModelConfig
 from .parallelism import (
     MAX_RANKS,
@@ -87,8 +87,7 @@ class OptimConfig:
     min_lr: float = number(3e-5, 0, 100)  # final learning rate of the decay
     warmup_steps: int = number(10, 0, _MAX_COUNT)  # steps in which the learning rate rises from 0
     decay_steps: int | None = number(None, 1, _MAX_COUNT)  # null: train.steps
-    # WSD: the rate stays constant until wsd_decay_steps before the end of decay_steps, then falls by
-    # wsd_decay_style.
+    # WSD: the rate stays constant until wsd_decay_steps before the end of decay_steps, then falls by wsd_decay_style.
     decay_style: str = choice("cosine", ("cosine", "linear", "constant", "inverse-square-root", "WSD"))
     wsd_decay_steps: int | None = number(None, 1, _MAX_COUNT)  # required by WSD, null with any other style
     # how the rate of WSD falls
@@ -156,7 +155,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class InferenceConfig:
+class InferenceConfig(Switches):
     """`megatron-longctx generate` and `serve`. `inference.sampling.Sampling` explains sampling."""
 
     max_new_tokens: int = number(128, 1, _MAX_COUNT)  # maximum number of generated tokens
@@ -171,11 +170,10 @@ class InferenceConfig:
     # links between ranks are known from a calibration (`megatron-longctx calibrate` with attention.transport as
     # `transport` below) or from parallelism.cluster; otherwise it sends the smaller messages.
     mode: str = choice("auto", CACHE_MODES, "auto")
-    # How small numbers of new tokens are computed: single tokens of several sequences, and prompts of up to 512
-    # tokens together. replicated: every rank computes the whole model for all of them but attends only to its
-    # part of the cache, with one exchange of partial results per layer. plan: as any other batch, by `mode`.
-    # auto: replicated unless `mode` names a mode; for prompts only if CUDA graphs can be used, and never with
-    # exact_reuse.
+    # How small numbers of new tokens are computed: single tokens of several sequences, and prompts of up to 512 tokens
+    # together. replicated: every rank computes the whole model for all of them but attends only to its part of the
+    # cache, with one exchange of partial results per layer. plan: as any other batch, by `mode`. auto: replicated
+    # unless `mode` names a mode; for prompts only if CUDA graphs can be used, and never with exact_reuse.
     decode: str = choice("auto", ("auto", "replicated", "plan"))
     # Draft up to this many tokens per step from the text so far (prompt lookup) and compute them together; the tokens
     # that are generated stay the same. It pays for answers that repeat parts of their prompt. 0: off
@@ -203,17 +201,11 @@ class InferenceConfig:
     # while it is computed; the others are for prefixes that later prompts may continue.
     recurrent_states: int = number(48, 4, 10**6)
     evict: bool = False  # if the cache is full, drop idle sessions and recompute them later, instead of refusing
-    # A file with a Jinja template for chats; null: the tokenizer's own, else plain text with one message per
-    # line.
+    # A file with a Jinja template for chats; null: the tokenizer's own, else plain text with one message per line.
     chat_template: str | None = path(None)
-    # Give a prompt bit-identical logits whether or not its prefix is in the cache: only whole chunks of
-    # prefill_chunk tokens, from the first token on, are reused, and prompts are computed one by one. false: reuse
-    # everything.
+    # Give a prompt bit-identical logits whether or not its prefix is in the cache: only whole chunks of prefill_chunk
+    # tokens, from the first token on, are reused, and prompts are computed one by one. false: reuse everything.
     exact_reuse: bool = False
-
-    def __post_init__(self) -> None:
-        # OmegaConf converts the truth value of YAML to the text `True`.
-        object.__setattr__(self, "cuda_graphs", str(self.cuda_graphs).lower())
 
 
 @dataclass(frozen=True)

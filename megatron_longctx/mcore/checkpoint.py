@@ -205,7 +205,7 @@ def _check_content(
     if differing:
         raise ValueError(
             f"{path} is of another model ({'; '.join(differing)}), expected equal fingerprints: "
-            "configure the model that was saved, or name another run"
+            "configure the model that was saved, or name another run (in training by run.name)"
         )
     if kind is not None and content["optimizer"] != kind:
         raise ValueError(

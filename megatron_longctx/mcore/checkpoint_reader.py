@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.utils import _ReaderView
 from ..core.comm import gather_objects
 from .version import common_state_loader
 
-REMEDY = "restore the checkpoint, or choose another iteration or directory"
+REMEDY = "restore the checkpoint, or choose another iteration or run (in training by run.name)"
 
 # The classes that torch 2.11 to 2.15 and Megatron-Core 0.16 and 0.19 write into `.metadata`, besides dtypes.
 _METADATA_CLASSES = (

@@ -14,7 +14,7 @@ import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
-from ..config import Config, DataConfig, files
+from ..config import Config, DataConfig, check_dataset, files
 from ..core.errors import refuse
 from ..models.trees import Tree
 from .tokenizer import encoder, tokenizer_digest
@@ -276,12 +276,8 @@ def _check_dataset(data: DataConfig, prefix: str) -> int:
 
 def _lengths(data: DataConfig, prefix: str, are_ids: bool = True) -> numpy.ndarray:
     """Return the lengths of a dataset's documents, int64, and check that its files are as its index says."""
-    sizes = []
-    for suffix in (".idx", ".bin"):
-        path = Path(prefix + suffix)
-        if not path.is_file():
-            raise _wrong(data, f"the files {prefix}.idx and .bin; {path} is missing")
-        sizes.append(path.stat().st_size)
+    check_dataset(data, prefix)
+    sizes = [Path(prefix + suffix).stat().st_size for suffix in (".idx", ".bin")]
     if not all(sizes):
         raise _wrong(data, "files that are not empty")
     try:

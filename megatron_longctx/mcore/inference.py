@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..config import Config, ModelConfig, ParallelismConfig, RecomputeConfig, trained_length
 from ..config.cluster import GIB
+from ..config.gpus import refuse_peer
 from ..core.errors import refuse
 from ..core.plans.mask import Window
 from ..inference.cache_manager import MAX_CONTIGUOUS, CacheManager
@@ -250,8 +251,7 @@ def inference_config(config: Config) -> Config:
         remedy = "Without attention there is no cache: train and evaluate it by `loss_by_position`."
         raise refuse("model.pattern", config.model.pattern, "a layer * for inference", remedy)
     if config.train.device == "cpu" or not torch.cuda.is_available():
-        if config.inference.transport == "peer":
-            raise refuse("inference.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
+        refuse_peer(config, "inference.transport")
         if config.inference.cuda_graphs == "true":
             raise refuse("inference.cuda_graphs", "true", "auto or false on CPUs", "Only GPUs have CUDA graphs.")
     plain = ParallelismConfig(

@@ -62,7 +62,8 @@ def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerT
                 f"data.tokenizer={library}: expected the package {package}, which is not installed. "
                 f"Run {install('models')}, or use data.tokenizer=byte-level."
             ) from None
-        raise ValueError(f"data.tokenizer_path={path}: cannot be read by {library} ({error}). {remedy}") from error
+        reason = str(error).strip().split("\n", 1)[0]
+        raise ValueError(f"data.tokenizer_path={path}: cannot be read by {library} ({reason}). {remedy}") from error
     if tokenizer.eod is None:
         remedy = "Name it: eos_token in the tokenizer_config.json beside its other files."
         raise ValueError(f"data.tokenizer_path={path}: expected a tokenizer with a token that ends a text. {remedy}")

@@ -44,6 +44,8 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
     own, settings = split_arguments(words, ("checkpoint", "prompt", "prompt_file", "iteration"))
     job = build_job(own, settings)
     refuse_unread(settings)
+    if not chat and (file := dict(word.split("=", 1) for word in settings).get("inference.chat_template")):
+        raise refuse("inference.chat_template", file, "--chat beside it: a prompt is continued as it is", "Add one.")
     prompt = _prompt(own, chat)
     tokenizer = build_tokenizer(job.config.data.tokenizer, job.config.data.tokenizer_path)
     length = 0 if prompt is None else len(bos_tokens(tokenizer)) + len(tokenizer.tokenize(prompt))

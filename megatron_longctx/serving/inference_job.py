@@ -32,7 +32,6 @@ from ..mcore.inference import build_engine, inference_config, tensor_size_of_exp
 from ..mcore.model import RETRAINABLE, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..training.compose import RESOLVED, check_names, load_config, override_config
-from ..training.local_ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
 from ..training.preflight import (
     check_delta_kernels,
     check_kernel,
@@ -41,6 +40,7 @@ from ..training.preflight import (
     device_type,
     host_bytes,
 )
+from ..training.ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
 from ..training.rendezvous import RankInfo, connect_store, host_store, join_group, listen, rendezvous_store
 from ..training.signals import blocked
 
@@ -52,6 +52,8 @@ _STOPPED, _ENDED = "longctx/stopped", "longctx/ended"
 _SIZES = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _READ = tuple(f"parallelism.{key}" for key in (*_SIZES, "cluster", "timeout_s"))
 """The keys of `parallelism` that inference reads."""
+_UNREAD = ("optim.", "logging.", "run.", "train.steps=", "train.save")
+"""Beginnings of settings that only training reads."""
 
 
 class Stopped(BaseException):
@@ -108,9 +110,11 @@ def split_arguments(words: Sequence[str], own_keys: Sequence[str]) -> tuple[dict
 
 
 def refuse_unread(settings: Sequence[str]) -> None:
-    """Raise ValueError for parallelism settings that only training reads."""
+    """Raise ValueError for settings of attention that only training reads."""
     for word in settings:
         key, _, value = word.partition("=")
+        if key == "attention.transport":
+            raise refuse(key, value, "inference.transport, which inference reads instead", "Set that.")
         if key.startswith("parallelism.") and key not in _READ:
             remedy = "Leave it out; inference.mode says how ranks share attention over the cache."
             raise refuse(key, value, f"one of {', '.join(_READ)} for inference", remedy)
@@ -150,6 +154,8 @@ def build_job(
         ValueError: the checkpoint, settings or sizes cannot be used.
     """
     run, iteration = checkpoint_of(own)
+    for key, _, value in (word.partition("=") for word in settings if word.startswith(_UNREAD)):
+        raise refuse(key, value, "no value here: only training reads it", "Leave it out.")
     loaded = load_config(run / RESOLVED)
     # Drop training's own sizes.
     parallelism = replace(

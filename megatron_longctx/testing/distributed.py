@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from ..config.gpus import ranks_per_gpu
-from ..training.local_ranks import run_ranks
+from ..training.ranks import run_ranks
 
 PATIENCE_S = 1800.0  # for work of seconds on an idle machine: what takes longer hangs
 # Ranks import these at their start, which otherwise takes most of their time.

@@ -32,13 +32,8 @@ def resolve_schedule(config: Config) -> tuple[Config, str | None]:
     """Replace `auto` by the fastest mode in simulation, and log the ranking. Any other mode is returned unchanged.
 
     The simulation uses the calibration of this device, number of ranks and heads if there is one, otherwise
-    `parallelism.cluster`. For packed data it uses the mask of the first pack.
-
-    Returns:
-        the configuration, and the ranking as text; None if nothing was chosen.
-
-    Raises:
-        ValueError: neither a calibration nor a cluster, no mode that can run, or a missing packed dataset.
+    `parallelism.cluster`. For packed data it uses the mask of the first pack. Refuse if none of these, or no mode, can
+    be used. Return the ranking as text as well; None if nothing was chosen.
     """
     par = config.parallelism
     if par.schedule != "auto":
@@ -61,10 +56,7 @@ def resolve_schedule(config: Config) -> tuple[Config, str | None]:
 def resolve_for_cluster(config: Config) -> tuple[Config, list[Candidate]]:
     """Replace `auto` by the mode that it chooses on `parallelism.cluster`, on any machine. Return the ranking as well.
 
-    If a dataset is missing, packs are simulated as one document.
-
-    Raises:
-        ValueError: no cluster is named, or no mode can run.
+    If a dataset is missing, packs are simulated as one document. Refuse if no cluster is named, or no mode can run.
     """
     if (cluster := cluster_of(config.parallelism)) is None:
         remedy = "Name the cluster, or choose a mode."

@@ -45,9 +45,7 @@ _own_recipes: list[Path] = []
 def compose_config(overrides: Sequence[str]) -> Config:
     """Compose the recipes with `overrides` (`experiment=demo`, `train.steps=5`, …) and validate the result.
 
-    Raises:
-        ValueError: an override is malformed, has an unknown key or recipe (the message names the nearest that exist),
-            or a value of the wrong type or range.
+    Refuse what is malformed or unknown, with the nearest names that exist, and values of another type or range.
     """
     overrides = checked_overrides(overrides)
     overrides = [*_init_from_overrides(overrides), *overrides]
@@ -67,11 +65,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
 def override_config(config: Config, overrides: Sequence[str], training: bool = True) -> Config:
     """Return `config`, for example that of a run, with overrides as for `compose_config`, except `experiment`.
 
-    Args:
-        training: see `config.validate`. Without it, a run that was trained in FP8 computes in bf16.
-
-    Raises:
-        ValueError: as `compose_config`.
+    For `training`, see `config.validate`. Without it, a run that was trained in FP8 computes in bf16.
     """
     if not training:
         plain = replace(config.train, fp8="none", bf16_layers_at_start=0, bf16_layers_at_end=0)
@@ -107,11 +101,7 @@ def config_yaml(config: Config) -> str:
 
 
 def load_config(path: Path) -> Config:
-    """Read and validate a file that `save_config` wrote.
-
-    Raises:
-        ValueError: the file is missing, is cut short, is not YAML, or has keys or values that `Config` does not allow.
-    """
+    """Read and validate a file that `save_config` wrote. Refuse one that is missing, cut short or of another form."""
     try:
         loaded = OmegaConf.create(read_yaml(path))
         # run.root is written last. Without this check, a file that is cut short would leave other keys at defaults.
@@ -122,8 +112,8 @@ def load_config(path: Path) -> Config:
             if OmegaConf.select(loaded, key, default=...) == unused:
                 del loaded[section][name]
         config = config_from_dict(loaded)
-    except (FileNotFoundError, NotADirectoryError):
-        remedy = "Start the run with `megatron-longctx train`."
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        remedy = f"Name its {RESOLVED}." if path.is_dir() else "Start the run with `megatron-longctx train`."
         raise ValueError(f"{path}: expected a run's configuration there. {remedy}") from None
     except Exception as error:  # the YAML parser and OmegaConf raise unrelated types
         reason = _first_line(error)
@@ -135,6 +125,22 @@ def load_config(path: Path) -> Config:
 def config_from_dict(values: Any) -> Config:
     """Convert the result of `Config.as_dict` back to a configuration, without validation."""
     return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
+
+
+def check_run(words: Sequence[str]) -> None:
+    """Refuse the `RUN` or `checkpoint=RUN` among a verb's words if its configuration cannot be read."""
+    runs = [word.removeprefix("checkpoint=") for word in words if "=" not in word or word.startswith("checkpoint=")]
+    for run in filter(None, runs[:1]):
+        load_config(Path(run, RESOLVED))
+
+
+def check_source(source: str) -> None:
+    """Refuse what cannot be imported because it is no folder of a published model."""
+    if not Path(source, "config.json").is_file():
+        remedy = "Fetch it first: nothing is downloaded here."
+        if source.endswith(".gguf"):
+            remedy = "Take its safetensors, or convert it in a checkout: `python -m analysis.gguf_file FILE FOLDER`."
+        raise refuse("SOURCE", source, "a folder with config.json and safetensors files", remedy)
 
 
 def recipes() -> dict[str, list[str]]:
@@ -333,11 +339,12 @@ def _unknown_key(name: str, words: Sequence[str] = ()) -> ValueError:
 
 def nearest_names(name: str, known: Sequence[str], count: int = 3) -> str:
     """Return the names most like `name`, as a whole or in their last part (`step` finds `train.steps`)."""
-    nearest = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
-    last = {key: key.rsplit(".", 1)[-1] for key in known}
-    close = difflib.get_close_matches(name.rsplit(".", 1)[-1], list(last.values()), n=count, cutoff=0.75)
-    nearest += [key for key in known if last[key] in close and key not in nearest]
-    return ", ".join(nearest[:count])
+    last, part = {key: key.rsplit(".", 1)[-1] for key in known}, name.rsplit(".", 1)[-1]
+    close = difflib.get_close_matches(part, list(last.values()), n=count, cutoff=0.75)
+    nearest = [key for key in known if last[key] == part]
+    nearest += difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    nearest += [key for key in known if last[key] in close or (len(name) > 2 and key.startswith(name))]
+    return ", ".join(list(dict.fromkeys(nearest))[:count])
 
 
 def _first_line(error: BaseException) -> str:

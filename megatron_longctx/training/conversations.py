@@ -1,4 +1,7 @@
-"""Conversations as tokens, with a mask of the tokens to learn: the assistant's."""
+"""Lines of JSON as tokens: conversations, with a mask of the assistant's, and rollouts.
+
+Rollouts are trees: prompts with their responses, or with turns that branch.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy
 
-from ..core.errors import refuse
+from ..core.errors import refuse, shown
 from ..mcore.corpus import Document
 from ..models.chat import Chat, load_chat
 from ..models.trees import Example, Tree, divided, merged
 from .text_files import CONVERSATION_KEYS, Piece, Row, content, parsed
 
+Messages = Sequence[Mapping[str, Any]]
 # The most tokens at the end of a text that may change when more text follows.
 _MAX_REPLACED = 8
 _FEW = 8  # answers, whose first turns are all laid out and tokenized
@@ -38,11 +43,8 @@ def conversations(part: Path | Piece, chat: Chat, encode: Callable[[str], Sequen
     """Return the tokens of every line's conversation, with a mask of the tokens to learn: the assistant's.
 
     A line has `messages`, or a `prompt` and its `completion`: texts, or lists of messages. Only answers in the
-    completion are learned.
-
-    Raises:
-        ValueError: a line in another form or without an answer, or a template that does not lay it out turn by turn.
-            The message has the file and the line.
+    completion are learned. Refuse other lines, lines without an answer, and a template that does not lay them out turn
+    by turn, with the file and the line.
     """
     return parsed(part, lambda row: _tokens(*_messages(row), chat, encode), CONVERSATION_KEYS)
 
@@ -66,7 +68,7 @@ def with_shared_beginnings(documents: Iterable[Document], capacity: int) -> Iter
 
 def _messages(row: Row) -> tuple[list[Mapping[str, Any]], int]:
     """Return the messages of a line or row, and how many of them are the prompt, which is not learned."""
-    prompt: Sequence[Mapping[str, Any]] = []
+    prompt: Messages = []
     try:
         found = content(row)
         json.dumps(found, ensure_ascii=False).encode()  # refuses half of a surrogate pair
@@ -87,9 +89,7 @@ def _messages(row: Row) -> tuple[list[Mapping[str, Any]], int]:
     return messages, len(prompt)
 
 
-def _tokens(
-    messages: Sequence[Mapping[str, Any]], prompt: int, chat: Chat, encode: Callable[[str], Sequence[int]]
-) -> Document:
+def _tokens(messages: Messages, prompt: int, chat: Chat, encode: Callable[[str], Sequence[int]]) -> Document:
     """Return tokens and mask. An answer is what the template adds after the generation prompt, with the end of turn."""
     text = chat.text(messages, reply=False)
     ids = list(encode(text))
@@ -112,20 +112,13 @@ def _tokens(
 
 
 def _spans(
-    messages: Sequence[Mapping[str, Any]],
-    text: str,
-    answers: Sequence[int],
-    chat: Chat,
-    head: Sequence[Mapping[str, Any]] | None = None,
+    messages: Messages, text: str, answers: Sequence[int], chat: Chat, head: Messages | None = None
 ) -> Iterator[tuple[int, int]]:
     """Yield where in `text`, that of all messages, every answer begins and ends.
 
-    Args:
-        head: the first turn. If given, it replaces all turns before an answer's own, whose texts would together take
-            time in the square of their number. None: they are laid out in full.
-
-    Raises:
-        ValueError: a text does not begin with that of its first turns, or, with a head, depends on more than its turn.
+    `head` is the first turn. If given, it replaces all turns before an answer's own, whose texts would take time
+    in the square of their number. Refuse a text that does not begin with that of its first turns or, with a head, that
+    depends on more than its turn.
     """
     start = done = skipped = 0
     for at in answers:
@@ -149,9 +142,8 @@ def _num_tokens(
 ) -> int:
     """Return how many tokens a conversation shares with its first `end` characters.
 
-    Args:
-        known: earlier positions with their numbers of tokens. The tokens since one of them suffice if they match the
-            conversation's in a single place. They may differ where they begin, as with a token at the start of a text.
+    `known` are earlier positions with their numbers of tokens. The tokens since one of them suffice if they match the
+    conversation's in a single place. They may differ where they begin, as with a token at the start of a text.
     """
     context = _CONTEXT
     while begun := next((mark for mark in reversed(known) if mark[1] + context <= known[-1][1]), None):
@@ -176,3 +168,143 @@ def _num_tokens(
 def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
     """Return how many first tokens are equal. A token that spans the end of a text is not."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
+
+
+_PER_TOKEN = ("old_logprobs", "ref_logprobs")
+_COLUMNS = ("advantages", *_PER_TOKEN)
+_TREE_FORM = '{"prompt": …, "responses": [{"text": "…", "reward": 1.0}, …]}, or with `children` that may have children'
+_EPSILON = 1e-4  # added to the standard deviation of rewards, as in TRL's GRPO
+
+
+class Rollouts:
+    """The rollouts of JSONL files.
+
+    A line has a `prompt`, and `responses` or nested `children`: each a text, a list of token ids, or an object with
+    `text` or `tokens`. An object may have a `reward` or an `advantage`, and for each of its tokens `old_logprobs`,
+    `ref_logprobs` and a `loss_mask`. A text that ends a branch gets the end-of-document token. The prompt and each
+    text are tokenized alone. The prompt is not learned; of the others, every token is, once.
+
+    The advantage of a response with a reward is that of GRPO: (reward - mean) / (standard deviation + 1e-4) over the
+    responses of its line. `load_chat` returns the chat template, if the lines have messages.
+
+    Attributes:
+        columns: the values that all responses have (`corpus.SIDES`).
+        chat: the template, if lines so far had messages; after construction, the first one.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], encode: Callable[[str], Sequence[int]], eod: int, load_chat: Callable[[], Chat]
+    ) -> None:
+        self._paths, self._encode, self._eod, self._load_chat = paths, encode, eod, load_chat
+        self.chat: Chat | None = None
+        first = next((line for path in paths for line in parsed(path, self._responses)), [])
+        self.columns = tuple(name for name in _COLUMNS if first and name in first[0][-1])
+
+    def trees(self) -> Iterator[tuple[int, Tree]]:
+        """Yield every tree with the number of its line.
+
+        Refuse lines of another form, or whose responses have other values than those of the first, with file and line.
+        """
+        for path in self._paths:
+            for number, trees in enumerate(parsed(path, self._trees), start=1):
+                yield from ((number, tree) for tree in trees)
+
+    def _trees(self, line: Row) -> list[Tree]:
+        counted: set[int] = set()
+        examples = []
+        for branch in self._responses(line):
+            tokens: list[int] = []
+            weights: list[float] = []
+            values: list[list[float]] = []
+            for place, node in enumerate(branch):
+                again, size = id(node) in counted, len(node["tokens"])
+                counted.add(id(node))
+                tokens += node["tokens"]
+                weights += [0.0] * size if again else node["loss_mask"]
+                for name in _COLUMNS if place else ():
+                    if (name in node) != (name in self.columns):
+                        text = "`advantage` or `reward`" if name == "advantages" else f"`{name}`"
+                        which = "every response" if name in self.columns else "no response"
+                        raise ValueError(f"expected {text} in {which}, as in the first line. Correct it.")
+                columns = [node.get(name, [0.0] * size) for name in self.columns]
+                values += [[x[at] * node["learned"][at] for x in columns] for at in range(size)]
+            weights[0] = 0.0
+            table = numpy.array(values, numpy.float32).reshape(len(tokens), len(self.columns))
+            examples.append(Example(numpy.array(tokens), numpy.array(weights, numpy.float32), table))
+        return merged(examples)
+
+    def _responses(self, line: Row) -> list[list[dict[str, Any]]]:
+        """Return the branches of a line: their nodes from the prompt on, each with tokens and values."""
+        try:
+            found = content(line)
+            prompt, nested, end = found["prompt"], "responses" not in found, [self._eod]
+            if isinstance(prompt, list) and any(isinstance(each, dict) for each in prompt):
+                if nested:
+                    raise ValueError("expected `responses` after messages; `children` follow a text or tokens. Fix it.")
+                prompt, end = self._chat_prompt(prompt)
+            node = self._node({"tokens" if isinstance(prompt, list) else "text": prompt}, False)
+            branches = list(self._branches(found["children" if nested else "responses"], [node], nested, end))
+        except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError, UnicodeError):
+            raise ValueError(f"expected {_TREE_FORM}. Fix or remove the line.") from None
+        rewards = [branch[-1].pop("reward", None) for branch in branches]
+        if any(reward is not None for reward in rewards):
+            if None in rewards:
+                raise ValueError("expected a `reward` of every response of the line, or of none. Add it.")
+            mean, spread = fmean(rewards), stdev(rewards) if len(rewards) > 1 else 0.0
+            for branch, reward in zip(branches, rewards, strict=True):
+                advantage = (reward - mean) / (spread + _EPSILON)
+                branch[-1].setdefault("advantages", [advantage] * len(branch[-1]["tokens"]))
+        return branches
+
+    def _chat_prompt(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        """Return the text of messages up to where the reply begins, and the tokens that end a reply."""
+        if not all(isinstance(message["role"], str) for message in messages):
+            raise TypeError
+        chat = self.chat = self.chat or self._load_chat()
+        end = [*chat.stop_tokens, *(token for text in chat.stop_texts for token in self._encode(text))]
+        return chat.text(messages), end or [self._eod]
+
+    def _branches(
+        self, children: Any, above: list[dict[str, Any]], nested: bool, end: list[int]
+    ) -> Iterator[list[dict[str, Any]]]:
+        if not isinstance(children, list) or not children:
+            raise TypeError
+        for child in children:
+            content = child if isinstance(child, dict) else {"tokens" if isinstance(child, list) else "text": child}
+            below = content.get("children") if nested else None
+            node = self._node(content, True, [] if below else end)
+            if nested and "reward" in node:
+                raise ValueError("expected `advantage`, not `reward`, in children: branches share their tokens.")
+            yield from self._branches(below, [*above, node], True, end) if below else [[*above, node]]
+
+    def _node(self, content: dict[str, Any], learned: bool, end: Sequence[int] = ()) -> dict[str, Any]:
+        """Return the tokens of a part of a rollout, with a number of each kind for every token."""
+        if "tokens" in content:
+            tokens = content["tokens"]
+            if not all(type(token) is int and token >= 0 for token in tokens):
+                raise ValueError(f"expected token ids from 0 on; got {shown(tokens)}. Fix or remove the line.")
+        else:
+            content["text"].encode()  # refuses half of a surrogate pair
+            tokens = [*self._encode(content["text"]), *end]
+        if not tokens:
+            raise ValueError("expected a prompt and responses that are not empty. Fix or remove the line.")
+        node: dict[str, Any] = {"tokens": list(tokens), "loss_mask": [float(learned)] * len(tokens)}
+        for name in (*_PER_TOKEN, "loss_mask"):
+            if learned and name in content:
+                node[name] = [_number(name, x) for x in content[name]]
+                if len(node[name]) != len(tokens):
+                    found = len(node[name])
+                    raise ValueError(f"expected `{name}` of {len(tokens)} tokens; it has {found}. Correct it.")
+        if {"advantage", "reward"} <= content.keys():
+            raise ValueError("expected a `reward` or an `advantage`; both are given. Leave one out.")
+        if "advantage" in content:
+            node["advantages"] = [_number("advantage", content["advantage"])] * len(tokens)
+        if "reward" in content:
+            node["reward"] = _number("reward", content["reward"])
+        return node | {"learned": [weight > 0 for weight in node["loss_mask"]]}
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not numpy.isfinite(value):
+        raise ValueError(f"expected a finite number in `{name}`; got {shown(value)}. Correct it.")
+    return float(value)

@@ -1,16 +1,23 @@
-"""Starts a training job: all ranks of this host, or this process as one rank of a torchrun or Slurm job."""
+"""Starts a training job, all ranks of this host or this process as one rank of torchrun or Slurm, and runs the ranks.
+
+A rank joins the process group, builds the model, loads the checkpoint and trains.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
+import multiprocessing
 import os
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,14 +27,21 @@ from ..config.gpus import other_nodes, uses_cuda
 from ..config.progress import Progress
 from ..core.errors import JobFailed
 from ..core.kernels.providers import fa4
-from . import forks, rendezvous, worker
-from .compose import compose_config, load_config, override_config
-from .heartbeat import enable_flight_recorder, last_operations, suspects
-from .local_ranks import RankFailed, RankProcesses, explain_failure, stopped_ranks
-from .ranks import broadcast_json
-from .rendezvous import RankInfo
-from .run_folder import RunFolder, RunLock
-from .signals import SIGNALS, SignalForwarder, blocked
+from . import forks, rendezvous
+from .compose import config_from_dict
+from .heartbeat import Heartbeat, enable_flight_recorder, last_operations, suspects
+from .ranks import (
+    RankFailed,
+    RankProcesses,
+    broadcast_json,
+    explain_failure,
+    interrupt_with_parent,
+    parent_has_ended,
+    stopped_ranks,
+)
+from .rendezvous import RankInfo, connect_store, host_store, join_group
+from .run_folder import RunFolder, RunLock, disk_full
+from .signals import SIGNALS, SignalForwarder, StopRequest, blocked
 
 logger = logging.getLogger(__name__)
 
@@ -38,35 +52,19 @@ _RANK_0_HEAD_START_S = 3.0
 _POLL_S = 0.2
 
 
-def train(overrides: Sequence[str], resolved: Path | None = None) -> None:
-    """Compose the configuration, refuse what cannot run, then train or resume.
-
-    Args:
-        overrides, resolved: settings, and a `resolved.yaml` to use instead of the recipes.
-
-    Raises:
-        ValueError: a job that cannot run.
-        JobFailed: a rank failed.
-    """
-    place = RankInfo.from_environment(os.environ)
-    try:
-        config = composed(overrides, resolved)
-    except ValueError:
-        if place is None or place.rank == 0:
-            raise
-        _exit_after_rank_0()
+def train(config: Config) -> None:
+    """Refuse what cannot run, then train or resume. Raises JobFailed: a rank failed."""
     _hide_gpus(config)
-    if place is None:
+    if (place := RankInfo.from_environment(os.environ)) is None:
         _start_ranks(config)
     else:
         _join(config, place)
 
 
-def preflight_only(config: Config, world_size: int, gpus: int | None = None) -> worker.Job:
+def preflight_only(config: Config, world_size: int, gpus: int | None = None) -> Job:
     """Refuse what a job of `world_size` ranks would refuse, without asking a device. Start and write nothing.
 
-    Args:
-        gpus: of each of the nodes that the job will run on, which are not this host; None for this host.
+    `gpus` are those of each of the nodes that the job will run on, which are not this host; None for this host.
     """
     if gpus is None:
         _hide_gpus(config)
@@ -78,11 +76,6 @@ def preflight_only(config: Config, world_size: int, gpus: int | None = None) -> 
     if lock.exists():
         RunLock(lock).release()
     return job
-
-
-def composed(overrides: Sequence[str], resolved: Path | None) -> Config:
-    """Return the configuration of the recipes, or of `resolved`, a `resolved.yaml`, with `overrides`."""
-    return compose_config(overrides) if resolved is None else override_config(load_config(resolved), overrides)
 
 
 def _hide_gpus(config: Config) -> None:
@@ -107,7 +100,7 @@ def _start_ranks(config: Config) -> None:
         _run_ranks(job, folder, lock)
 
 
-def _accept(config: Config, world_size: int | None = None) -> worker.Job:
+def _accept(config: Config, world_size: int | None = None) -> Job:
     """Choose the mode, and refuse a job that cannot run. By default, its ranks are those to start on this host."""
     from . import auto, preflight
 
@@ -115,10 +108,10 @@ def _accept(config: Config, world_size: int | None = None) -> worker.Job:
         config, reason = auto.resolve_schedule(config)
         world_size = world_size or preflight.local_world_size(config)
         resumed_step, identity = preflight.check(config, world_size)
-    return worker.Job(config, world_size, preflight.device_type(config), resumed_step, reason, identity)
+    return Job(config, world_size, preflight.device_type(config), resumed_step, reason, identity)
 
 
-def _run_ranks(job: worker.Job, folder: RunFolder, lock: RunLock) -> None:
+def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
     config, count = job.config, job.world_size
     with contextlib.ExitStack() as cleanup:
         # Ranks inherit the blocked signals: one that arrives before a rank handles it stays pending.
@@ -128,7 +121,7 @@ def _run_ranks(job: worker.Job, folder: RunFolder, lock: RunLock) -> None:
             if obstacle := forks.obstacle():
                 logger.info("ranks are not forks and start some seconds later, because %s", obstacle)
             how = "spawn" if obstacle else "fork"
-            ranks = RankProcesses(worker.run_local, (job, listener, lock), range(count), start_method=how)
+            ranks = RankProcesses(run_local, (job, listener, lock), range(count), start_method=how)
             cleanup.callback(ranks.kill)  # they hold the run's lock
             cleanup.callback(SignalForwarder(ranks.pids, saves=config.train.save).close)
         try:
@@ -188,16 +181,117 @@ def _join(config: Config, place: RankInfo) -> None:
         dist.destroy_process_group()
         if refusal:
             raise refusal
-        _exit_after_rank_0()
+        exit_after_rank_0()
     try:
-        worker.run(worker.Job.from_dict(accepted))
+        run(Job.from_dict(accepted))
     except Exception as error:
         folder = RunFolder.of(config)
         reason = folder.first_error(place.rank) or f"rank {place.rank} failed: {error}"
         raise JobFailed(_with_cause(reason, folder, [], config)) from None
 
 
-def _exit_after_rank_0() -> NoReturn:
+def exit_after_rank_0() -> NoReturn:
     """End a rank other than 0 of a refused job, after rank 0, which reports why: the first to end ends the others."""
     time.sleep(_RANK_0_HEAD_START_S)
     sys.exit(2)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job that the preflight has accepted, which every rank runs."""
+
+    config: Config  # with the mode that `parallelism.schedule=auto` chose
+    world_size: int
+    device: str  # `cpu` or `cuda`
+    resumed_step: int | None  # of the checkpoint that the run resumes from; None for a new run
+    mode_reason: str | None  # why `auto` chose the mode; None for other settings
+    identity: dict[str, dict[str, Any]]  # what the samples and their order depend on (`mcore.data.identity`)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the job as JSON values, for `from_dict`."""
+        return vars(self) | {"config": self.config.as_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Job:
+        return cls(**{**values, "config": config_from_dict(values["config"])})
+
+
+def run_local(local_rank: int, job: Job, listener: socket.socket, lock: RunLock) -> None:
+    """Run a rank that the launcher started on this host.
+
+    Rank 0 hosts the store at `listener`. This process holds the run's `lock` until it ends.
+    """
+    gc.freeze()  # a fork then copies fewer pages of the launcher
+    if parent_has_ended():
+        return  # it died while this rank was starting; from now on its death kills this rank
+    lock.keep_from_children()
+    place = RankInfo.local(local_rank, job.world_size)
+    place.export(os.environ)
+    os.environ["LOCAL_WORLD_SIZE"] = str(job.world_size)
+    config, folder = job.config, RunFolder.of(job.config)
+    try:
+        limit = config.parallelism.timeout_s
+        if local_rank == 0:
+            store = host_store(listener, limit)
+        else:
+            port = int(listener.getsockname()[1])
+            listener.close()  # otherwise connections would wait here once rank 0 has ended
+            store = connect_store(port, limit)
+        enable_flight_recorder(folder.ranks)
+        join_group(place, store, limit, uses_cuda(config.train.device))
+    except BaseException as error:
+        folder.record_error(local_rank, error)
+        raise
+    run(job)
+
+
+def run(job: Job) -> None:
+    """Train as this rank of a joined process group. Record a failure in the run folder and raise it."""
+    rank = dist.get_rank()
+    folder = RunFolder.of(job.config)
+    try:
+        configure_logging(folder.log, rank)
+        stop = StopRequest()
+        heartbeat = Heartbeat(folder, rank)
+        from .loop import Trainer  # here, so that a failing import of Megatron is recorded too
+
+        # A name, so that it exists until the process group is destroyed.
+        trainer = Trainer(job.config, folder, stop, job.identity)
+        if multiprocessing.parent_process() is not None:
+            # Until here the launcher's end kills a rank: it has nothing to save, and would wait for a dead one.
+            interrupt_with_parent()
+        trainer.train()
+    except BaseException as error:
+        full = disk_full(error, folder)
+        folder.record_error(rank, full or error)
+        if full is not None:
+            raise full from error
+        raise
+    dist.barrier()
+    heartbeat.close()
+    dist.destroy_process_group()
+    stop.close()
+
+
+class _LogFile(logging.FileHandler):
+    """Stops writing after the first error, with a warning: the console has the same lines."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        logging.getLogger().removeHandler(self)
+        logger.warning("%s cannot be written any more (%s)", self.baseFilename, sys.exc_info()[1])
+
+
+def configure_logging(path: Path, rank: int) -> None:
+    """Let rank 0 log to the console and to `path`; the others log only warnings, with their rank."""
+    formatter = logging.Formatter("%(asctime)s %(message)s" if rank == 0 else f"rank {rank}: %(message)s", "%H:%M:%S")
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    if rank == 0:
+        handlers.append(_LogFile(path))
+    root = logging.getLogger()
+    root.handlers.clear()
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("megatron_longctx").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)

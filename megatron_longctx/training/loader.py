@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ..mcore.data import TrainingBatch
-from .local_ranks import exit_with_parent
+from .ranks import exit_with_parent
 from .signals import SIGNALS, blocked
 
 _END_WITHIN_S = 5.0  # for each of the thread and the workers, which a hanging file system may hold

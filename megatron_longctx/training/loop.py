@@ -28,10 +28,18 @@ from ..planner.describe import imbalance_pct
 from ..planner.flops import peak_tflops
 from . import heartbeat, preflight
 from .loader import Loader
-from .metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
-from .monitoring import Interval, NonFiniteError, TensorBoardSink, Validation, dump_nonfinite, memory_peaks, profiled
+from .metrics import ConsoleSink, JsonlSink, Sink, WandbSink
+from .monitoring import (
+    Interval,
+    NonFiniteError,
+    Saver,
+    TensorBoardSink,
+    Validation,
+    dump_nonfinite,
+    memory_peaks,
+    profiled,
+)
 from .run_folder import RunFolder
-from .saver import Saver
 from .signals import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -141,7 +149,7 @@ class Trainer:
                     self._save()
                     since = time.perf_counter()
                 elif self._save_now:
-                    logger.warning("a signal asked for a checkpoint, but none is written with train.save=false")
+                    logger.info("a signal asked for a checkpoint, but none is written with train.save=false")
             if self.interval.losses:
                 self._log(result, None)
             if train.save and self.saver.latest != self.step:
@@ -164,23 +172,16 @@ class Trainer:
             logger.info("stopped at step %d of %d: the same command goes on from %s", self.step, train.steps, here)
 
     def _build(self) -> None:
-        config, par = self.config, self.config.parallelism
+        config, par, train = self.config, self.config.parallelism, self.config.train
         megatron = model.transformer_config(config)
         gpt = model.build_model(config, megatron, self.groups, self.sequence, self.vocab_size)
         if par.overlap_param_gather == "auto" and config.no_param_gather is not None:
             logger.info("parameters are not gathered during forward, because of %s", config.no_param_gather)
-        self.models = optimizer.wrap_ddp(
-            [gpt],
-            megatron,
-            self.groups,
-            distributed=config.optim.distributed,
-            overlap_grad_reduce=par.overlap_grad_reduce,
-            overlap_param_gather=config.overlap_param_gather,
-        )
+        overlaps = {"overlap_grad_reduce": par.overlap_grad_reduce, "overlap_param_gather": config.overlap_param_gather}
+        self.models = optimizer.wrap_ddp([gpt], megatron, self.groups, distributed=config.optim.distributed, **overlaps)
         self.optimizer = optimizer.build_optimizer(self.models, config.optim, self.groups)
-        self.scheduler = optimizer.build_scheduler(
-            self.optimizer, config.optim, config.train.steps, config.train.global_batch_size
-        )
+        steps, batch = train.steps, train.global_batch_size
+        self.scheduler = optimizer.build_scheduler(self.optimizer, config.optim, steps, batch)
         optimizer.connect(megatron, self.models, self.optimizer)
 
     def _one_step(self) -> StepResult:
@@ -243,7 +244,7 @@ class Trainer:
 
     def _require_finite(self, what: str, value: float, batches: list[TrainingBatch]) -> None:
         if not math.isfinite(value):
-            path = dump_nonfinite(self.folder.path, self.step + 1, {what: value}, batches, self.models)
+            path = dump_nonfinite(self.folder.path, self.step + 1, what, value, batches, self.models)
             raise NonFiniteError(
                 f"{what} is {value} in step {self.step + 1}: expected a finite number. What every rank saw is "
                 f"in {path}; the last checkpoint is unchanged. Lower optim.lr, check the data, or try "
@@ -279,7 +280,8 @@ class Trainer:
 
     def _open_sinks(self) -> list[Sink]:
         config = self.config
-        self._peak_tflops = peak_tflops(environment.current_device_name(), config.logging.peak_tflops)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        self._peak_tflops = peak_tflops(device, config.logging.peak_tflops)
         environment.write(self.folder.path, dist.get_world_size())
         return [
             JsonlSink(self.folder.metrics, self.step),

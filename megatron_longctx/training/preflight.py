@@ -19,7 +19,7 @@ from packaging.version import Version
 from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, trained_length, workload_of
 from ..config.cluster import GIB, load_cluster
 from ..config.extras import install
-from ..config.gpus import for_other_nodes, max_gpu_ranks, ranks_per_gpu, uses_cuda
+from ..config.gpus import for_other_nodes, max_gpu_ranks, ranks_per_gpu, refuse_peer, uses_cuda
 from ..core.errors import refuse
 from ..core.kernels import KernelRequest, auto_order, available
 from ..core.plans import build_plan
@@ -77,8 +77,8 @@ def check(config: Config, world_size: int) -> tuple[int | None, Identity]:
     data_parallel_size(config, world_size)
     _check_host(config, world_size)
     check_kernel(config, device)
-    if device == "cpu" and config.attention.transport == "peer":
-        raise refuse("attention.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
+    if device == "cpu":
+        refuse_peer(config, "attention.transport", config.reduction.in_training)
     if config.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
         remedy = f"Run {install('tensorboard')}, or set it to false."
         raise refuse("logging.tensorboard", True, "the package tensorboard, which is not installed here", remedy)
@@ -147,12 +147,8 @@ def check_delta_kernels(config: Config, device: str, backward: bool = True) -> N
         expected = "null without the package fla-core, whose kernels compute recurrent layers on GPUs"
         remedy = "Run pip install fla-core, which is part of the extra gpu."
         raise refuse("model.pattern", pattern, expected, remedy)
-    if (
-        not backward
-        or for_other_nodes()
-        or importlib.util.find_spec("tilelang")
-        or torch.cuda.get_device_capability()[0] != 9
-    ):
+    other_kernels = not backward or for_other_nodes() or importlib.util.find_spec("tilelang")
+    if other_kernels or torch.cuda.get_device_capability()[0] != 9:
         return
     # fla-org/flash-linear-attention#640: fla-core itself refuses them, but only in the first backward pass.
     if Version("3.4") <= Version(found := version("triton")) < Version("3.7.1"):
@@ -165,8 +161,7 @@ def check_delta_kernels(config: Config, device: str, backward: bool = True) -> N
 def check_mode(config: Config, length: int, key: str, needs_tokens: bool = True) -> None:
     """Refuse a mode that cannot divide the heads or plan sequences of `length` tokens, the value of the setting `key`.
 
-    Args:
-        needs_tokens: also refuse a length that leaves a context-parallel rank without tokens. Packs have other lengths.
+    With `needs_tokens`, also one that leaves a context-parallel rank without tokens. Packs have other lengths.
     """
     par, workload = config.parallelism, workload_of(config)
     n, unit, mode = par.context_parallel_size, token_unit(config), configured_mode(par)

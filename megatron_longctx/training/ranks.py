@@ -2,21 +2,287 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import multiprocessing
 import os
+import pickle
+import signal
 import sys
-from collections.abc import Callable
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from ..config.gpus import max_gpu_ranks
 from ..config.progress import Progress
 from ..core.errors import JobFailed, refuse
-from .local_ranks import RankFailed, run_ranks
-from .rendezvous import RankInfo, join_group
+from .rendezvous import RankInfo, connect_store, host_store, join_group, listen
+
+Function = Callable[..., Any]
+_KILLED_END_WITHIN_S = 5.0  # unless the kernel holds them, as in a file system that hangs
+_GRACE_S = 2.0
+_TRACEBACK_CHARS = 30_000  # less than a pipe takes without a reader
+
+
+class RankFailed(Exception):
+    """The process of a rank ended with an error.
+
+    Args:
+        exitcode: negative: the signal that killed it.
+        traceback: of its exception; empty if it had none.
+
+    Attributes:
+        signal_name: the signal that killed it, as `SIGKILL`; None if none did.
+        summary: a line: `rank 1 failed: ValueError: …`, `… was killed by SIGKILL` or `… ended with exit code 3`.
+    """
+
+    def __init__(self, rank: int, exitcode: int, traceback: str = "") -> None:
+        self.rank = rank
+        self.signal_name: str | None = None
+        # The last line of a traceback is `module.Class: message`.
+        kind, colon, message = traceback.rstrip().rpartition("\n")[2].partition(":")
+        what = f"failed: {kind.rpartition('.')[2]}{colon}{message}" if kind else f"ended with exit code {exitcode}"
+        if exitcode < 0:
+            known = {int(number): number.name for number in signal.Signals}
+            self.signal_name = known.get(-exitcode, f"signal {-exitcode}")
+            what = f"was killed by {self.signal_name}"
+        self.summary = f"rank {rank} {what}"
+        super().__init__(f"{self.summary}\n{traceback}" if traceback else self.summary)
+
+
+class RankProcesses:
+    """New processes of this host that each run `fn(rank, *args)`.
+
+    Their ends are seen by their exit codes: a pipe, such as a process's sentinel, stays open as long as any process
+    that a rank has started.
+
+    Args:
+        fn: a picklable (module-level) function.
+        start_method: of `multiprocessing`.
+        daemon: whether Python ends them when this process exits.
+    """
+
+    def __init__(
+        self,
+        fn: Function,
+        args: tuple[Any, ...],
+        ranks: Iterable[int],
+        start_method: str = "spawn",
+        daemon: bool = False,
+    ) -> None:
+        context: Any = mp.get_context(start_method)
+        self._ranks, self._lock = list(ranks), threading.Lock()
+        self._reports: list[Connection] = []
+        self._processes: list[Any] = []
+        self._failed: RankFailed | None = None
+        for rank in self._ranks:
+            report, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_process, args=(sender, fn, rank, args), daemon=daemon)
+            process.start()
+            sender.close()
+            self._reports.append(report)
+            self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all have ended. Return whether they have, within `timeout` seconds.
+
+        Raises:
+            RankFailed: one ended with an error, the first that was seen; the others may still run.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            codes = self._exit_codes()
+            if self._failed is not None:
+                raise self._failed
+            running = [process.sentinel for process, code in zip(self._processes, codes, strict=True) if code is None]
+            left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+            if not running or left <= 0:
+                return not running
+            wait(running, left)
+
+    def end(self, grace_s: float) -> None:
+        """End the processes: after `grace_s` by SIGTERM, and after as long again by SIGKILL."""
+        self._join(grace_s)
+        self._signal(signal.SIGTERM)
+        self._join(grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the processes that still run."""
+        self._signal(signal.SIGKILL)
+        self._join(_KILLED_END_WITHIN_S)
+
+    def _exit_codes(self) -> list[int | None]:
+        """Return the exit code of each process, None while it runs, and keep the first failure."""
+        with self._lock:  # of two threads, one would not see the exit code
+            codes = [process.exitcode for process in self._processes]
+            text = ""
+            for rank, code, report in zip(self._ranks, codes, self._reports, strict=True):
+                if code and self._failed is None:
+                    with contextlib.suppress(EOFError):  # killed
+                        text = report.recv() if report.poll() else ""
+                    self._failed = RankFailed(rank, code, text)
+        return codes
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process, code in zip(self._processes, self._exit_codes(), strict=True):
+            if code is None:
+                with contextlib.suppress(ProcessLookupError):  # a fork server has seen its end first
+                    os.kill(process.pid, number)
+
+    def _join(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while None in self._exit_codes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _rank_process(report: Connection, fn: Function, rank: int, args: tuple[Any, ...]) -> None:
+    mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
+    try:
+        fn(rank, *args)
+    except KeyboardInterrupt:
+        pass  # the parent has ended, or the user interrupts: nobody reads what went wrong
+    except Exception:
+        report.send(traceback.format_exc()[-_TRACEBACK_CHARS:])
+        sys.exit(1)
+
+
+def run_ranks(
+    fn: Function,
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    backend: str = "gloo",
+    threads: int | None = None,
+    start_method: str = "spawn",
+) -> list[Any]:
+    """Run `fn(rank, *args)` in `world_size` new processes that form a process group, and return the results by rank.
+
+    Args:
+        fn: a picklable (module-level) function.
+        timeout: in seconds, for each collective and for the whole run.
+        backend: `gloo`, or `nccl` with a CUDA device per rank (or shared, see `gpus.RANKS_PER_GPU`).
+        threads: the number of CPU threads per rank; None for an equal share of the cores.
+        start_method: `spawn`, or `forkserver` for ranks that start with the modules that the server has imported.
+
+    Raises:
+        RankFailed: the first rank that failed, with its traceback.
+        TimeoutError: the ranks did not end in time and were killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = host_store(listen(), timeout)
+        # Passed on explicitly, because a fork server's processes have the environment of the server's start.
+        environment = {**os.environ, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        job = (fn, args, store.port, backend, timeout, threads, environment, folder)
+        processes = RankProcesses(_rank_main, job, range(world_size), start_method)
+        try:
+            if not processes.wait(timeout):
+                raise TimeoutError(f"{world_size} ranks of {fn.__name__} did not end within {timeout} s")
+        except RankFailed:
+            processes.end(_GRACE_S)
+            raise
+        finally:  # if interrupted, for example: this process would wait for ranks that wait for each other
+            processes.kill()
+        return [pickle.loads(Path(folder, f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
+
+
+def exit_with_parent() -> None:
+    """Exit this process when its parent ends in any way, even if this one is stopped.
+
+    Otherwise it could wait for other ranks until a collective times out, or still compute while the next job runs.
+    """
+    mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "ranks are child processes"
+    # The parent may have ended before, and that of a fork server's process is the server.
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+def interrupt_with_parent() -> None:
+    """Let the end of its parent interrupt this process from now on, instead of killing it: it has something to save."""
+    mp._prctl_pr_set_pdeathsig(signal.SIGINT)  # type: ignore[attr-defined]
+
+
+def parent_has_ended() -> bool:
+    """Return whether the process that started this one has ended. (Its pipe to a fork is open in later forks too.)"""
+    parent = multiprocessing.parent_process()
+    try:
+        return parent is not None and psutil.Process(parent.pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def stopped_ranks(pids: Sequence[int]) -> list[int]:
+    """Return the positions in `pids` of processes that exist and are stopped (SIGSTOP), for which the others wait."""
+
+    def stopped(pid: int) -> bool:
+        try:
+            return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        except psutil.NoSuchProcess:
+            return False
+
+    return [rank for rank, pid in enumerate(pids) if stopped(pid)]
+
+
+def explain_failure(
+    message: str, stopped: Sequence[int], timeout_s: float, doing: Mapping[int, Any] = {}, suspects: str | None = None
+) -> str:
+    """Return the message of a failed rank, with the ranks that it may have waited for.
+
+    Args:
+        stopped: the ranks that were stopped at that time.
+        doing: the last operations of ranks, if known.
+        suspects: describes ranks that others may have waited for.
+    """
+    wait = f"a rank waits at most parallelism.timeout_s={timeout_s:g} s for the others"
+    if stopped:
+        each = [
+            f"rank {rank} had been stopped (SIGSTOP)" + (f", in {doing[rank]}" if rank in doing else "")
+            for rank in stopped
+        ]
+        return f"{'; '.join(each)}; {wait}\n{message}"
+    if any(word in message.lower() for word in ("timed out", "timeout", "sigabrt")):
+        named = f"{suspects}\n" if suspects else ""
+        return f"{named}{message}\n{wait.capitalize()}: one of them hung, or took longer."
+    return message
+
+
+def _rank_main(rank: int, *job: Any) -> None:
+    fn, args, port, backend, timeout, threads, environment, folder = job
+    exit_with_parent()
+    gc.freeze()  # imported modules stay, so the collector need not visit them
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    place = RankInfo.local(rank, int(environment["WORLD_SIZE"]))
+    join_group(place, connect_store(port, timeout), timeout, cuda=backend == "nccl")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    result = fn(rank, *args)
+    Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
 
 _TIMEOUT_S = 1800.0
 
@@ -30,15 +296,12 @@ class Ranks:
 
     @classmethod
     def of(cls, ranks: int | None, device: str, least: int = 2) -> Ranks:
-        """Check the ranks against this machine. Under torchrun, the number of ranks is torchrun's.
+        """Refuse fewer ranks than `least`, or more than GPUs. Under torchrun, the number of ranks is torchrun's.
 
         Args:
             ranks: None for one per GPU, or 2 on CPUs.
             device: `cpu`, `cuda`, or `auto` for CUDA if available.
             least: the fewest ranks that the function needs.
-
-        Raises:
-            ValueError: fewer ranks than `least`, or more than GPUs.
         """
         cuda = torch.cuda.is_available() and device != "cpu"
         if device == "cuda" and not cuda:
@@ -65,12 +328,10 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def run_on_ranks(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> Any:
+def run_on_ranks(ranks: Ranks, fn: Function, *args: Any) -> Any:
     """Run `fn(rank, *args)` on every rank and return rank 0's result. Torchrun's other ranks exit here.
 
-    Raises:
-        ValueError: a rank's refusal.
-        JobFailed: a rank failed otherwise.
+    Raise a rank's ValueError as it is. Raises JobFailed: a rank failed otherwise.
     """
     place = RankInfo.from_torchrun(os.environ)
     if place is not None:

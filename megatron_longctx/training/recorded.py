@@ -100,10 +100,12 @@ def gradient_errors(run: Path, reference: Path, step: int) -> dict[str, float]:
     """
     of_run, of_reference = (Reader(iteration_directory(each / _GRADIENTS, step)) for each in (run, reference))
     errors: dict[str, float] = {}
+    tiny = torch.finfo(torch.float64).tiny
     for key in of_reference.unread(()):
         shape = of_reference.shape(key)
         tensors = (reader.read(key, None, shape).double() for reader in (of_run, of_reference))
-        errors |= {name: _relative_error(*pair) for name, pair in _by_layer_and_expert(key, *tensors)}
+        for name, (value, expected) in _by_layer_and_expert(key, *tensors):
+            errors[name] = float((value - expected).norm() / expected.norm().clamp(min=tiny))
     return errors
 
 
@@ -116,7 +118,3 @@ def _by_layer_and_expert(key: str, *tensors: Tensor) -> Iterator[tuple[str, tupl
                 yield from _by_layer_and_expert(f"{before}{stacked}{number}.{rest}", *parts)
             return
     yield key, tensors
-
-
-def _relative_error(value: Tensor, reference: Tensor) -> float:
-    return float((value - reference).norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny))

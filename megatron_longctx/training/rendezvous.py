@@ -61,9 +61,9 @@ class RankInfo:
             return None
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in env:
-                raise ValueError(
-                    f"{name} is not set: expected the first node and a free port. See launch/train.sbatch."
-                )
+                raise refuse(name, "", "the first node and a free port", "See launch/train.sbatch.")
+        if not env["MASTER_PORT"].isdecimal():
+            raise refuse("MASTER_PORT", env["MASTER_PORT"], "a free port's number", "See launch/train.sbatch.")
         cpus = len(os.sched_getaffinity(0))  # if Slurm has not bound the task to its own, it shares the host's
         return cls(
             int(env["SLURM_PROCID"]),
@@ -82,8 +82,7 @@ class RankInfo:
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     """Return a listening socket for the store, by default at a free port. It is bound, so no other process can take it.
 
-    Raises:
-        OSError: the address belongs to another host, or the port is taken.
+    Raises OSError: the address belongs to another host, or the port is taken.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address, family=family)
@@ -172,8 +171,7 @@ def join_group(place: RankInfo, store: Store | None, timeout_s: float, cuda: boo
 def interface_to(host: str) -> str:
     """Return the network interface that leads to `host`, or that has its address if it is this host; never loopback.
 
-    Raises:
-        ValueError: `host` is a loopback address here, and this host has no other interface that is up, or several.
+    Refuse a loopback address, unless exactly one other interface of this host is up.
     """
     interfaces: dict[str, list[Any]] = psutil.net_if_addrs()
     with contextlib.suppress(OSError):  # a name that does not resolve, a network without a route

@@ -48,13 +48,8 @@ class RunFolder:
     def prepare(self, config: Config, resumed_step: int | None, mode_reason: str | None = None) -> RunLock:
         """Lock the folder and write the run's configuration. Return the lock, for the caller to release.
 
-        An earlier, different configuration is kept, named after the step until which it was used.
-
-        Args:
-            mode_reason: why `parallelism.schedule=auto` chose this mode, for `mode.txt`.
-
-        Raises:
-            ValueError: the folder cannot be written, or another job holds the lock.
+        An earlier, different configuration is kept, named after the step until which it was used. Refuse a folder that
+        cannot be written or that another job has locked. `mode_reason`: why `parallelism.schedule=auto` chose the mode.
         """
         with contextlib.ExitStack() as on_failure:
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 
 from hydra import compose
@@ -25,22 +24,12 @@ def show_info(what: str, overrides: Sequence[str]) -> None:
         hydra.show_info(what, "config", words)
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """A sweep's `run.name`, and the overrides of each job; the last one is the job's `run.name`."""
+def sweep(overrides: Sequence[str]) -> tuple[str, list[list[str]]]:
+    """Return the name and the jobs of a multirun in Hydra's grammar (`key=a,b`, `key=range(1,4)`, `group=glob(*)`).
 
-    name: str
-    jobs: list[list[str]]
-
-
-def sweep(overrides: Sequence[str]) -> Sweep:
-    """Return the jobs of a multirun in Hydra's grammar (`key=a,b`, `key=range(1,4)`, `group=glob(*)`).
-
-    A recipe may declare what is swept (`hydra.sweeper.params`); overrides win over it. A job's `run.name` is the
-    sweep's, followed by the job's values. Its W&B group is the sweep's name unless a recipe or an override sets one.
-
-    Raises:
-        ValueError: as `compose_config`, for any job; two jobs have the same name.
+    A job is its overrides. A recipe may declare what is swept (`hydra.sweeper.params`); overrides win over it. A job's
+    `run.name`, the last one, is the sweep's, followed by the job's values. Its W&B group is the sweep's name unless a
+    recipe or an override sets one. Refuse any job as `compose_config` does, and two jobs of the same name.
     """
     try:
         with hydra_initialized() as hydra:
@@ -64,7 +53,7 @@ def sweep(overrides: Sequence[str]) -> Sweep:
         group = [] if grouped else [f"logging.wandb_group={base}"]
         jobs[name] = [*group, *(f"{key}={value}" for key, value in values.items()), f"run.name={name}"]
         compose_config(jobs[name])
-    return Sweep(composed.run.name, list(jobs.values()))
+    return composed.run.name, list(jobs.values())
 
 
 def _parsed(parser: OverridesParser, override: str) -> Override:

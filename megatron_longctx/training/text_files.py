@@ -1,4 +1,4 @@
-"""The files of a text source: which of a folder are read, and their texts, lines and rows, also compressed."""
+"""The source of a dataset: which files of a folder are read, and their texts, lines and rows, also compressed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import gzip
 import io
 import json
 import re
+import sysconfig
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from glob import has_magic
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -18,17 +22,102 @@ from ..config.extras import install
 from ..core.errors import refuse
 
 T = TypeVar("T")
-Row = bytes | Mapping[str, Any]
-"""A line of JSON, or the row of a table."""
+Row = bytes | Mapping[str, Any]  # A line of JSON, or the row of a table
 
 JSONL, TEXT, TABLE = ".jsonl", (".md", ".py", ".rst", ".tex", ".txt"), ".parquet"
 ENDINGS = f"{JSONL}, {', '.join(TEXT)}, these with .gz or .zst, or {TABLE}"
 CONVERSATION_KEYS = {"messages", "prompt", "completion"}
+ROLLOUT_KEYS = ({"prompt", "responses"}, {"prompt", "children"})
+_SOURCES = f"`stdlib`, a folder, a pattern, or a file that ends in {ENDINGS}"
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _MAX_BYTES = 2**30  # of a document in memory: a compressed file may be a million times as large as it looks
 _BUFFER_BYTES = 2**18
 _ROWS = 64  # of a table that are in memory at once
 _CARD = "README.md"  # describes a dataset of the Hugging Face hub
 _SPLIT = re.compile(r"(?<![a-z0-9])(train(?:ing)?|test(?:ing)?|eval(?:uation)?|val(?:id(?:ation)?)?|dev)(?![a-z0-9])")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The origin of a dataset's text. Lines of JSONL and rows of tables are documents, as are files of other text."""
+
+    name: str  # `stdlib` (the sources of this Python's library), a folder, a file, or a pattern of files
+    glob: str | None = None  # of a folder's files; None: text, JSONL and tables that are not hidden
+    joined: bool = False  # make one document of the files of each sub-folder, without tests
+    more: tuple[str, ...] = ()  # further folders, files and patterns, after the first
+    text_key: str | None = None  # of a document's text; None for `text`, or conversations or rollouts by the first line
+
+    @classmethod
+    def of(cls, names: Sequence[str], glob: str | None, joined: bool, text_key: str | None) -> Source:
+        """Return the source of a command line, with one name or more."""
+        return cls(names[0], glob, joined, tuple(names[1:]), text_key)
+
+    def __str__(self) -> str:
+        return " ".join((self.name, *self.more))
+
+    @cached_property
+    def kind(self) -> str:
+        """`rollouts`, `conversations` or `text`, by the first line or row if all files have some and no key is set."""
+        if self.text_key or not self.has_files or not all(map(has_rows, self.files)):
+            return "text"
+        keys = first_keys(next(file for file in self.files if file.stat().st_size))
+        if any(needed <= keys for needed in ROLLOUT_KEYS) and all(map(is_jsonl, self.files)):
+            return "rollouts"
+        return "conversations" if "text" not in keys and keys & CONVERSATION_KEYS else "text"
+
+    def documents(self) -> Iterator[list[str]] | None:
+        """Return the texts of every document if one may be of several files, in the order of their names; else None."""
+        if not self.has_files:
+            root = Path(sysconfig.get_paths()["stdlib"])
+            return _by_package(root, matching(root, "**/*.py"))
+        return _by_package(Path(self.name), self.files) if self.joined else None
+
+    @property
+    def has_files(self) -> bool:
+        """Whether it is not of Python's library."""
+        return self.name != "stdlib" or bool(self.more)
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files, in the order of sources and names. Refuse what is missing, has no text, or is named twice."""
+        found: list[Path] = []
+        for name in (self.name, *self.more):
+            found += self._files_of(name)
+        if self.joined and (self.more or not Path(self.name).is_dir() or any(map(has_rows, found))):
+            expected = "one folder of text with --join; lines of JSONL are documents of their own"
+            raise refuse("--source", self, expected, "Leave --join out.")
+        if len({*found}) < len(found):
+            twice = next(file for number, file in enumerate(found) if file in found[:number])
+            raise refuse("--source", self, f"each file once; {twice} is in two of these", "Leave one out.")
+        return found
+
+    def _files_of(self, name: str) -> list[Path]:
+        path = Path(name)
+        if name and path.is_dir():
+            return files_of(path, self.glob)
+        if path.is_file() and (has_rows(path) or is_text(path)):
+            refuse_empty(name, [path])
+            return [path]
+        if has_magic(name) and not path.exists():
+            fixed = next(number for number, part in enumerate(path.parts) if has_magic(part))
+            root, pattern = Path(*path.parts[:fixed]), str(Path(*path.parts[fixed:]))
+            if matching(root, pattern):
+                return files_of(root, pattern)
+            raise refuse("--source", name, "a pattern that files match; none does", "Check the path.")
+        raise refuse("--source", name, _SOURCES, "Check the path, or name a folder and its files by --glob.")
+
+
+def _by_package(root: Path, files: Sequence[Path]) -> Iterator[list[str]]:
+    """Yield one document per package (a top-level folder or file): the texts of its files, in order."""
+    packages: dict[str, list[Path]] = {}
+    for path in files:
+        inside = path.relative_to(root)
+        if not _SKIPPED_FOLDERS.intersection(inside.parts):
+            packages.setdefault(inside.parts[0], []).append(path)
+    if not packages:
+        raise refuse("--source", root, f"text outside of tests; all {len(files)} files are tests", "Leave --join out.")
+    for paths in packages.values():
+        yield [text for path in paths if (text := read_text(path))]
 
 
 class Piece(NamedTuple):
@@ -76,13 +165,9 @@ def _ending(path: Path) -> str:
 
 
 def files_of(root: Path, glob: str | None) -> list[Path]:
-    """Return the files of a folder that are read, sorted.
+    """Return the files of a folder that are read, sorted. Refuse if there is none, all are empty, or one lies outside.
 
-    Args:
-        glob: pattern of the files; None for text and JSONL files that are not hidden, nor in hidden folders.
-
-    Raises:
-        ValueError: there are none, all are empty, or one of them lies outside of the folder.
+    Without the pattern `glob`, they are text and JSONL files that are not hidden, nor in hidden folders.
     """
     found = matching(root, "**/*" if glob is None else glob)
     if glob is None:
@@ -137,8 +222,7 @@ def refuse_empty(source: str, files: Sequence[Path]) -> None:
 def read_text(path: Path) -> str:
     """Return the text of a file. Bytes that are not UTF-8 are replaced.
 
-    Raises:
-        ValueError: the file is larger than a document can be, cannot be decompressed, or has lines of JSON.
+    Refuse a file that is larger than a document can be, cannot be decompressed, or has lines of JSON.
     """
     with _opened(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", errors="replace").read(_MAX_BYTES)

@@ -285,9 +285,10 @@ def test_a_pattern_that_is_invalid_or_leaves_the_folder(glob: str, source: Path,
     assert message.count("\n") == 1 and not list(tmp_path.glob("out/*"))
 
 
-@pytest.mark.parametrize("out", ["", ".", "..", "a/..", "a\nb"])
+@pytest.mark.parametrize("out", ["", ".", "..", "a/..", "a\nb", "folder"])
 def test_an_output_without_a_name(out: str, source: Path, data: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(source)
+    (source / "folder").mkdir()
     before = sorted(source.rglob("*"))
     message = data(source, out, code=2)
     assert "expected a path that ends in a name of one line" in message and message.count("\n") == 1

@@ -100,7 +100,7 @@ def test_help_lists_every_verb_with_a_description(capsys: pytest.CaptureFixture[
 def test_the_examples_in_the_help_can_be_composed() -> None:
     from megatron_longctx.training.compose import compose_config
 
-    lines = [line.split() for line in cli._EPILOG.splitlines() if line.strip().startswith("megatron-longctx ")]
+    lines = [line.split() for line in cli._END.splitlines() if line.strip().startswith("megatron-longctx ")]
     assert len(lines) == 2
     for line in lines:
         compose_config([word for word in line[2:] if "=" in word])
@@ -156,11 +156,22 @@ def test_wrong_usage_is_refused_by_the_parser(words: str, capsys: pytest.Capture
     assert err.startswith(" ".join(["usage: megatron-longctx", *known])) and "error: " in err
 
 
-def test_wrong_settings_are_refused_before_megatron_is_imported() -> None:
-    """Its import takes longer than everything else before the first rank."""
-    code = "import sys; from megatron_longctx.cli.cli import main; assert main(['train', 'train.steps=-1']) == 2; "
-    code += "assert not [name for name in sys.modules if name.startswith('megatron.core')]"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_wrong_settings_and_missing_files_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """Its import, and Megatron's, take longer than everything else before the first rank."""
+    of_a_run = [["generate", "gone", "prompt=a"], ["serve", "checkpoint=gone"], ["eval", "gone"], ["logprobs", "gone"]]
+    gone = [["train", "data.prefix=gone"], ["check", "parallelism=cp2", "data.prefix=gone"]]
+    commands = [["train", "train.steps=-1"], *gone, *of_a_run, ["export", "gone", "out=x"], ["import", "gone"]]
+    code = f"""if True:
+        import sys, megatron_longctx.training.comparison
+        from megatron_longctx.cli.cli import main
+        assert [main(command) for command in {commands}] == [2] * {len(commands)} and "torch" not in sys.modules"""
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path).stderr
+    assert said.count("gone/resolved.yaml: expected a run's configuration there") == 5
+    assert said.count("data.prefix=gone: expected the files gone.idx and .bin; gone.idx is missing") == 2
+
+
+def test_a_demo_refuses_what_it_sets_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "demo: run.name=mine: expected the demo's own" in run(capsys, "demo", "run.name=mine")[2]
 
 
 def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +182,7 @@ def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monk
         raise JobFailed("rank 1 failed: its reason")
 
     monkeypatch.setattr(launcher, "train", fail)
+    monkeypatch.setattr(cli, "check_datasets", lambda _: None)
     assert run(capsys, "train") == (1, "", "megatron-longctx train: rank 1 failed: its reason\n")
 
 
@@ -236,6 +248,8 @@ def test_hydras_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert code == 2 and "--resolved=gone.yaml: expected none beside --multirun, --cfg and --info" in err
     code, out, _ = run(capsys, "plan", "-m", "parallelism=cp2", "parallelism.schedule=ring,zigzag")
     assert code == 0 and out.index("ring forward: 2 ranks") < out.index("zigzag forward: 2 ranks")
+    code, _, err = run(capsys, "plan", "-m", "parallelism.schedule=ring,zigzag", "--draw", "a.png")
+    assert code == 2 and "--draw=a.png: expected none beside --multirun, whose jobs would all write this file" in err
 
 
 def test_a_sweep_continues_after_a_job_that_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,6 +318,8 @@ def test_the_words_of_a_verb_are_suggested_and_a_run_may_be_a_plain_word(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/a").mkdir(parents=True)
     save_config(compose_config([]), tmp_path / "runs/a" / RESOLVED)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "") and message in err
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron_longctx.cli import cli
 from megatron_longctx.cli.conversion import import_model
-from megatron_longctx.cli.slurm import Request, check_limits, split_options
+from megatron_longctx.cli.submit import Request, check_limits, split_options
 from megatron_longctx.config.files import bundled
 from megatron_longctx.training.compose import load_config
 from tests.shared.published import write_model

@@ -123,7 +123,7 @@ def checked_mode(config: Config) -> str:
 
 
 def test_compare_modes_runs_every_mode_with_the_same_settings() -> None:
-    jobs = [compose_config(words) for words in sweep(["experiment=compare_modes"]).jobs]
+    jobs = [compose_config(words) for words in sweep(["experiment=compare_modes"])[1]]
     assert sorted(map(checked_mode, jobs)) == sorted(MODES)
     assert {config.run.name for config in jobs} == {f"compare_modes-{name}" for name in MODES}
 
@@ -136,21 +136,21 @@ def test_compare_modes_runs_every_mode_with_the_same_settings() -> None:
     ],
 )
 def test_an_ablation_varies_only_its_settings(name: str, varied: set[tuple[str, str]]) -> None:
-    jobs = [compose_config(words) for words in sweep([f"experiment={name}"]).jobs]
+    jobs = [compose_config(words) for words in sweep([f"experiment={name}"])[1]]
     assert {(checked_mode(config), config.recompute.mode) for config in jobs} == varied
     equal = {(config.model, config.data, config.optim, config.train, config.parallelism.cluster) for config in jobs}
     assert len(equal) == 1
 
 
 def test_sweeps_have_hydras_grammar() -> None:
-    found = sweep(
+    name, found = sweep(
         ["model=tiny,gpt2", "+train.steps=range(20,22)", "data.prefix=a b", "data.split='95,5'", "run.name=s"]
     )
-    jobs = [compose_config(job) for job in found.jobs]
-    assert found.name == "s"
+    jobs = [compose_config(job) for job in found]
+    assert name == "s"
     assert [job.run.name for job in jobs] == ["s-tiny-20", "s-tiny-21", "s-gpt2-20", "s-gpt2-21"]
     assert {(job.data.prefix, job.data.split) for job in jobs} == {("a b", "95,5")}
-    (one,) = sweep(["experiment=compare_modes", "parallelism.schedule=ring"]).jobs
+    (one,) = sweep(["experiment=compare_modes", "parallelism.schedule=ring"])[1]
     assert compose_config(one).run.name == "compare_modes", "an override wins over the recipe's sweep"
     with pytest.raises(ValueError, match="steps=0: expected at least 1"):
         sweep(["train.steps=30,0"])

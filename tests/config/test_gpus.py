@@ -5,7 +5,7 @@ import os
 import pytest
 
 from megatron_longctx.config.gpus import RANKS_PER_GPU, max_gpu_ranks, ranks_per_gpu, use_gpu
-from megatron_longctx.training.calibrate.machine import run
+from megatron_longctx.training.calibration import run
 
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 

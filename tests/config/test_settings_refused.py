@@ -65,6 +65,7 @@ def test_whole_messages(word: str) -> None:
         ("context_parallel_size=4", "parallelism.context_parallel_size"),
         ("schedule=ring", "parallelism.schedule"),
         ("lr=1e-4", "optim.lr"),
+        ("train.lr=1e-4", "optim.lr"),
         ("paralelism.schedule=ring", "parallelism.schedule"),
         ("Train.steps=3", "train.steps"),
         ("train.steps.x=3", "train.steps"),
@@ -89,7 +90,12 @@ def test_unknown_keys_without_a_similar_one(word: str) -> None:
 
 @pytest.mark.parametrize(
     ("word", "nearest"),
-    [("model=lama3_8b", "llama3_8b"), ("parallelism=tp2cp4", "tp2_cp4"), ("experiment=dem", "demo")],
+    [
+        ("model=lama3_8b", "llama3_8b"),
+        ("parallelism=tp2cp4", "tp2_cp4"),
+        ("experiment=dem", "demo"),
+        ("model=qwen3", "qwen3_8b"),
+    ],
 )
 def test_unknown_recipes_name_the_nearest(word: str, nearest: str) -> None:
     message = refusal(word)

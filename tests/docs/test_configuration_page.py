@@ -2,7 +2,7 @@
 
 from analysis.configuration_page import PAGE, page
 from megatron_longctx.config import Config, TrainConfig, keys_of
-from megatron_longctx.config.meanings import comments, meanings
+from megatron_longctx.config.bounds import comments, meanings
 
 
 def test_the_page_is_what_the_configuration_says() -> None:

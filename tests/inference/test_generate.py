@@ -108,6 +108,13 @@ def test_a_chat_with_a_template_computes_only_what_is_not_cached(trained: Config
         (["prompt=a", "parallelism.tensor_parallel_size=3"], "=3: expected one of 1, 2, 4 with 4 query heads and 2"),
         (["prompt=a", "parallelism.schedule=ring"], "parallelism.schedule=ring: expected one of parallelism.context_"),
         (["prompt=a", "parallelism.pipeline_parallel_size=2"], "expected 1 for inference"),
+        (["prompt=a", "attention.transport=p2p"], "expected inference.transport, which inference"),
+        (
+            ["prompt=a", "reduction.output_projection=int8", "reduction.transport=peer"],
+            "expected auto or collective on",
+        ),
+        (["prompt=a", "optim.lr=1"], "optim.lr=1: expected no value here: only training reads it"),
+        (["prompt=a", "inference.chat_template=here"], "inference.chat_template=here: expected --chat beside it"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(

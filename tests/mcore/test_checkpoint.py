@@ -26,7 +26,7 @@ from megatron_longctx.mcore import optimizer as optim
 from megatron_longctx.mcore.checkpoint_optimizer import boxes
 from megatron_longctx.mcore.checkpoint_writer import HostCopies, PendingSave, copy_through
 from megatron_longctx.testing.distributed import PATIENCE_S, run_distributed
-from megatron_longctx.training.saver import Saver
+from megatron_longctx.training.monitoring import Saver
 from tests.mcore.tiny_gpt import BATCH, Layout, Trainer
 
 SINGLE = Layout()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.cli.logprobs import branches
+from megatron_longctx.cli.evaluate import branches
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape

@@ -75,7 +75,7 @@ def test_the_wheel_has_code_recipes_and_launch_scripts(members: set[str]) -> Non
     expected |= {f"megatron_longctx/{name}" for name in tracked("recipes", ".yaml")}
     expected |= {f"megatron_longctx/{name}" for name in tracked("launch", ".sh", ".sbatch", ".md")}
     expected |= {f"megatron_longctx/{name}" for name in tracked("docs", ".md")}
-    expected.add("megatron_longctx/training/compare/dashboard.html")
+    expected.add("megatron_longctx/training/dashboard.html")
     assert len(expected) > 60
     assert expected <= members, f"missing: {sorted(expected - members)}"
 

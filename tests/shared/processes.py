@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from megatron_longctx.cli import cli
 from megatron_longctx.testing.distributed import start_context
-from megatron_longctx.training.local_ranks import RankProcesses
+from megatron_longctx.training.ranks import RankProcesses
 
 SLOW_START = "TEST_RANKS_START_AFTER_S"
 """Of the environment of a `Quick`: seconds that the ranks it starts wait first, as those do that have to import."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.testing.distributed import PATIENCE_S, run_distributed
-from megatron_longctx.training.local_ranks import RankFailed, RankProcesses, run_ranks
+from megatron_longctx.training.ranks import RankFailed, RankProcesses, run_ranks
 
 
 def _environment(rank, base, words):

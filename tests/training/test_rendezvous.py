@@ -167,4 +167,6 @@ def test_slurm_provides_the_rank_and_the_tasks_that_share_its_cpus(monkeypatch: 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))  # Slurm has bound it
     assert RankInfo.from_environment(env) == RankInfo(5, 8, 1, 1, ("a", 7))
     assert RankInfo.from_environment(env | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    with pytest.raises(ValueError, match="MASTER_PORT=: expected a free port's number"):
+        RankInfo.from_environment(env | {"MASTER_PORT": ""})
     assert RankInfo.from_environment(env | {"RANK": "0", "WORLD_SIZE": "2"}) == RankInfo(0, 2, 0)

@@ -194,6 +194,7 @@ def test_packs_of_trees_are_padded_and_cover_all_ranks(tmp_path: Path) -> None:
          "expected `loss_mask` of 1 tokens; it has 2"),
         ({"prompt": "a", "responses": [{"tokens": [1], "reward": 1, "old_logprobs": [-1]}]},
          "expected `old_logprobs` in no response, as in the first line"),
+        ({"prompt": "a", "responses": [{"text": "b", "reward": 1, "advantage": 2}]}, "expected a `reward` or an"),
         ({"prompt": "a", "children": [{"text": "b", "reward": 1}]}, "expected `advantage`, not `reward`, in children"),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 
 from megatron_longctx.testing.distributed import PATIENCE_S, start_context
 from megatron_longctx.training import launcher
-from megatron_longctx.training.local_ranks import RankFailed
+from megatron_longctx.training.ranks import RankFailed
 from megatron_longctx.training.run_folder import DiskFull, RunFolder, RunLock, RunStatus, disk_full
 from tests.shared.jobs import clean_environment
 

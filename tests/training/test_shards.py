@@ -15,9 +15,8 @@ import pytest
 from megatron_longctx.core.errors import JobFailed
 from megatron_longctx.mcore.corpus import TokenDataset
 from megatron_longctx.testing.distributed import start_context
-from megatron_longctx.training import shards
-from megatron_longctx.training.shards import Recipe
-from megatron_longctx.training.text import Source, prepare
+from megatron_longctx.training import text as shards
+from megatron_longctx.training.text import Recipe, Source, prepare
 from megatron_longctx.training.text_files import parsed, pieces
 
 LINES = [{"text": f"number {number} {'ab' * (number % 37)}"} for number in range(300)]
@@ -153,7 +152,7 @@ def test_a_killed_worker_ends_the_job_and_keeps_the_finished_shards(
 def slow_worker(rank: int, jobs: Any, recipe: Recipe, taken: Any) -> None:
     import time
 
-    from megatron_longctx.training import shards as module
+    from megatron_longctx.training import text as module
 
     make = module._make
     module._make = lambda *job: (make(*job), time.sleep(0.05))[0]  # type: ignore[func-returns-value]

@@ -11,7 +11,7 @@ from megatron_longctx.config import names
 from megatron_longctx.mcore.data import TrainingData
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training import preflight
-from megatron_longctx.training.metrics.sinks import ConsoleSink
+from megatron_longctx.training.metrics import ConsoleSink
 from tests.shared.training import Job, Record, recorded, tiny_config, tiny_corpus
 
 WITH = {"train.eval_interval": 2, "train.eval_samples": 6}

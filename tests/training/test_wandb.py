@@ -16,10 +16,9 @@ import wandb
 from megatron_longctx.cli import cli
 from megatron_longctx.config import names
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training import metrics as sinks
 from megatron_longctx.training.compose import load_config
-from megatron_longctx.training.metrics import sinks
-from megatron_longctx.training.metrics.sinks import WandbSink, decode
-from megatron_longctx.training.metrics.summary import METRICS
+from megatron_longctx.training.metrics import METRICS, WandbSink, decode
 from tests.shared.training import Job, changed, run_jobs, tiny_config, tiny_corpus
 
 LOGIN = f"machine {urlsplit(wandb.Settings().base_url).hostname} login user password {'0' * 40}"

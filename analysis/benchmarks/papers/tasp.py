@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from megatron_longctx.config.cluster import Cluster, load_cluster
-from megatron_longctx.config.rings import choose_rings, decompositions
-from megatron_longctx.config.tasp import Tasp
+from megatron_longctx.config.tasp import Tasp, choose_rings, decompositions
 from megatron_longctx.core.plans import (
     KernelSupport,
     Kind,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_longctx.testing.distributed import PATIENCE_S
-from megatron_longctx.training.local_ranks import run_ranks
+from megatron_longctx.training.ranks import run_ranks
 
 
 def run_interpreted(*arguments: str) -> None:

@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_longctx.config.cluster import Cluster, Device, Mesh, Network, Resource, Switch, load_cluster, save_cluster
-from megatron_longctx.config.hamiltonian import hamiltonian_cycles
-from megatron_longctx.config.rings import choose_rings, decompositions, multi_node_rings, seconds_per_gib
+from megatron_longctx.config.tasp import (
+    choose_rings,
+    decompositions,
+    hamiltonian_cycles,
+    multi_node_rings,
+    seconds_per_gib,
+)
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "cluster"
 SWITCHED = Cluster("switched", 2, 4, Switch(300, 200, 100, 1e-5), Network(2, 10, 2e-5))
@@ -72,7 +77,7 @@ def test_resized():
     ("build", "words"),
     [
         (lambda: Mesh(0), "pair_gibps=0: expected a number above 0"),
-        (lambda: Mesh(1, -1), "latency_s=-1: expected 0 or more"),
+        (lambda: Mesh(1, -1), "latency_s=-1: expected a number from 0 on"),
         (lambda: Mesh(float("nan")), "pair_gibps=nan"),
         (lambda: Switch(1, float("inf")), "ingress_gibps=inf"),
         (lambda: Switch(1, 1, 0), "pair_gibps=0"),
@@ -81,7 +86,7 @@ def test_resized():
         (lambda: Device(efficiency=50), "efficiency=50: expected a share"),
         (lambda: Device(layer_efficiency=70), "layer_efficiency=70: expected a share"),
         (lambda: Device(memory_gib=-1), "memory_gib=-1"),
-        (lambda: Cluster("x", 0, 1), "nodes=0: expected 1 or more"),
+        (lambda: Cluster("x", 0, 1), "nodes=0: expected a number above 0"),
         (lambda: Cluster("x", 1, 2), "intra=None: expected the links between 2 ranks"),
         (lambda: Cluster("x", 2, 1), "network=None: expected the network between 2 nodes"),
         (lambda: Cluster("x", 2, 4, Mesh(1), Network(3, 1)), "nics=3: expected a divisor or a multiple of .*=4"),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_longctx.core.plans import Workload
-from megatron_longctx.training.calibrate.costs import MessageBenchmark
-from megatron_longctx.training.calibrate.measure import Testbed
+from megatron_longctx.training.calibration import MessageBenchmark
+from megatron_longctx.training.measure import Testbed
 from tests.shared.threads import ThreadedRanks
 
 

@@ -9,9 +9,9 @@ from megatron_longctx.cli import cli
 from megatron_longctx.config.cluster import load_cluster
 from megatron_longctx.core.plans import MODES, Workload
 from megatron_longctx.planner.calibration import load_calibration
+from megatron_longctx.training import calibration
 from megatron_longctx.training.auto import resolve_schedule
-from megatron_longctx.training.calibrate import machine
-from megatron_longctx.training.calibrate.machine import summary
+from megatron_longctx.training.calibration import summary
 from megatron_longctx.training.compose import compose_config
 
 SETTINGS = ["parallelism=cp2", "train.device=cpu", "attention.kernel=cpu", "data.seq_length=333"]
@@ -48,8 +48,10 @@ def test_links_alone_are_written_as_a_cluster_file(cache: Path, tmp_path: Path) 
     ("words", "message"),
     [
         (["--max-tokens", "0"], "--max-tokens=0: expected 64 or more"),
-        (["--links", "gone/x.yaml"], "--links=gone/x.yaml: expected a .yaml file in a folder that exists"),
+        (["--links", "gone/x.yaml"], "--links=gone/x.yaml: expected a .yaml file in a folder that can be written"),
+        (["--links", "here.yaml", "--max-tokens", "64"], "--max-tokens=64: expected none beside --links"),
         (["--links", "here.txt"], "--links=here.txt: expected a .yaml file"),
+        (["attention.transport=peer"], "attention.transport=peer: expected auto or p2p on CPUs"),
         (["attention.kernel=flash"], "kernel='flash' cannot be used here"),
     ],
 )
@@ -57,7 +59,7 @@ def test_what_cannot_be_measured_is_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "run_on_ranks", None)
+    monkeypatch.setattr(calibration, "run_on_ranks", None)
     assert cli.main(["calibrate", "train.device=cpu", *words]) == 2
     assert message in capsys.readouterr().err
     assert os.listdir(tmp_path) == []

@@ -10,8 +10,8 @@ from megatron_longctx.core.plans.mask import causal
 from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.cost import Costs, ModeSample
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.calibrate.measure import Effort, Testbed, num_warm_up_calls, sustained_seconds, warm_up
-from megatron_longctx.training.calibrate.passes import host_operation_seconds, mode_samples, modes_to_measure
+from megatron_longctx.training.calibration import host_operation_seconds, mode_samples, modes_to_measure
+from megatron_longctx.training.measure import Effort, Testbed, num_warm_up_calls, sustained_seconds, warm_up
 from megatron_longctx.training.ranks import world_group
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -9,10 +9,9 @@ from omegaconf import OmegaConf
 
 from megatron_longctx.cli import cli
 from megatron_longctx.config import Config, DataConfig, ParallelismConfig, names
-from megatron_longctx.training.compare import report as compare
-from megatron_longctx.training.compare.runs import load_run
-from megatron_longctx.training.metrics.sinks import JsonlSink
-from megatron_longctx.training.metrics.summary import METRICS
+from megatron_longctx.training import comparison as compare
+from megatron_longctx.training.comparison import load_run
+from megatron_longctx.training.metrics import METRICS, JsonlSink
 
 
 def make_run(
@@ -142,7 +141,11 @@ def test_refusals_name_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFix
     for folder, words in expected.items():
         assert cli.main(["compare", str(a), str(folder)]) == 2
         assert words in capsys.readouterr().err
-    for words, message in ((["--rows", "1"], "--rows=1"), (["--out", "pic"], "--out=pic: expected a file")):
+    for words, message in (
+        (["--rows", "1"], "--rows=1"),
+        (["--out", "pic"], "--out=pic: expected a file"),
+        (["--html", str(tmp_path)], f"--html={tmp_path}: expected a file; this is a folder"),
+    ):
         assert cli.main(["compare", str(a), *words]) == 2
         assert message in capsys.readouterr().err
     (a / "resolved.yaml").write_text("model: [")

@@ -13,9 +13,8 @@ import pytest
 
 from megatron_longctx.cli import cli, hydra_options
 from megatron_longctx.config import names as keys
-from megatron_longctx.training.compare.runs import Run
-from megatron_longctx.training.compare.views import content, write_dashboard
-from megatron_longctx.training.metrics.summary import METRICS
+from megatron_longctx.training.comparison import Run, content, write_dashboard
+from megatron_longctx.training.metrics import METRICS
 
 MODES = ("zigzag", "ring", "striped", "helper", "all_gather", "ulysses")
 INSTALLED = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")

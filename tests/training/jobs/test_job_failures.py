@@ -12,9 +12,9 @@ import torch
 
 from megatron_longctx.cli import cli
 from megatron_longctx.config import names
-from megatron_longctx.training import worker
+from megatron_longctx.training import launcher
 from megatron_longctx.training.compose import compose_config, load_config
-from megatron_longctx.training.metrics.sinks import decode
+from megatron_longctx.training.metrics import decode
 from megatron_longctx.training.run_folder import RunFolder, RunLock
 from tests.shared.jobs import (
     CLI,
@@ -185,12 +185,17 @@ def test_the_fixture_notices_ranks(no_ranks: Callable[..., str]) -> None:
         no_ranks()
 
 
+PEER_SUMS = ["reduction.transport=peer", "reduction.output_projection=int8", "reduction.in_training=true"]
+
+
 def test_missing_dataset(no_ranks: Callable[..., str]) -> None:
     err = no_ranks("data.prefix=data/gone")
     assert err == (
         "data.prefix=data/gone: expected the files data/gone.idx and .bin; data/gone.idx is missing. "
         "Write it with `megatron-longctx data`, or set data.prefix to another."
     )
+    assert no_ranks("data.prefix=0.5 a 0.5").endswith("or more: data.prefix='0.7 data/a 0.3 data/b'.")
+    assert no_ranks("data.prefix=data/x.bin").endswith("Leave the ending out: data.prefix=data/x.")
 
 
 @pytest.mark.parametrize(
@@ -198,6 +203,7 @@ def test_missing_dataset(no_ranks: Callable[..., str]) -> None:
     [
         (["attention.kernel=cudnn"], "attention.kernel=cudnn", "only 'cuda'", "Set attention.kernel to one of cpu,"),
         (["attention.kernel=none"], "attention.kernel=none", "one of auto, cpu, cudnn,", "Set attention.kernel"),
+        (PEER_SUMS, "reduction.transport=peer", "auto or collective on CPUs", "Only GPUs"),
         (["train.device=cuda"], "train.device=cuda", "a CUDA device here", "Set train.device=cpu"),
         (["data.seq_length=900000"], "data.seq_length=900000", "at most ", "Lower data.seq_length"),
         (["data.tokenizer=huggingface", "data.tokenizer_path=x"], "data.tokenizer=huggingface", "byte-level", "Write"),
@@ -241,9 +247,9 @@ def test_a_log_that_rank_0_cannot_open_is_the_recorded_cause(tmp_path: Path, mon
     config = compose_config([*TINY, f"run.root={tmp_path}"])
     folder = RunFolder.of(config)
     folder.log.mkdir(parents=True)
-    monkeypatch.setattr(worker.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(launcher.dist, "get_rank", lambda: 0)
     with pytest.raises(IsADirectoryError):
-        worker.run(worker.Job(config, 1, "cpu", None, None, {}))
+        launcher.run(launcher.Job(config, 1, "cpu", None, None, {}))
     assert "rank 0 failed: IsADirectoryError: " in str(folder.first_error())
 
 
@@ -255,4 +261,4 @@ def test_a_slurm_step_without_the_address_of_rank_0(
     for key, value in step.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv(name)
-    assert no_ranks().startswith(f"{name} is not set: expected ")
+    assert no_ranks().startswith(f"{name}=: expected ")

@@ -82,6 +82,7 @@ def test_usr2_writes_a_checkpoint_and_training_goes_on(workplace: Path) -> None:
 
 def test_usr2_does_not_end_a_job_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "train", lambda *_: signal.raise_signal(signal.SIGUSR2))
+    monkeypatch.setattr(cli, "check_datasets", lambda _: None)
     before = signal.signal(signal.SIGUSR2, lambda number, _: pytest.fail("it would end the process"))
     try:
         assert cli.main(["train"]) == 0

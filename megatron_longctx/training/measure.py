@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...core.comm import Transport, gather_objects
-from ...core.comm.device import mean_seconds as mean_seconds
-from ...core.kernels import AttentionKernel, KernelRequest, choose_kernel
-from ...core.plans import Workload
+from ..core.comm import Transport, gather_objects
+from ..core.comm.device import mean_seconds as mean_seconds
+from ..core.kernels import AttentionKernel, KernelRequest, choose_kernel
+from ..core.plans import Workload
 
 _WARM_UP_S = 0.1
 """Seconds of calls in a row before measuring. A GPU's power limit takes effect after 50 to 80 ms: a burst from idle is

@@ -1,7 +1,7 @@
-"""Where the metrics of a step are written: the console, JSONL and W&B. TensorBoard is in `training.monitoring`.
+"""The metrics by which runs are compared, and where those of a step are written: the console, JSONL and W&B.
 
 A sink takes one dict per step, keyed by the metric keys of `names`. `train/step` is required, and None means that a
-value is not known. Only one rank of a run opens sinks.
+value is not known. Only one rank opens sinks. TensorBoard's is in `monitoring`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,98 @@ import shlex
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
-from typing import Any, Protocol
+from statistics import median, quantiles
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
-from ...config import Config, environment, files, names
-from ...planner.flops import FORMULA, peak_tflops
-from .summary import summaries
+from ..config import Config, environment, files, names
+from ..planner.flops import FORMULA, peak_tflops
+
+Records = Mapping[int, Mapping[str, Any]]  # keyed by step
+MIN_STEPS = 10  # fewer measured steps do not tell runs apart
+_MAX_WARM_UP = 5
+
+
+class Summary(NamedTuple):
+    """A median with its quartiles, or a largest value, for which all are equal; `steps` counts the records."""
+
+    value: float
+    low: float
+    high: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a run's records. `better` is `high` or `low`; `most`: the largest value counts, not the median."""
+
+    title: str
+    unit: str
+    key: str
+    spec: str
+    better: str
+    scale: float = 1.0
+    most: bool = False
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+    @property
+    def summary_key(self) -> str:
+        """The key of the summary in W&B, e.g. `median/tokens_per_s`."""
+        return ("most/" if self.most else "median/") + self.key.partition("/")[2]
+
+    def of(self, records: Records) -> Summary | None:
+        """Return the summary of records; None if none has the metric. Medians leave out the first steps."""
+        steps = sorted(records)
+        counted = steps if self.most else steps[warm_up(len(steps)) :]
+        recorded = (records[step].get(self.key) for step in counted)
+        values = [v * self.scale for v in recorded if isinstance(v, (int, float)) and math.isfinite(v)]
+        if not values:
+            return None
+        if self.most or len(values) == 1:
+            return Summary(*(max(values),) * 3, len(values))
+        low, value, high = quantiles(values, n=4, method="inclusive")
+        return Summary(value, low, high, len(values))
+
+    def text(self, records: Records) -> str:
+        """Return the value, and half the distance of the quartiles in percent of it."""
+        summary = self.of(records)
+        if summary is None:
+            return "—"
+        spread = 50 * (summary.high - summary.low) / abs(summary.value) if summary.value else 0.0
+        return format(summary.value, self.spec) + (f" ±{spread:.0f}%" if spread else "")
+
+
+def warm_up(steps: int) -> int:
+    """Return how many of the first steps connect ranks and compile kernels: at most 5, and at most a third."""
+    return min(_MAX_WARM_UP, steps // 3)
+
+
+def summaries(records: Records) -> dict[str, float]:
+    """Return the values of all metrics of the records by their keys in W&B, in the units of the records."""
+    found = {metric: metric.of(records) for metric in METRICS}
+    return {metric.summary_key: each.value / metric.scale for metric, each in found.items() if each is not None}
+
+
+METRICS = (
+    Metric("tokens per second", "", names.TOKENS_PER_S, ",.0f", "high"),
+    Metric("tokens per second per GPU", "", names.TOKENS_PER_S_PER_GPU, ",.0f", "high"),
+    Metric("TFLOP/s per GPU", "", names.TFLOPS_PER_GPU, ".3g", "high"),
+    Metric("MFU, causal", "% of the peak", names.MFU_CAUSAL_PCT, ".1f", "high"),
+    Metric("MFU, dense", "% of the peak", names.MFU_DENSE_PCT, ".1f", "high"),
+    Metric("MFU, causal, of FP8's peak", "% of the peak", names.MFU_FP8_PCT, ".1f", "high"),
+    Metric("waiting for messages", "ms per step", names.EXPOSED_COMM_S, ",.1f", "low", scale=1e3),
+    Metric("waiting for data", "ms per step", names.DATA_WAIT_S, ",.1f", "low", scale=1e3),
+    Metric("imbalance, predicted", "% over the mean", names.IMBALANCE_PCT, ".1f", "low"),
+    Metric("imbalance, measured", "% over the mean", names.MEASURED_IMBALANCE_PCT, ".1f", "low"),
+    Metric("peak memory", "GiB per GPU", names.PEAK_ACTIVE_GIB, ".2f", "low", most=True),
+)
+
 
 Value = float | int | str | None
 # The key of an object that says which values, written as null, were not finite.
@@ -105,10 +188,7 @@ class ConsoleSink:
     """Emits one line per step with loss, speed, memory and the remaining time; a dash means not known.
 
     The remaining time uses the median of the last step times, so a slow first step or a checkpoint does not distort it.
-
-    Args:
-        total_steps: steps of the whole run.
-        emit: receives the line, e.g. the `info` method of a logger.
+    `total_steps` are those of the whole run. `emit` receives the line, e.g. the `info` method of a logger.
     """
 
     def __init__(self, total_steps: int, emit: Callable[[str], None]) -> None:
@@ -117,7 +197,6 @@ class ConsoleSink:
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
 
     def write(self, record: Mapping[str, Value]) -> None:
-        """Emit the line of one record."""
         self._emit(self.line(record))
 
     def line(self, record: Mapping[str, Value]) -> str:
@@ -164,13 +243,10 @@ def clock_text(seconds: float | None) -> str:
 class WandbSink:
     """Writes to W&B in the run's folder: offline, online or not at all (`wandb_mode`).
 
-    One line says where: the URL, or the folder and the command that sends it. At the end, the run's summary has the
-    medians of `metrics.summary`. W&B online ignores steps that a resumed run trains again, because its history only
-    grows; the JSONL has their last values. W&B never ends a training run: where its server cannot be reached, it
+    One line says where: the URL, or the folder and the command that sends it; `emit` receives it. At the end, the run's
+    summary has the medians of `summaries`. W&B online ignores steps that a resumed run trains again, as its history
+    only grows; the JSONL has their last values. W&B never ends a training run: where its server cannot be reached, it
     writes offline; if it fails, one warning gives the reason and training goes on without it.
-
-    Args:
-        emit: receives the line, e.g. the `info` method of a logger.
     """
 
     def __init__(self, folder: Path, config: Config, emit: Callable[[str], None] = lambda line: None) -> None:
