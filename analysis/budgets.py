@@ -4,8 +4,6 @@ A reader should be able to hold a wing in mind. Lines are those of files, with c
 above its goal is the size that was reached: lower it with every file that shrinks, and raise it for a feature alone.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_longctx"
 GOALS = {"core": 8_000, "the package": 29_000, "tests": 30_000}
-LIMITS = {"the package": 45_390, "tests": 40_802}
+LIMITS = {"the package": 44_932, "tests": 40_732}
 WING, FILE, FUNCTION = 9_000, 400, 60
 
 

@@ -3,8 +3,6 @@
 The meaning of a key is the comment beside or above its field in the sources of `megatron_longctx/config`.
 """
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import get_type_hints

@@ -4,8 +4,6 @@
 fla-core's own for context parallelism: the last state, and the matrix by which an entering state is multiplied.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

@@ -5,8 +5,6 @@ were evaluated separately. OUT.json contains everything except the answers, OUT.
 position and scores by length.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -9,8 +9,6 @@ next begins; if it takes its processes with it, new ones go on with the next cel
 ended. The table's runs are those of `analysis/cases/fp8_h200.yaml`, as `analysis.training_cases` records them.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import gc

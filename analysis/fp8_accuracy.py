@@ -4,8 +4,6 @@ Computes, with the weights of an imported or trained run as they are and in FP8:
 (the `.txt` files of FOLDER), how often the likeliest next token is the same, and `eval`'s needles in these texts.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import math

@@ -3,8 +3,6 @@
 The folder has `config.json`, dequantized weights in fp32 as safetensors, and the tokenizer.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Converts the tokenizer in a GGUF file to the files of a Hugging Face tokenizer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

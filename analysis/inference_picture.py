@@ -1,7 +1,5 @@
 """Where a conversation's tokens are, and what ranks do in its last turn: `inference` of `analysis.pictures`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

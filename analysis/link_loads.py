@@ -7,8 +7,6 @@ NICs of a node carry once what any of its ranks sees of other nodes. All links o
 Modes that share heads also send queries and results, and fewer heads of keys, so they may be below both.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Write `docs/packages.md` from the docstrings of the wings and the import law: `python -m analysis.packages_page`."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

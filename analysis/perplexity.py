@@ -6,8 +6,6 @@ row-parallel layers quantized in every way, and, over two context-parallel ranks
 `perplexity_reductions.json`, `.md` (tables) and `.png`, after tables 4 and 6 of Flash Communication.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

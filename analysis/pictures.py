@@ -14,8 +14,6 @@
 - `trees RESULT.json`: results of `analysis.benchmarks trees`, steps over shared beginnings and over separate rollouts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterable

@@ -5,8 +5,6 @@
 Medians exclude the first steps, which choose kernels and allocate memory, and a profiled step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -1,7 +1,5 @@
 """Peaks of memory and times of steps in training runs on GPUs, from `analysis/results/`, beside their predictions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace

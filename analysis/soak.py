@@ -4,8 +4,6 @@ Prompts have common beginnings; answers are greedy and drawn, with penalties, sc
 refused, some leave. They need several times the cache, so that pages give way and come back from the host.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -9,8 +9,6 @@ that fails ends the job; earlier cases are recorded. The word `baseline=te_p2p` 
 replaces this project's attention by TransformerEngine's context parallelism, on GPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

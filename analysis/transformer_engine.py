@@ -3,8 +3,6 @@
 `analysis.training_cases` trains with it: a case with the word `baseline=te_p2p`, `te_all_gather` or `te_a2a`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections import OrderedDict
 from typing import Any

@@ -3,8 +3,6 @@
 The module of that name has `add_arguments(parser)`, and `run(arguments)`, which raises ValueError for unusable options.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import logging

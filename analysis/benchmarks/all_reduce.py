@@ -1,7 +1,5 @@
 """All-reduces of the communication library, of torch over symmetric memory, and of this package, by size."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -3,8 +3,6 @@
 `packed` measures packs of documents and one window, with TransformerEngine and ring-flash-attn on the same packs.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import suppress

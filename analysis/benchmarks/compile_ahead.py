@@ -1,7 +1,5 @@
 """Kernels of Triton, torch and FlashAttention-4 are compiled by other processes, into caches on disk, all at once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The text is of Python's standard library, on which a BPE tokenizer of 16,000 tokens is trained here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

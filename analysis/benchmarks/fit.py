@@ -4,8 +4,6 @@ For T new and P cached tokens, h = alpha ln T + beta ln(T / (T + P)) + gamma app
 logarithm of the speed-up from passing keys and values instead of queries.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

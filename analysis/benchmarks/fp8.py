@@ -4,8 +4,6 @@ Weights are random. Two ranks measure one layer's products alone, then the model
 and with context parallelism 2, and last the times to first token by reduction. Every line is printed as it is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import random

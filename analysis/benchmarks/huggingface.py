@@ -4,8 +4,6 @@ Llama-3-8B's shape with few layers and random weights, one model for all: each c
 of it. ring-flash-attn's function is called as its Hugging Face adapter calls it, which itself refuses transformers 5.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

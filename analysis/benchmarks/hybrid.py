@@ -9,8 +9,6 @@ Processes compile the kernels of all contenders at once, into the caches on disk
 fla-core's kernels is chosen among 3 of its configurations only, for all contenders alike.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc

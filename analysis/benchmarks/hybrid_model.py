@@ -1,7 +1,5 @@
 """The layers of `analysis.benchmarks.hybrid`, and their errors beside fp64."""
 
-from __future__ import annotations
-
 import traceback
 from typing import Any
 

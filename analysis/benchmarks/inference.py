@@ -3,8 +3,6 @@
 Weights are random. The benchmark starts its ranks itself, for one context-parallel size after the other.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import math

@@ -1,7 +1,5 @@
 """What every rank of the inference benchmark measures: first tokens in given modes, and decoded tokens."""
 
-from __future__ import annotations
-
 import random
 import statistics
 import sys

@@ -3,8 +3,6 @@
 A short problem of the same kind can be compared with dense attention in fp64 first, to see whether results are right.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """Attention's share of a layer's forward pass, by number of tokens, on one device. Weights are random."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -3,8 +3,6 @@
 Nothing is exchanged and no GPU is needed. Training does this work ahead, in the loader's thread.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """Time to first token of the configured model for each reduction over tensor-parallel ranks. Weights are random."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

@@ -4,8 +4,6 @@ Work is predicted (`planner.flops`). Most documents are short, 2% have between 4
 many as a pack.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from itertools import product

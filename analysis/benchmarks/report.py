@@ -1,7 +1,5 @@
 """What all benchmarks share: options, and the JSON file and Markdown that they rewrite after every measurement."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -3,8 +3,6 @@
 The cluster is DGX H100s of 8 ranks; the rings of `usp` and `double_ring` are within and between these nodes.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from dataclasses import replace

@@ -4,8 +4,6 @@ With `checkpoint=RUN` a model answers in earnest. Without it, weights are random
 answers that an earlier run wrote to `--answers FILE.json`, so that drafts are accepted as they were there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

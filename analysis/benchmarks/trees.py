@@ -5,8 +5,6 @@ tree is faster. Attention counts visible pairs; a step counts its products with 
 turns, and every line is printed as soon as its cell is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

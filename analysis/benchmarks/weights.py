@@ -4,8 +4,6 @@ Weights are random, the same in all three ways, which first generate the same to
 ranks itself: as many as `parallelism.context_parallel_size`, by default 2, on a model that is by default Llama 3 8B's.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

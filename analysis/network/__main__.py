@@ -10,8 +10,6 @@ Writes `network_emulated.json`, `.md` (tables) and `.png`, or `network_CASE.*` f
 - the name of a network: all modes on it, causal and full.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

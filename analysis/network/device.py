@@ -4,8 +4,6 @@ Ranks share the processors of one machine, and a CPU that computes starts no mes
 has a clock: work is issued in order and takes its time on the clock, while the host goes on to the next messages.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@
 without affecting the machine's network, and everything disappears with it, however it ends.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -4,8 +4,6 @@ It prints the milestones of `train` with ranks as they are, which are forks wher
 processes. The first run fills the caches of kernels, if they are empty.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

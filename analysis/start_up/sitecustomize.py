@@ -3,8 +3,6 @@
 With $HOW=spawn, ranks start as new processes.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.abc
 import importlib.machinery

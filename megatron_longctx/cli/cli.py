@@ -1,7 +1,5 @@
 """The `megatron-longctx` command: each verb is one job."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

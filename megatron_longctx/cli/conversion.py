@@ -1,7 +1,5 @@
 """The `import` and `export` verbs: a published model becomes a run, and a run's checkpoint a Hugging Face folder."""
 
-from __future__ import annotations
-
 import glob
 import json
 import logging

@@ -3,8 +3,6 @@
 A missing or broken package is a finding: the report shows its error in one line and continues.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

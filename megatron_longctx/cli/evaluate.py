@@ -3,8 +3,6 @@
 The verb `logprobs` computes the log-probability and entropy of every learned token of rollouts.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

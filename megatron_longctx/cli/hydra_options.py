@@ -3,8 +3,6 @@
 The options are sweeps, printing, and own recipes.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The `plan` verb: print, simulate and draw a plan; rank all modes; predict memory."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The `wandb` verb: rebuild W&B runs from their folders, and make the views of `compare` in W&B."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

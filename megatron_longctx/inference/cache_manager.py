@@ -4,8 +4,6 @@ Every rank keeps the state of all ranks, in integers alone. Sizes and places are
 exchange nothing.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence

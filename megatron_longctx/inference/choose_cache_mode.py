@@ -1,7 +1,5 @@
 """The choice of a cache mode for every batch: by simulation, or by the size of messages if the links are unknown."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ A token is a row. A layer stores keys and values of all rows before it attends, 
 to itself. The tokens of a prompt are neighbouring rows, so that a tile of several queries reads keys once.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Iterator, Sequence

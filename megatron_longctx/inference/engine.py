@@ -3,8 +3,6 @@
 All ranks make the same calls with the same arguments, as in training, and get the same results.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence

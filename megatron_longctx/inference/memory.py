@@ -1,7 +1,5 @@
 """The memory that inference needs on a rank: weights, and the pages of the cache."""
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import replace

@@ -6,8 +6,6 @@ are the grid's fastest dimension: the heads of a token are neighbours in memory,
 time read neighbours.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Keys and values as 8-bit integers, with a scale for every token and head: half the bytes of bf16 in messages and in
 the cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

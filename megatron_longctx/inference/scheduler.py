@@ -3,8 +3,6 @@
 Every rank runs the same scheduler on the same requests in the same order, so that ranks agree without messages.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ Every rank holds all rows. Of a prompt, ranks have contiguous parts: each comput
 gather the last states and transfer matrices (`models.delta_rule`), so that every rank knows the state at the end.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What an engine computes before its first request, so that no request waits for a compiler."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 
 import torch

@@ -10,8 +10,6 @@ their calls k - 1 have ended, and nobody still reads what call k + 1 overwrites.
 Blocks spin, so there are never more of them than a GPU runs at once. Arguments are not checked.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ A block handles the same groups of every chunk in all steps and on all ranks, be
 peers (see `lowbit.peer_flags`). Arguments are not checked: call `quantized`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Hashable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Memory that kernels of all ranks of a host write."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -16,8 +16,6 @@ with an infinity or a NaN becomes all NaN, so neither is hidden or spreads to ot
 exceed the largest number of `range_dtype`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,8 +1,6 @@
 """Sums over a group of ranks that a policy quantizes or not, and how long exact and low-bit sums take by size: measured
 once and stored in a file."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import logging

@@ -1,7 +1,5 @@
 """The parts of recurrent layers by the Triton kernels of the package fla-core, for 16-bit tensors on GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

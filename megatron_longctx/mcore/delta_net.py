@@ -1,7 +1,5 @@
 """Gated delta nets, as in Qwen3-Next and Megatron's own `GatedDeltaNet`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Groups of heads share C and B, as value heads of a gated delta net share queries
 heads and of groups are those of the `linear_*` fields: keys, values, and heads of each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ plain text with one message per line. The text depends only on the conversation'
 the previous turns, whose tokens are found in the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ not stop loops of 10^10 steps, `2 ** 10 ** 10` or text that doubles: only a proc
 once, in about 0.1 s, and imports only Jinja: this file is its script.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Fields and weights that several families share. "read" converts fields to keys of `ModelConfig`, "write" back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

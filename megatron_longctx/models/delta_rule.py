@@ -17,8 +17,6 @@ For n ranks, a rank computes up to (v + k) / v times the delta rule, k v multipl
 to n k k v for the states, and sends k (v + k) numbers a head. A serial loop would take n times the rule instead.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A family of published models: the meaning of its `config.json`, and its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of

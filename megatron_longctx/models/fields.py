@@ -1,7 +1,5 @@
 """The fields of a published `config.json`. None may be left unread."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

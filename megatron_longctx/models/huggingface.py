@@ -1,7 +1,5 @@
 """Folders in the format of Hugging Face: `config.json`, safetensors files with the tensors they list, a tokenizer."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -5,8 +5,6 @@ and all of its children begin with a copy of that token. The label of a node's l
 of each child, and counts in the first child only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Calibrations: the measured costs of a machine, stored in a file, by which modes are simulated and chosen."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, dataclass, field, fields

@@ -1,7 +1,5 @@
 """The choice of a mode: simulate all that can run, and take the fastest that fits into memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

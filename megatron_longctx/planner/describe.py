@@ -1,7 +1,5 @@
 """Plans in words and numbers: who holds, sends and attends to what in every step, and where documents are placed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The memory that a pass takes on its rank, counted from its operations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate, chain
 

@@ -3,8 +3,6 @@
 This is the only file of this wing that imports torch.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The time that the messages of a step take. Messages that share a link, a port or a NIC share its rate."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf
 

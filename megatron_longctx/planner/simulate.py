@@ -5,8 +5,6 @@ transfer lane starts each step's messages after the previous ones and after the 
 message starts when both of its ranks are ready. Messages of one step that share a link, a port or a NIC share its rate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The simulated time of a training step: attention by its plans, all else by measured rates of the device."""
 
-from __future__ import annotations
-
 from ..config import cluster_of, configured_plan
 from ..config.cluster import GIB, Cluster
 from ..core.plans import backward_plan

@@ -1,7 +1,5 @@
 """`megatron-longctx generate`: text from a run's checkpoint. Only the text goes to standard output."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

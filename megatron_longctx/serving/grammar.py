@@ -1,7 +1,5 @@
 """Answers that follow a JSON schema, a regular expression or a list of choices, by the library xgrammar."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

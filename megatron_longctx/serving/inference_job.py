@@ -3,8 +3,6 @@
 Every rank makes the same calls. Rank 0 is the process that was started, so that it has the terminal.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

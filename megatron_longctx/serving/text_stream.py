@@ -1,7 +1,5 @@
 """Decoding of tokens into text as they arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 _MAX_PENDING = 64

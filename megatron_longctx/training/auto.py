@@ -1,7 +1,5 @@
 """`parallelism.schedule=auto`: choose the mode of a job before its ranks start."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import fields, replace

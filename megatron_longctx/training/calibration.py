@@ -4,8 +4,6 @@ Messages are measured through the channel of a pass that does nothing else, kern
 modes in whole training steps. The file that `planner.calibration` reads gets the results.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import statistics

@@ -1,7 +1,5 @@
 """Composes recipes and command-line overrides into one validated `Config`, and reads and writes `resolved.yaml`."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re

@@ -3,8 +3,6 @@
 Rollouts are trees: prompts with their responses, or with turns that branch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

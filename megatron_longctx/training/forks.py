@@ -1,7 +1,5 @@
 """Forks of a process that has imported everything: they start in milliseconds and share the memory of its modules."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

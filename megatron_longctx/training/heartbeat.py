@@ -1,7 +1,5 @@
 """The current operation of every rank, in the run's folder: a killed, stopped or hanging rank cannot report it."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import logging

@@ -1,7 +1,5 @@
 """Batches of a rank, read ahead of the step that uses them."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

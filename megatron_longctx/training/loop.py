@@ -1,7 +1,5 @@
 """The training loop: data, steps, optimizer, metrics, checkpoints."""
 
-from __future__ import annotations
-
 import logging
 import math
 import signal

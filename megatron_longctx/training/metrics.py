@@ -4,8 +4,6 @@ A sink takes one dict per step, keyed by the metric keys of `names`. `train/step
 value is not known. Only one rank opens sinks. TensorBoard's is in `monitoring`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

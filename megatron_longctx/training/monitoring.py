@@ -1,7 +1,5 @@
 """What the loop measures and writes: metrics, validation, profiles, dumps of non-finite steps, and checkpoints."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

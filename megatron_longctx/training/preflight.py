@@ -3,8 +3,6 @@
 All raise `ValueError` with the value, what was expected and what to do (`errors.refuse`).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import math

@@ -1,7 +1,5 @@
 """Runs of the real trainer that keep their losses, gradient norms and gradients, to compare them with another run's."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

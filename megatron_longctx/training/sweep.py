@@ -1,7 +1,5 @@
 """Hydra's features beyond composition: the jobs of a multirun, and the output of `--info`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import product

@@ -3,8 +3,6 @@
 They are made shard by shard, by several processes, so that a job that is cut goes on where it was.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

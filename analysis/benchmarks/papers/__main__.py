@@ -1,7 +1,5 @@
 """`python -m analysis.benchmarks.papers PAPER [--model FILE --text WHEEL]` makes the page of a paper."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import logging

@@ -4,8 +4,6 @@ Times to the first token of Llama 3 405B by nodes, networks and modes, compared 
 choose a mode; attention of decode.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ Algorithm 1 (section 3.4) and Algorithm 5 (appendix C, which counts pass-Q's exc
 `analysis.benchmarks.fit` has the empirical rule (appendix D).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_longctx.config.cluster import Cluster

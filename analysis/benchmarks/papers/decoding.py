@@ -1,7 +1,5 @@
 """Attention of one layer while Llama 3 405B decodes (table 8): queries in a ring, and fewer exchanges."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

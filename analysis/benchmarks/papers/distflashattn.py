@@ -1,7 +1,5 @@
 """DistFlashAttn (Li et al. 2024): volumes, balance, overlap, checkpoints, and limits of the balanced schedule."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Flash Communication (Li et al. 2024): the cost of low-bit sums for real models, by bits, group, format, rotation."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -3,8 +3,6 @@
 Matrix products and attention run at a share of the peak, all-reduces at the rate of a GPU's links.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

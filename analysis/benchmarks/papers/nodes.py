@@ -3,8 +3,6 @@
 Plans are those of the GPUs that share a key/value head, one per node, simulated with the paper's own rates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 

@@ -4,8 +4,6 @@ A page is rendered from two files: `analysis/results/papers_PAPER.json` with the
 with the claims and the list.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

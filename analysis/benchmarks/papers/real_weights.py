@@ -4,8 +4,6 @@ One process computes what the ranks of `PinnedModel.ranks` would. It cuts every 
 partial products, then rounds, sums and rounds them again (`rounding`), like the package's all-reduce, all in fp32.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

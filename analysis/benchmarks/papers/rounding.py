@@ -4,8 +4,6 @@ It covers what the package's kernels do (`kernels.quantize`) and what the Flash 
 floating formats, whole tokens as one group, and a Hadamard transform before rounding.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -3,8 +3,6 @@
 All are simulated from data sheets.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """TASP (Wang et al. 2025): rings over all links compared with one ring, by cluster, mask and ratio."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics

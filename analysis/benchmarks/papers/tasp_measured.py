@@ -1,7 +1,5 @@
 """Tables of TASP's page that were measured: on emulated networks, and on GPUs behind a switch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

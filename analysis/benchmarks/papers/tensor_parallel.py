@@ -1,7 +1,5 @@
 """Tensor parallelism over several nodes compared with context parallelism: first tokens of Llama 3 405B."""
 
-from __future__ import annotations
-
 from megatron_longctx.config.cluster import Switch, load_cluster
 from megatron_longctx.planner.cost import GIB
 

@@ -4,8 +4,6 @@ A file has `contenders(group, kernel)`, which may raise any error if a package i
 kernels and schedules it runs. `kernel` is the provider for those that call this package's kernels.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 from typing import NamedTuple

@@ -4,8 +4,6 @@ They follow flash-attn 2.7 and 2.8: callers pass everything by name; results are
 the last two for dropout; backward writes into the buffers that it receives.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

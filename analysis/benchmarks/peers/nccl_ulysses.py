@@ -1,7 +1,5 @@
 """Ulysses as other packages write it: NCCL all-to-alls around one kernel call of this package."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

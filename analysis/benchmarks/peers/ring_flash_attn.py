@@ -1,7 +1,5 @@
 """The package ring-flash-attn: its schedules and communication, with this package's kernels."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import math

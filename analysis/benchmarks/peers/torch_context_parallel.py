@@ -1,7 +1,5 @@
 """torch.distributed's `context_parallel`, load-balanced (zigzag), on cuDNN's kernels."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 

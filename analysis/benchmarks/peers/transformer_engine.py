@@ -1,7 +1,5 @@
 """TransformerEngine's context parallelism, on the cuDNN kernels that it calls itself."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from functools import partial

@@ -1,7 +1,5 @@
 """Bamba: Mamba-2 in most layers, attention with partial RoPE in others, dense MLPs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 from typing import Any

@@ -1,7 +1,5 @@
 """The text models of Gemma 3: four norms per layer, windows with their own RoPE, scaled embeddings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

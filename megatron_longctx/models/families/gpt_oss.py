@@ -1,7 +1,5 @@
 """gpt-oss: experts with biases and a clamped SwiGLU, sinks, windows in every other layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...config import ModelConfig

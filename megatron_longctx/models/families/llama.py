@@ -1,7 +1,5 @@
 """Llama 2, 3 and models of the same form: SmolLM2, TinyLlama, Yi and others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...config import ModelConfig

@@ -1,7 +1,5 @@
 """Mistral 7B and models of the same form: Llama's, with an optional window in all layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...config import ModelConfig

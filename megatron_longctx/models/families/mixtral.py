@@ -1,7 +1,5 @@
 """Mixtral: Mistral's form, with a mixture of experts in every layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...config import ModelConfig

@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5: Llama's form with a bias of queries, keys and values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...config import ModelConfig

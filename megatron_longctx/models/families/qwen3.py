@@ -1,7 +1,5 @@
 """Qwen3: Llama's form with norms of queries and keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...config import ModelConfig

@@ -1,7 +1,5 @@
 """Qwen3.5: Qwen3-Next's layers with dense MLPs, and delta nets with four projections. Images are left out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...config import ModelConfig

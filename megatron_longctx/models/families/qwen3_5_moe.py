@@ -1,7 +1,5 @@
 """Qwen3.5 with experts in every layer, and one that all tokens share."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

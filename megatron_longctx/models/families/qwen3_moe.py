@@ -1,7 +1,5 @@
 """Qwen3 with experts: Qwen3's form, with mixtures of experts in all or some layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...config import ModelConfig, layer_list

@@ -1,7 +1,5 @@
 """Qwen3-Next: gated delta nets in most layers, attention with gates and partial RoPE in others, experts, one shared."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -6,8 +6,6 @@ restoring all activations of that layer; the optimizer step. The largest phase i
 tensors and kernel workspaces. The caching allocator reserves more, and memory that peers read is outside it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from .shapes import (

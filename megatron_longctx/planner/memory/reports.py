@@ -1,7 +1,5 @@
 """Whether a job fits into memory, settings to change if not, the longest sequence that fits, reports and pictures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

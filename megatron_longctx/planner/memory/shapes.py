@@ -1,7 +1,5 @@
 """Sizes that the memory model adds up: parameters of a pipeline stage, activations of a layer, memory of attention."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Who may send requests: clients with an API key, and web pages that call this server by its own name."""
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import os

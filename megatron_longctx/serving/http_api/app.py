@@ -1,7 +1,5 @@
 """The routes, on Starlette. Requests go to an inbox, which brings back their events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """The queue between the server's thread and the ranks: requests and cancellations one way, events the other."""
 
-from __future__ import annotations
-
 import math
 import queue
 import threading

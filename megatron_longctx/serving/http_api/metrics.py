@@ -1,7 +1,5 @@
 """What operators see of the server: metrics of Prometheus, and the figures of a request in the log."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import Any

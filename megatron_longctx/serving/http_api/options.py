@@ -1,7 +1,5 @@
 """Checks of values in request bodies, and the settings of sampling in them."""
 
-from __future__ import annotations
-
 import json
 import reprlib
 import time

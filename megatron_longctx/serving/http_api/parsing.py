@@ -1,7 +1,5 @@
 """Parsing of request bodies: bytes to checked tokens and sampling settings, without side effects."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

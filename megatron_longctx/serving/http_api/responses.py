@@ -1,7 +1,5 @@
 """Formatting of a request's events as answers of the interface."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

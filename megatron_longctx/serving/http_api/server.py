@@ -1,7 +1,5 @@
 """The uvicorn server, with limits on connections, on the time that they may be silent or not read, and on stopping."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,7 +1,5 @@
 """Tools: the calls in a model's answer, by the format that its chat template asks for."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid
