@@ -4,6 +4,8 @@ verl imports this module before it builds a model. Every Megatron-Bridge model t
 context-parallel attention; verl's batches, RoPE and losses stay.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

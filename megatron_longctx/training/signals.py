@@ -1,5 +1,7 @@
 """Signals: on TERM, USR1, HUP or INT, a run finishes its step, writes a checkpoint and ends; on USR2, it goes on."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os
