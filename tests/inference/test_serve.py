@@ -318,10 +318,10 @@ def family(job: Job) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn", "prometheus_client"])
 def test_packages_that_are_not_installed_are_named(
-    missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    missing: str, trained: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    assert cli.main(["serve", "checkpoint=nowhere"]) == 2
+    assert cli.main(["serve", f"checkpoint={Path(trained.run.root, trained.run.name)}"]) == 2
     text = capsys.readouterr().err
     assert f"serve=without {missing}: expected its packages" in text and "'megatron-longctx[serve]'" in text
 

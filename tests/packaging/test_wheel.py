@@ -123,7 +123,7 @@ except ImportError as error:
 """).splitlines()
     remedy = "is not installed. Run pip install 'megatron-longctx[train]'."
     assert output[0] == str(installed / "megatron_longctx/__init__.py")
-    packages = ("hydra", "hydra", "megatron", "matplotlib", "megatron")
+    packages = ("hydra", "hydra", "megatron", "matplotlib", "hydra")
     assert output[1:11] == [w for name in packages for w in (f"megatron-longctx: the package {name} {remedy}", "2")]
     for extra in EXTRAS:
         (line,) = (line for line in output if line.split()[:1] == [f"[{extra}]"])
