@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from ..config import Config, configured_mode, data_parallel_size, names_as_keys, token_unit, trained_length, workload_of
 from ..config.cluster import GIB, load_cluster
-from ..config.extras import install
+from ..config.extras import install, version_of
 from ..config.gpus import for_other_nodes, max_gpu_ranks, ranks_per_gpu, refuse_peer, uses_cuda
 from ..core.errors import refuse
 from ..core.kernels import KernelRequest, auto_order, available
@@ -143,8 +143,12 @@ def check_delta_kernels(config: Config, device: str, backward: bool = True) -> N
         return
     if importlib.util.find_spec("fla") is None:
         expected = "null without the package fla-core, whose kernels compute recurrent layers on GPUs"
-        remedy = "Run pip install fla-core, which is part of the extra gpu."
+        remedy = "Run pip install fla-core==0.6.0, which is part of the extra gpu."
         raise refuse("model.pattern", pattern, expected, remedy)
+    ranks, installed = config.parallelism.context_parallel_size, version_of("fla-core") or "?"
+    if backward and ranks > 1 and "G" in config.model.mixers and not installed.startswith("0.6."):
+        expected = f"null over {ranks} ranks with fla-core {installed}, whose inner functions are called"
+        raise refuse("model.pattern", pattern, expected, "Run pip install fla-core==0.6.0.")
     other_kernels = not backward or for_other_nodes() or importlib.util.find_spec("tilelang")
     if other_kernels or torch.cuda.get_device_capability()[0] != 9:
         return

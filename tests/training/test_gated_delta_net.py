@@ -11,7 +11,7 @@ from megatron_longctx.mcore.version import RELEASE
 from megatron_longctx.planner.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import preflight, recorded
-from tests.shared.training import LATENTS, record_all, tiny_config, tiny_corpus
+from tests.shared.training import LATENTS, changed, record_all, tiny_config, tiny_corpus
 
 CP, TP, PP, EP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline", "expert_model"))
 LAYOUT, SCHEDULE, RECOMPUTE = "parallelism.layout", "parallelism.schedule", "recompute.mode"
@@ -146,12 +146,18 @@ def test_wrong_gradients_of_kernels_are_refused(
     config = tiny_config(tmp_path, "run", {**HYBRID, "train.precision": "bf16"})
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name in packages or None)
     monkeypatch.setattr(preflight, "version", lambda name: triton)
+    monkeypatch.setattr(preflight, "version_of", lambda name: "0.6.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     with other_nodes(8):
         preflight.check_delta_kernels(config, "cuda")
     preflight.check_delta_kernels(config, "cuda", backward=False)
     if not refused:
         preflight.check_delta_kernels(config, "cuda")
+        monkeypatch.setattr(preflight, "version_of", lambda name: "0.7.1")
+        two = changed(config, {"parallelism.context_parallel_size": 2})
+        with pytest.raises(ValueError, match=r"null over 2 ranks with fla-core 0.7.1.*fla-core==0.6.0"):
+            preflight.check_delta_kernels(two, "cuda")
+        preflight.check_delta_kernels(config, "cuda", backward=False)
         return
     with pytest.raises(ValueError, match=f"model.pattern=G-.*null on Hopper with Triton {triton}.*triton>=3.7.1"):
         preflight.check_delta_kernels(config, "cuda")
