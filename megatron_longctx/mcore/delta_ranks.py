@@ -7,8 +7,7 @@ where the kernel that computes all states takes 0.9 and 1.7 ms. So here
 - the first rank of a document sends the state that the kernel returns with its outputs, and computes no T;
 - a rank in the middle of a document lets the same kernel run once more from zeros, for its last state, and once from
   the identity with values of zero, for T: it is as exact as the states themselves, whose products have 16 bits, too;
-- backward multiplies by the transpose of the same T, and sends the gradient of the entering state, which the backward
-  kernel returns, so the last rank of a document computes nothing twice.
+- backward multiplies by the transpose of the same T, and sends the gradient of the entering state.
 """
 
 from collections.abc import Callable
@@ -19,9 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.kernels.no_grad import first_order
-from ..models.delta_rule import Place, joined
-
-_CHUNK = 64  # tokens that the kernels take at once
+from ..models.delta_rule import CHUNK, Place, joined
 
 
 class SharedRule(torch.autograd.Function):
@@ -43,11 +40,11 @@ class SharedRule(torch.autograd.Function):
         from fla.ops.utils.index import prepare_chunk_indices
 
         ctx.place, ctx.group = place, group
-        indices = prepare_chunk_indices(stops[0], _CHUNK, cu_seqlens_cpu=stops[1])
+        indices = prepare_chunk_indices(stops[0], CHUNK, cu_seqlens_cpu=stops[1])
         ctx.where = {"cu_seqlens": stops[0], "chunk_indices": indices}
         (q, q_rstd), (k, k_rstd) = l2norm_fwd(q), l2norm_fwd(k)
-        g = chunk_local_cumsum(g, chunk_size=_CHUNK, scale=RCP_LN2, **ctx.where)
-        w, u, system = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=g, beta=beta, chunk_size=_CHUNK, **ctx.where)
+        g = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **ctx.where)
+        w, u, system = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=g, beta=beta, chunk_size=CHUNK, **ctx.where)
         scan = _scan(ctx.where, k, w, g)
         state = q.new_zeros(len(place.lengths), v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
         transfer = None
@@ -58,11 +55,12 @@ class SharedRule(torch.autograd.Function):
         last = made[2][-1:] if made is not None else torch.zeros_like(state[:1])
         lasts = _gathered(last, transfer, place, group)
         if place.continues:
+            made = None  # a rank's states are large, and are computed again
             state[0] = joined(lasts[place.first_rank : place.rank], v.shape[3])
             made = scan(u, state)
         assert made is not None
         out: Tensor = chunk_fwd_o(
-            q=q, k=k, v=made[1], h=made[0], g=g, scale=q.shape[3] ** -0.5, chunk_size=_CHUNK, **ctx.where
+            q=q, k=k, v=made[1], h=made[0], g=g, scale=q.shape[3] ** -0.5, chunk_size=CHUNK, **ctx.where
         )
         ctx.save_for_backward(q, q_rstd, k, k_rstd, v, g, beta, system, state[:1].clone(), transfer)
         return out
@@ -81,7 +79,7 @@ class SharedRule(torch.autograd.Function):
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=system, g=g, **where)
         state = q.new_zeros(len(place.lengths), *entered.shape[1:], dtype=torch.float32)
         state[:1] = entered
-        common = {"q": q, "k": k, "g": g, "do": grad, "scale": q.shape[3] ** -0.5, "chunk_size": _CHUNK, **where}
+        common = {"q": q, "k": k, "g": g, "do": grad, "scale": q.shape[3] ** -0.5, "chunk_size": CHUNK, **where}
         local = chunk_bwd_dv_local(**common)
         grad_last = torch.zeros_like(state)
 
@@ -89,23 +87,25 @@ class SharedRule(torch.autograd.Function):
             return chunk_gated_delta_rule_bwd_dhu(w=w, dv=values, h0=state, dht=grad_last, **common)
 
         # What a rank sends comes first, and a rank that waits computes its states again meanwhile.
-        made = scan(local) if place.continues or not place.leaves else None
-        if made is None:
+        waits = place.leaves and not place.continues
+        if waits:
             h, new, _ = _scan(where, k, w, g)(u, state)
-        entering = made[1][:1] if made is not None else torch.zeros_like(entered)
+            entering = torch.zeros_like(entered)
+        else:
+            dh, grad_state, du = scan(local)
+            entering = grad_state[:1]
         turned = None if transfer is None else transfer.mT
         every = _gathered(entering, turned, place, ctx.group)
-        if made is not None:
+        if not waits:
             h, new, _ = _scan(where, k, w, g)(u, state)
         if place.leaves:
+            dh = du = None  # as large as a rank's states and values, and computed again
             grad_last[-1] = joined(every[place.rank + 1 : place.last_rank + 1].flip(0), v.shape[3])
-            made = scan(local)
-        assert made is not None
-        dh, _, du = made
-        del made, local, u  # as large as the values each
+            dh, _, du = scan(local)
+        del local, u  # as large as the values each
         dq, dk, dw, dg = chunk_bwd_dqkwg(v=new, w=w, h=h, dv=du, dh=dh, **common)
         dk_more, dv, dbeta, dg_more = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=g, A=system, dw=dw, du=du, **where)
-        dg = chunk_local_cumsum(dg.add_(dg_more), chunk_size=_CHUNK, reverse=True, **where)
+        dg = chunk_local_cumsum(dg.add_(dg_more), chunk_size=CHUNK, reverse=True, **where)
         dq, dk = l2norm_bwd(q, q_rstd, dq), l2norm_bwd(k, k_rstd, dk.add_(dk_more))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg.to(g.dtype), dbeta.to(beta.dtype), None, None, None
 
@@ -116,7 +116,7 @@ def _scan(where: dict[str, Tensor], k: Tensor, w: Tensor, g: Tensor) -> Callable
 
     def scan(values: Tensor, state: Tensor) -> Any:
         return chunk_gated_delta_rule_fwd_h(
-            k=k, w=w, u=values, g=g, initial_state=state, output_final_state=True, chunk_size=_CHUNK, **where
+            k=k, w=w, u=values, g=g, initial_state=state, output_final_state=True, chunk_size=CHUNK, **where
         )
 
     return scan

@@ -63,7 +63,7 @@ def compare(rank: int, documents: tuple[int, ...], tokens: tuple[int, ...]) -> N
     zeros = torch.zeros(1, SHARED, SIZE, SIZE)
     expected = delta_rule.chunked(documents, zeros, *wide)[0]
     for one, other in zip(found, (expected, *torch.autograd.grad(expected, whole, grad.double())), strict=True):
-        torch.testing.assert_close(one, other[:, inside].float(), rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(one, other[:, inside].float(), rtol=1e-5, atol=2e-6)
 
 
 def test_kernels_over_ranks_equal_the_reference() -> None:

@@ -138,7 +138,7 @@ def _compare(rank: int, root: Path) -> None:
         x = torch.randn(LENGTH, 1, HIDDEN, requires_grad=True)
         found = own(x, packed_seq_params=sequence.pack(lengths))[0]
         expected = torch.cat([published(part.transpose(0, 1)).transpose(0, 1) for part in x.split(lengths)])
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         grad = torch.randn_like(found)
         of_input = [torch.autograd.grad(each, x, grad, retain_graph=True)[0] for each in (found, expected)]
         torch.testing.assert_close(*of_input, rtol=1e-4, atol=1e-5)
