@@ -47,6 +47,8 @@ def _over_ranks(inputs: Sequence[Tensor], lengths: Sequence[int], sizes: Sequenc
         section(where.lengths, where.continues, chunked, *(x[:, first:stop] for x in inputs))
         for where, (first, stop) in zip(places, pairwise(bounds), strict=True)
     ]
+    for own, where in zip(owns, places, strict=True):
+        assert len(where.lengths) < 2 or not own.last[..., VALUE:].any(), "no state passes the end of a document"
     lasts = torch.stack([own.last for own in owns])
     return torch.cat(
         [finish(own, lasts, where.first_rank, where.rank) for own, where in zip(owns, places, strict=True)], dim=1
