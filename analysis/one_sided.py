@@ -315,7 +315,8 @@ class Pair:
             return answers
         said = [line for log in self._logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
         unknown = f"no answer within {self._patience:g} s" if late else "ended without an answer"
-        self.error = next((each for each in answers if each and isinstance(each, str)), "") or f"{unknown}: {said[-1:]}"
+        unknown += f"; last words: {' / '.join(said[-3:])[-400:]}"
+        self.error = next((each for each in answers if each and isinstance(each, str)), unknown)
         self.end()
         return []
 
