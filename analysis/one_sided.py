@@ -326,17 +326,16 @@ class Pair:
             rank.wait()
 
 
-def measure(pairs: Sequence[Pair], cells: Sequence[dict[str, Any]], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the medians of all cells by way. The ways take turns."""
+def measure(pairs: Sequence[Pair], cells: Sequence[dict[str, Any]], rounds: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield, after every round, the medians of all cells by way. The ways take turns."""
     samples: dict[tuple[str, int], list[float]] = {}
     for turn in range(rounds):
         for (i, cell), pair in product(enumerate(cells), pairs if turn % 2 == 0 else pairs[::-1]):
             # Of the two ranks, the one that starts last does not wait for the other to start.
             least = list(map(min, zip(*pair.ask(cell, time.monotonic()), strict=True)))
             samples.setdefault((pair.way, i), []).extend(least)
-    for (way, i), seconds in samples.items():
-        if seconds:
-            yield {"way": way, **cells[i], "seconds": statistics.median(seconds), "samples": len(seconds)}
+        found = [(way, cells[i], times) for (way, i), times in samples.items() if times]
+        yield [{"way": w, **cell, "seconds": statistics.median(t), "samples": len(t)} for w, cell, t in found]
 
 
 def describe(measured: Sequence[dict[str, Any]], cells: Sequence[dict[str, Any]], errors: dict[str, str]) -> str:
@@ -371,21 +370,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         serve(arguments.serve, torch.device(device), sizes)
     queues = product((True, False), (False, True), (0, *sizes))
     cells = [{"n": n, "beside": beside, "full": full} for full, beside, n in queues if n or beside]
-    with tempfile.TemporaryDirectory() as logs:
-        pairs = [Pair(way, arguments, Path(logs)) for way in arguments.ways.split(",")]
-        try:
-            began = time.monotonic()
-            for pair in pairs:
-                pair.ask(None, began)
-            measured = list(measure(pairs, cells, arguments.rounds))
-        finally:
-            for pair in pairs:
-                pair.end()
-    errors = {pair.way: pair.error for pair in pairs if pair.error}
     what = "seconds of a step of two ranks, n: bytes that each of them sends, beside: with a matrix product"
     about = "blocks exchanged by 2 ranks, two-sided and one-sided"
     report = Report(arguments.out, arguments.device, what, about, f"ms of a step, medians in {arguments.rounds} rounds")
-    print(report.write({"measurements": measured, "errors": errors}, describe(measured, cells, errors)))
+    with tempfile.TemporaryDirectory() as logs:
+        pairs = [Pair(way, arguments, Path(logs)) for way in arguments.ways.split(",")]
+        try:
+            began, text = time.monotonic(), ""
+            for pair in pairs:
+                pair.ask(None, began)
+            for measured in measure(pairs, cells, arguments.rounds):
+                errors = {pair.way: pair.error for pair in pairs if pair.error}
+                data = {"measurements": measured, "errors": errors}
+                text = report.write(data, describe(measured, cells, errors))
+        finally:
+            for pair in pairs:
+                pair.end()
+    print(text)
     return 0
 
 
