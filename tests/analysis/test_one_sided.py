@@ -23,7 +23,6 @@ def test_ways_are_measured_and_failures_listed(tmp_path: Path) -> None:
 
 @mock.patch("torch.distributed.get_rank", lambda: 0)
 def test_a_wrong_byte_is_found() -> None:
-    steps = object.__new__(Steps)
-    steps.device = torch.device("cpu")
-    with mock.patch.object(steps, "step", lambda n, beside, sent: sent), pytest.raises(RuntimeError, match="bytes are"):
-        steps.check([64])  # what this rank sends, not what the other would send
+    steps = mock.Mock(device=torch.device("cpu"), step=lambda n, beside, sent: sent)  # not what the other would send
+    with pytest.raises(RuntimeError, match="bytes are"):
+        Steps.check(steps, [64])
