@@ -25,8 +25,7 @@ def test_medians_exclude_the_first_steps_and_a_profiled_one(
     tmp_path: Path, profiled: int | None, expected: float
 ) -> None:
     run = read_run(_run(tmp_path / "a", [90.0, 8.0, 7.0, 4.0, 5.0], profiled))
-    assert run["medians"]["perf/step_s"] == expected
-    assert len(run["steps"]) == 5
+    assert run["medians"]["perf/step_s"] == expected and len(run["steps"]) == 5
     assert run["medians"]["mean_tokens_per_s"] == pytest.approx({4.5: 180 / 9, 4.0: 90 / 4}[expected])
 
 

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 def test_memory_is_reused_and_grows() -> None:
     pool = BufferPool(CPU)
-    assert pool.num_bytes == 0
+    assert pool.get("kv", (0, 4), torch.float32).shape == (0, 4) and pool.num_bytes == 0
     first = pool.get("kv", (4, 2, 3), torch.float32)
     assert first.shape == (4, 2, 3) and first.dtype == torch.float32 and first.is_contiguous() and first.device == CPU
     assert pool.num_bytes == 24 * 4
@@ -27,6 +27,7 @@ def test_memory_is_reused_and_grows() -> None:
     assert larger.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
     assert pool.num_bytes == 25 * 4
     assert pool.get("kv", (4, 2, 3), torch.float32).data_ptr() == larger.data_ptr()
+    assert pool.get("scalar", (), torch.float32).shape == ()
 
 
 def test_names_and_dtypes_have_separate_memory() -> None:
@@ -38,13 +39,6 @@ def test_names_and_dtypes_have_separate_memory() -> None:
     for value, tensor in enumerate(tensors):
         assert (tensor == value).all()
     assert pool.num_bytes == 3 * 8 * 4 + 3 * 8 * 2
-
-
-def test_empty_shapes_take_no_memory() -> None:
-    pool = BufferPool(CPU)
-    assert pool.get("out", (0, 4), torch.float32).shape == (0, 4)
-    assert pool.num_bytes == 0
-    assert pool.get("scalar", (), torch.float32).shape == ()
 
 
 class Timeline:

@@ -25,7 +25,7 @@ def _several_messages(transport: P2PTransport, label: int = 0) -> list[str]:
     # Peers in another order; the messages of one peer in the order of their sends.
     numbered.sort(key=lambda entry: -entry[0])
     receives = [(torch.full((size,), -1.0), peer) for peer, _, size in numbered]
-    transport.wait(transport.start(sends, receives))
+    transport.wait(transport.start(sends, receives, (transport.record_event(),)))
     return [
         f"message {number} from {peer}: {tensor[:3]}"
         for (peer, number, size), (tensor, _) in zip(numbered, receives, strict=True)
@@ -128,21 +128,10 @@ def _while_kernels_run(rank: int) -> list[str]:
     return wrong
 
 
-def _one_sided(rank: int) -> list[str]:
-    """Messages of different sizes arrive in order; a rank may have nothing to send."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    transport = P2PTransport(dist.group.WORLD, device)
-    sizes = (5, 1, 70_000, 3)
-    if rank == 0:
-        transport.wait(transport.start([(torch.full((s,), float(s), device=device), 1) for s in sizes], []))
-        return []
-    incoming = [torch.zeros(s, device=device) for s in sizes]
-    transport.wait(transport.start([], [(x, 0) for x in incoming]))
-    return [f"{s}: {x[:3].tolist()}" for s, x in zip(sizes, incoming, strict=True) if not (x == s).all()]
-
-
 def _over_nccl(rank: int) -> list[str]:
-    return _one_sided(rank) + _while_kernels_run(rank)
+    with torch.device("cuda", torch.cuda.current_device()) as device:  # where new tensors are
+        transport = P2PTransport(dist.group.WORLD, device)
+        return _several_messages(transport) + _one_way(transport) + _while_kernels_run(rank)
 
 
 @pytest.mark.gpu(2)
