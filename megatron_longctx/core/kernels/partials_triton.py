@@ -1,4 +1,4 @@
-"""`merge_partials` and `sum_partials` as one fused kernel: every partial is read once, the result is written once."""
+"""`merge_partials` and `sum_partials` as one fused kernel, and `CopySum`: parts are read once, results written once."""
 
 from collections.abc import Sequence
 
@@ -134,3 +134,24 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
     # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
     with torch.cuda.device(out.get_device()):
         launch(_combine_kernel, (triton.cdiv(num_rows, rows),), arguments, constants)
+
+
+@triton.jit
+def _sum_copies_kernel(copies, first, rows, into, width, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = col < width
+    total = tl.zeros((COLS,), dtype=tl.float32)
+    for i in range(tl.load(first + token), tl.load(first + token + 1)):
+        row = tl.load(rows + i).to(tl.int64)
+        total += tl.load(copies + row * width + col, mask=inside, other=0.0).to(tl.float32)
+    tl.store(into + token * width + col, total.to(into.dtype.element_ty), mask=inside)
+
+
+def sum_copies_triton(copies: Tensor, first: Tensor, rows: Tensor, into: Tensor) -> None:
+    """Run `CopySum` with its table on contiguous tensors, without checks."""
+    width = into[0].numel()
+    cols = min(1024, triton.next_power_of_2(width))
+    grid = into.shape[0], triton.cdiv(width, cols)
+    with torch.cuda.device(into.get_device()):
+        launch(_sum_copies_kernel, grid, (copies, first, rows, into, width), {"COLS": cols})
