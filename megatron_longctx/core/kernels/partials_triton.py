@@ -15,15 +15,8 @@ _TILE = 2048
 # Arguments without specialized variants: they change with length and batch: numbers that need not be multiples of
 # 16 for vector loads, and addresses of lse, which are read one at a time.
 _OF_PARTIALS = ("start", "stop", "first", "last", "ls", "lb", "lh")
-_ANY = [
-    "num_rows",
-    "batch",
-    "heads",
-    "lse_s",
-    "lse_b",
-    "lse_h",
-    *(f"{name}{i}" for i in range(4) for name in _OF_PARTIALS),
-]
+_ANY = ["num_rows", "batch", "heads", "lse_s", "lse_b", "lse_h"]
+_ANY += [f"{name}{i}" for i in range(4) for name in _OF_PARTIALS]
 _ANYWHERE = ["lse", "l0", "l1", "l2", "l3"]
 
 

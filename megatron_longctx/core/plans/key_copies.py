@@ -1,8 +1,7 @@
 """Copies of the keys that branches of a tree share, so that fewer kernel calls take all branches.
 
-The segments of a call overlap neither in queries nor in keys, so keys that several branches see take several calls.
-Their results have rows of the same queries, which are merged. If every branch has its own copy of the keys, a branch is
-one segment: its ancestors' keys before its own.
+The segments of a call overlap neither in queries nor in keys, so keys that several branches see take several calls,
+whose results are merged. With its own copy of the keys, a branch is one segment: its ancestors' keys before its own.
 """
 
 from collections.abc import Iterable, Iterator
@@ -75,7 +74,8 @@ def _of_branches(slices: Iterable[Slice]) -> KeyCopies:
         seen = [each for each in seen if each.q_stop > start]
         parts = [part for each in seen if (part := each.cut(start, stop, each.k_start, each.k_stop)) is not None]
         for part in sorted(parts, key=lambda part: (not part.is_full, part.k_start)):
-            spans.append(part[2:4])
+            before = spans.pop() if spans and spans[-1][1] == part.k_start else part[2:4]
+            spans.append((before[0], part.k_stop))
             found.append(part.moved(0, at - part.k_start))
             at += part.num_keys
     return KeyCopies(tuple(spans), tuple(found))

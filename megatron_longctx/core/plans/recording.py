@@ -109,10 +109,8 @@ class Merge(NamedTuple):
 
 
 class SumCopies(NamedTuple):
-    """The sum of the gradients of copied keys. spans: the rows of `into` that have copies, one span behind the other.
-
-    Rows of no span become 0.
-    """
+    """The sum of the gradients of copied keys, 0 without copies. spans: the rows of `into` that the copies are of, in
+    the order of the copies."""
 
     into: Memory
     copies: Memory
@@ -349,10 +347,8 @@ _Gathered = TypeVar("_Gathered", Block, Rows)
 
 
 def by_block(blocks: Sequence[_Gathered], start: int, stop: int) -> Iterator[tuple[_Gathered, int, int, int]]:
-    """Split the gathered rows `start..stop-1` by block; yield each block with its rows and the first of its slots.
-
-    Blocks may also be given as the rows of memory that have them, with rows of that memory for slots.
-    """
+    """Split the gathered rows `start..stop-1` by block, or by rows of memory; yield each with its rows and the first of
+    its slots, or of its rows in that memory."""
     at = 0
     for block in blocks:
         low, high = max(start, at), min(stop, at + block.tokens)
