@@ -1,17 +1,20 @@
 """Trees of shared beginnings beside the same rollouts as separate packed documents: attention alone, and whole steps.
 
 `ideal` is how many times fewer FLOPs a tree has than its rollouts apart, and `reached` is the share of it by which the
-tree is faster. Attention counts visible pairs; a step counts its products with tokens, too. Contenders of a cell take
+tree is faster. Attention counts visible pairs; a step counts its products with tokens, too. Deep trees are measured
+with and without copies of the keys that branches share, whose results are compared before. Contenders of a cell take
 turns, and every line is printed as soon as its cell is measured.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,23 +22,18 @@ import torch.distributed as dist
 from megatron_longctx.config.cluster import load_cluster
 from megatron_longctx.core.attention import ContextParallelAttention
 from megatron_longctx.core.comm import gather_objects
-from megatron_longctx.core.kernels import KernelRequest, choose_kernel
-from megatron_longctx.core.layout import Layout
 from megatron_longctx.core.plans import (
-    KernelCall,
-    Mask,
     Mode,
     ModeOptions,
     Recorder,
-    Segment,
     Target,
     backward_plan,
     build_plan,
     find_mode,
-    kernel_calls,
+    recorder,
 )
 from megatron_longctx.core.plans import recording as ops
-from megatron_longctx.core.plans.kernel_calls import FAR, fa4_takes
+from megatron_longctx.core.plans.kernel_calls import fa4_takes
 from megatron_longctx.planner.choose_mode import Problem, choose_mode
 from megatron_longctx.training.measure import mean_seconds, training_step
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
@@ -49,6 +47,7 @@ from .rollouts import Rollouts, agents, trees
 _MODES = ("zigzag", "all_gather", "helper")
 _PARTS = ("attention", "steps")
 _COLUMNS = {"ms": ".2f", "tflops": ".0f", "faster": ".2f", "ideal": ".2f", "reached": ".0%", "of_causal": ".0%"}
+_SHARED = "tree, keys not copied"
 _ROW_S = 0.1
 """Seconds of calls in a row that are timed together."""
 
@@ -72,7 +71,6 @@ class Options:
     pack_tokens: int
     cluster: str
     settings: tuple[str, ...]
-    unrolled: bool
     began: float = field(default_factory=time.time)
 
     def late(self, group: dist.ProcessGroup) -> bool:
@@ -95,7 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pack-tokens", type=int, default=70_000, help="the most tokens of a pack of separate rollouts"
     )
     parser.add_argument("--cluster", default="h200_x8", help="whose figures `auto` uses (default: %(default)s)")
-    parser.add_argument("--unrolled", action="store_true", help="also try one kernel call over copies of the keys")
     parser.add_argument("--quick", action="store_true", help="one round with an eighth of the tokens")
 
 
@@ -110,7 +107,7 @@ def run(arguments: argparse.Namespace) -> None:
     options = Options(
         parts, numbers("--trees", arguments.trees, 0), modes, arguments.mode, (h, g, d),
         divide, rounds, arguments.seconds, arguments.pack_tokens // divide, arguments.cluster,
-        tuple(arguments.settings), arguments.unrolled,
+        tuple(arguments.settings),
     )  # fmt: skip
     what = "trees of shared beginnings beside the same rollouts as separate packed documents, forward and backward"
     unit = f"{ranks.count} ranks; medians of {rounds} rounds, the slowest rank"
@@ -184,6 +181,10 @@ def _attention(tree: Rollouts, bench: Bench, options: Options) -> list[dict[str,
     found = [_kernel_calls(whole, mode, bench.n) for mode in dict.fromkeys((*modes, chosen))]
     contenders = [("tree", mode, whole) for mode in dict.fromkeys((*modes, chosen))]
     if len({*tree.parents}) > 2:
+        contenders += [(_SHARED, mode, whole) for mode in modes]
+        found += [_copies_agree(whole, mode, bench) for mode in modes]
+        with keys_shared():
+            found += [_kernel_calls(whole, mode, bench.n) | {"what": f"kernel calls, {_SHARED}"} for mode in modes]
         created = agents().divided(options.divide) if options.divide > 1 else agents()
         drawn = replace(whole, documents=created.lengths, parents=created.parents)
         contenders += [("tree as created", mode, drawn) for mode in modes[:2]]
@@ -192,10 +193,12 @@ def _attention(tree: Rollouts, bench: Bench, options: Options) -> list[dict[str,
     contenders += [("causal", mode, causal) for mode in modes[:2]]
     steps = []
     for what, mode, case in contenders:
-        errors = bench.errors(Contender(str(mode), partial(_prepare, bench.group, mode)), _short(case))
-        if wrong(errors, case.dtype):
-            raise ValueError(f"{what}, {mode}: wrong results: {errors}")
-        steps.append(_step(case, mode, bench))
+        with keys_shared() if what == _SHARED else nullcontext():
+            errors = bench.errors(Contender(str(mode), partial(_prepare, bench.group, mode)), _short(case))
+            if wrong(errors, case.dtype):
+                raise ValueError(f"{what}, {mode}: wrong results: {errors}")
+            steps.append(_step(case, mode, bench))
+            steps[-1]()  # records its passes
     seconds = _in_turn(steps, bench, options.rounds)
     best = min(s for (what, *_), s in zip(contenders, seconds, strict=True) if what == "separate")
     rate = max(case.flops / s for (what, _, case), s in zip(contenders, seconds, strict=True) if what == "causal")
@@ -207,9 +210,39 @@ def _attention(tree: Rollouts, bench: Bench, options: Options) -> list[dict[str,
         if what.startswith("tree"):
             line |= {"faster": best / s, "ideal": ideal, "reached": best / s / ideal, "auto": mode == chosen}
         found.append(line)
-    if options.unrolled:
-        found += _unrolled(whole, bench, options.rounds)
     return found
+
+
+@contextmanager
+def keys_shared() -> Iterator[None]:
+    """Let calls that are recorded here copy no keys."""
+    with mock.patch.object(recorder, "key_copies", return_value=None):
+        yield
+
+
+def _copies_agree(case: Case, mode: Mode, bench: Bench) -> dict[str, Any]:
+    """Compare all results of a tree, of full length, with those without copies of keys."""
+    tokens = _attention_of(case, mode, bench)[1]
+    *qkv, grad = _random(case, tokens, bench.device)
+    leaves = [x.requires_grad_() for x in qkv]
+    found = []
+    for context in (nullcontext, keys_shared):
+        with context():
+            out = _attention_of(case, mode, bench)[0](*leaves, mask=case.mask)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    errors = {
+        name: max(gather_objects(bench.group, float((a - b).float().norm() / b.float().norm())))
+        for name, a, b in zip(("out", "dq", "dk", "dv"), *found, strict=True)
+    }
+    if wrong(errors, case.dtype):
+        raise ValueError(f"{mode}: copies of keys give other results: {errors}")
+    return {"part": "plan", "tree": f"{len(case.documents)} nodes", "what": "difference", "mode": str(mode)} | errors
+
+
+def _attention_of(case: Case, mode: Mode, bench: Bench) -> tuple[ContextParallelAttention, int]:
+    """Return attention and the number of this rank's tokens."""
+    attention = ContextParallelAttention(bench.group, schedule=mode)
+    return attention, attention.layout(case.mask).num_tokens(dist.get_rank(bench.group))
 
 
 def _prepare(group: dist.ProcessGroup, mode: Mode, case: Case) -> Prepared:
@@ -224,8 +257,8 @@ def _short(case: Case) -> Case:
 
 
 def _step(case: Case, mode: Mode, bench: Bench) -> Callable[[], object]:
-    attention = ContextParallelAttention(bench.group, schedule=mode)
-    *qkv, grad = _random(case, attention.layout(case.mask).num_tokens(dist.get_rank(bench.group)), bench.device)
+    attention, tokens = _attention_of(case, mode, bench)
+    *qkv, grad = _random(case, tokens, bench.device)
     return training_step(partial(attention, mask=case.mask), qkv, grad)
 
 
@@ -274,88 +307,3 @@ def _kernel_calls(case: Case, mode: Mode, n: int) -> dict[str, Any]:
             sizes = [f"{len(c.segments)}:{c.q_span[1] - c.q_span[0]}:{c.pairs / 1e6:.1f}M" for c in calls]
             line[f"{name}, rank {rank}"] = f"{len(calls)} calls (segments:rows:pairs {' '.join(sizes)})"
     return line
-
-
-def unrolled(mask: Mask, parents: Sequence[int], layout: Layout, rank: int) -> tuple[list[range], KernelCall]:
-    """Return one call for all queries of a rank, and the tokens whose keys it needs, one copy for every branch.
-
-    A run of queries along one branch sees all tokens of the branch up to its own: causal, with its end aligned.
-    """
-    keys: list[range] = []
-    segments: list[Segment] = []
-    at = 0
-    for slot, span in layout.slot_spans(rank):
-        runs: list[tuple[int, int, int]] = []  # first token, last token + 1, node of the last one
-        for number, (start, stop, _) in enumerate(mask.documents):
-            first, last = max(start, span.start), min(stop, span.stop)
-            if first >= last:
-                continue
-            if runs and runs[-1][1] == first and parents[number] == runs[-1][2]:
-                runs[-1] = runs[-1][0], last, number
-            else:
-                runs.append((first, last, number))
-        for first, last, number in runs:
-            path, stop = list[range](), last
-            while number >= 0:
-                path.append(range(mask.documents[number].start, stop))
-                number = parents[number]
-                stop = mask.documents[number].stop
-            keys += path[::-1]
-            tokens, q = sum(map(len, path)), slot + first - span.start
-            segments.append(Segment(q, q + last - first, at, at + tokens))
-            at += tokens
-    return keys, KernelCall(tuple(segments), FAR, 0)
-
-
-def _unrolled(case: Case, bench: Bench, rounds: int) -> list[dict[str, Any]]:
-    """Time one call of the kernel over copies of the keys, which are at hand: no messages."""
-    layout = build_plan(find_mode("all_gather", bench.n, ModeOptions()), bench.n, case.mask).queries
-    rank = dist.get_rank(bench.group)
-    spans, call = unrolled(case.mask, case.parents or (), layout, rank)
-    index = torch.cat([torch.arange(each.start, each.stop) for each in spans]).to(bench.device)
-    request = KernelRequest(
-        bench.device.type, case.dtype, case.head_dim, case.num_heads, case.num_kv_heads, packed=True
-    )
-    name = "auto" if bench.device.type == "cuda" else "reference"  # the other one for CPUs takes no such segments
-    kernel, scale = choose_kernel(name, request), case.head_dim**-0.5
-    q, _, _, grad = _random(case, layout.num_tokens(rank), bench.device)
-    _, k, v, _ = _random(case, case.length, bench.device)
-
-    calls = [
-        (each.moved(-each.q_span[0], -each.k_span[0]), slice(*each.q_span), slice(*each.k_span))
-        for each in kernel_calls(call.slices, kernel.takes)
-    ]  # one on GPUs
-
-    def copy() -> tuple[torch.Tensor, torch.Tensor]:
-        return k.index_select(0, index), v.index_select(0, index)
-
-    def forward(keys: torch.Tensor, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [kernel.forward(q[qs], keys[ks], values[ks], each, scale=scale) for each, qs, ks in calls]
-
-    def backward(keys: torch.Tensor, values: torch.Tensor, results: Any) -> list[tuple[torch.Tensor, ...]]:
-        found = []
-        for (each, qs, ks), (out, lse) in zip(calls, results, strict=True):
-            found.append(kernel.backward(grad[qs], q[qs], keys[ks], values[ks], out, lse, each, scale=scale)[1:])
-        return found
-
-    def whole() -> None:
-        copies = copy()
-        sums = torch.zeros(2, *k.shape, device=k.device)
-        for (_, _, ks), grads in zip(calls, backward(*copies, forward(*copies)), strict=True):
-            for total, each in zip(sums, grads, strict=True):
-                total.index_add_(0, index[ks], each.float())
-
-    copied = copy()
-    results = forward(*copied)
-    parts: dict[str, Callable[[], object]] = {
-        "one call over copied keys": whole,
-        "of it forward": lambda: forward(*copied),
-        "of it backward": lambda: backward(*copied, results),
-        "of it copies": copy,
-    }
-    seconds = _in_turn(list(parts.values()), bench, rounds)
-    line = {"part": "attention", "tree": f"{len(case.documents)} nodes"}
-    line |= {"mode": f"{len(call.segments)} segments, {len(index)} copied keys, no messages"}
-    found = [line | {"what": name, "ms": s * 1e3} for name, s in zip(parts, seconds, strict=True)]
-    found[0] |= {"tflops": case.flops / bench.n / seconds[0] / 1e12}
-    return found

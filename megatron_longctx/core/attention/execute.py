@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm import BufferPool, Channel, StreamClock, SymmetricExchange, Transport, timed
-from ..kernels import AttentionKernel, Partial, merge_partials, sum_partials
+from ..kernels import AttentionKernel, CopySum, Partial, merge_partials, sum_partials
 from ..kernels.batched_copy import BatchedCopy, Pair
 from ..plans import Kind, Recorder
 from ..plans import recording as ops
@@ -138,6 +138,8 @@ class Pass:
                 return self._copy(op, i)
             case ops.Compute():
                 return self._backward(op) if self.recording.backward else self._forward(op)
+            case ops.SumCopies():
+                return self._sum_copies(op)
             case ops.Merge():
                 return self._merge(op)
             case ops.Send():
@@ -232,6 +234,15 @@ class Pass:
                 sum_partials([Partial(start, head, fields[i]) for start, head, fields in found], total)
 
         return merge
+
+    def _sum_copies(self, op: ops.SumCopies) -> Step:
+        copies, number = self._registers.raw(op.copies.rows()), self._registers.number(op.into)
+        total = CopySum(op.spans, op.into.tokens)
+
+        def sum_copies(values: Values) -> None:
+            values[number] = tuple([total(field) for field in copies(values)])
+
+        return sum_copies
 
     # Messages.
 

@@ -7,6 +7,7 @@ This package works on tensors of one process: it knows no ranks, process groups 
 - `choose_kernel("auto", KernelRequest(...))` returns an `AttentionKernel`; `available(...)` says why not others.
 - `kernel.forward` returns (out, lse) of one call; `merge_partials` merges results over disjoint keys in one pass.
 - `kernel.backward` takes the GLOBAL (out, lse) and returns one call's part of the gradients; `sum_partials` adds them.
+- `CopySum` adds the gradients of copied keys.
 - `batched_copy` makes many copies in one launch.
 
 To add a provider, add one file to `providers/` with a subclass of `AttentionKernel` or `PackedKernel` (`name`, `takes`,
@@ -24,4 +25,4 @@ from .interface import (
     choose_kernel,
     dense_call,
 )
-from .partials import Partial, merge_partials, sum_partials
+from .partials import CopySum, Partial, merge_partials, sum_partials

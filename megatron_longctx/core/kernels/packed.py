@@ -44,8 +44,8 @@ class Segments(NamedTuple):
                 q_starts.append(q1)
                 k_starts.append(k1)
         return cls(
-            _to_device(torch.tensor(q_starts, dtype=torch.int32), device),
-            _to_device(torch.tensor(k_starts, dtype=torch.int32), device),
+            to_device(torch.tensor(q_starts, dtype=torch.int32), device),
+            to_device(torch.tensor(k_starts, dtype=torch.int32), device),
             call.most_queries,
             call.most_keys,
             _gaps([each[:2] for each in call.segments], rows[0], device),
@@ -69,10 +69,10 @@ def _gaps(spans: Sequence[tuple[int, int]], rows: int, device: torch.device) -> 
     gaps = torch.ones(rows, dtype=torch.bool)
     for start, stop in spans:
         gaps[start:stop] = False
-    return _to_device(gaps, device) if gaps.any() else None
+    return to_device(gaps, device) if gaps.any() else None
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy without blocking the host; later calls use the tensor too, so it must not be an inference tensor."""
     with torch.inference_mode(False):
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -14,7 +14,9 @@ from torch.nn.functional import logsigmoid
 
 from ..plans.recording import MAX_PARTIALS
 from .fused import load_fused
+from .interface import sum_dtype
 from .no_grad import no_grad
+from .packed import to_device
 
 _fused = partial(load_fused, __name__, "merging attention")
 
@@ -85,6 +87,44 @@ def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
     for part in partials:
         total[part.start : part.stop, :, part.first_head : part.last_head] += part.value
     out.copy_(total)
+
+
+class CopySum:
+    """The sum of copies of rows, added in their order in fp32 (fp64 if they are); 0 for rows without copies.
+
+    spans: the rows (first, last + 1) of the sum that have copies, one span behind the other. tokens: rows of the sum.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int]], tokens: int) -> None:
+        self._spans, self._tokens = spans, tokens
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    @no_grad
+    def __call__(self, copies: Tensor) -> Tensor:
+        """Return the sum `[tokens, b, g, d]` of copies `[t, b, g, d]` on one device, in their dtype."""
+        shape = self._tokens, *copies.shape[1:]
+        impl = _fused() if copies.is_cuda and copies.dtype != torch.float64 and copies.numel() else None
+        if impl is not None:
+            if self._table is None:
+                first, rows = self.table()
+                self._table = to_device(first, copies.device), to_device(rows, copies.device)
+            into = copies.new_empty(shape)
+            impl.sum_copies_triton(copies.contiguous(), *self._table, into)
+            return into
+        total = torch.zeros(shape, dtype=sum_dtype(copies.dtype), device=copies.device)
+        at = 0
+        for start, stop in self._spans:
+            total[start:stop] += copies[at : at + stop - start]
+            at += stop - start
+        return total.to(copies.dtype)
+
+    def table(self) -> tuple[Tensor, Tensor]:
+        """Return int32 `[tokens + 1]` and `[t]`: the first copy of each row in the latter, the numbers of copies."""
+        with torch.inference_mode(False):  # later calls use them too
+            of = torch.cat([torch.arange(*span) for span in self._spans])
+            first = torch.zeros(self._tokens + 1, dtype=torch.int32)
+            first[1:] = of.bincount(minlength=self._tokens).cumsum(0)
+            return first, of.argsort(stable=True).int()
 
 
 def _merge_into(acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:

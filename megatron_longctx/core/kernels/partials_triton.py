@@ -1,4 +1,4 @@
-"""`merge_partials` and `sum_partials` as one fused kernel: every partial is read once, the result is written once."""
+"""`merge_partials` and `sum_partials` as one fused kernel, and `CopySum`: parts are read once, results written once."""
 
 from collections.abc import Sequence
 
@@ -15,15 +15,8 @@ _TILE = 2048
 # Arguments without specialized variants: they change with length and batch: numbers that need not be multiples of
 # 16 for vector loads, and addresses of lse, which are read one at a time.
 _OF_PARTIALS = ("start", "stop", "first", "last", "ls", "lb", "lh")
-_ANY = [
-    "num_rows",
-    "batch",
-    "heads",
-    "lse_s",
-    "lse_b",
-    "lse_h",
-    *(f"{name}{i}" for i in range(4) for name in _OF_PARTIALS),
-]
+_ANY = ["num_rows", "batch", "heads", "lse_s", "lse_b", "lse_h"]
+_ANY += [f"{name}{i}" for i in range(4) for name in _OF_PARTIALS]
 _ANYWHERE = ["lse", "l0", "l1", "l2", "l3"]
 
 
@@ -134,3 +127,24 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
     # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
     with torch.cuda.device(out.get_device()):
         launch(_combine_kernel, (triton.cdiv(num_rows, rows),), arguments, constants)
+
+
+@triton.jit
+def _sum_copies_kernel(copies, first, rows, into, width, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = col < width
+    total = tl.zeros((COLS,), dtype=tl.float32)
+    for i in range(tl.load(first + token), tl.load(first + token + 1)):
+        row = tl.load(rows + i).to(tl.int64)
+        total += tl.load(copies + row * width + col, mask=inside, other=0.0).to(tl.float32)
+    tl.store(into + token * width + col, total.to(into.dtype.element_ty), mask=inside)
+
+
+def sum_copies_triton(copies: Tensor, first: Tensor, rows: Tensor, into: Tensor) -> None:
+    """Run `CopySum` with its table on contiguous tensors, without checks."""
+    width = into[0].numel()
+    cols = min(1024, triton.next_power_of_2(width))
+    grid = into.shape[0], triton.cdiv(width, cols)
+    with torch.cuda.device(into.get_device()):
+        launch(_sum_copies_kernel, grid, (copies, first, rows, into, width), {"COLS": cols})

@@ -10,6 +10,7 @@ from itertools import accumulate, groupby
 
 from . import recording as ops
 from .kernel_calls import kernel_calls
+from .key_copies import KeyCopies, key_copies
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Plan
 from .send_layout import ResultMessage, SendLayout, SentMessage, SentResults, send_layout, sent_results
 from .slices import FAR, Slice, canonical
@@ -27,6 +28,7 @@ class Recorder:
     def __init__(self, plan: Plan, target: Target) -> None:
         self.plan, self.target = plan, target
         self.takes = target.takes if plan.backward else target.takes._replace(longest_causal=FAR)
+        self.copies_keys = not target.joined and any(each.position for each in plan.mask.documents)  # of a tree
         self._layouts: dict[int, SendLayout] = {}
 
     def send_layout(self, rank: int, results: SentResults | None = None) -> SendLayout:
@@ -250,16 +252,17 @@ class _OfRank:
             self.gathered[blocks] = self._gather(found, kept)
         return self.gathered[blocks]
 
-    def _key_rows(self, blocks: tuple[Block, ...], t: int) -> list[tuple[ops.Rows, int]]:
+    def _key_rows(self, runs: Sequence[ops.Rows], copies: KeyCopies | None) -> list[tuple[ops.Rows, int]]:
         """Return the keys of a call as contiguous rows, each with the number of its first row among all of the keys.
 
         Neighbouring short runs are gathered.
         """
+        if copies is not None:
+            parts = (part for span in copies.spans for part in ops.by_block(runs, *span))
+            return [(self._gather([rows._replace(start=at, stop=at + b - a) for rows, a, b, at in parts]), 0)]
         found: list[ops.Rows] = []
-        for long, runs in groupby(
-            self._contiguous(blocks, t), lambda rows: rows.tokens >= LONG_RUN and not self.target.joined
-        ):
-            some = list(runs)
+        for long, group in groupby(runs, lambda rows: rows.tokens >= LONG_RUN and not self.target.joined):
+            some = list(group)
             found += some if long or len(some) == 1 else [self._gather(some)]
         return list(zip(found, accumulate((rows.tokens for rows in found), initial=0), strict=False))
 
@@ -271,14 +274,15 @@ class _OfRank:
         keeps_queries, keeps_keys = plan.keeps(self.rank, attend.queries), plan.keeps(self.rank, attend.keys)
         queries = self._gathered(query_blocks, t, keeps_queries and not plan.backward)
         stored = self._stored(Kind.Q, attend.num_queries, heads) if plan.backward and keeps_queries else None
-        if keeps_keys:
-            kept = (
-                self._stored(Kind.KV, attend.num_keys, heads) if plan.backward else self._gathered(key_blocks, t, True)
-            )
-            keys = [(kept, 0)]
+        if not keeps_keys:
+            keys = self._contiguous(key_blocks, t)
+        elif plan.backward:
+            keys = [self._stored(Kind.KV, attend.num_keys, heads)]
         else:
-            keys = self._key_rows(key_blocks, t)
-        spans, results = self._compute(attend, queries, keys, stored)
+            keys = [self._gathered(key_blocks, t, True)]
+        of = attend.slices, self.recorder.takes, self.target.workload, heads, plan.backward
+        copies = key_copies(*of) if self.recorder.copies_keys else None
+        spans, results = self._compute(attend, queries, self._key_rows(keys, copies), stored, copies)
         if keeps_queries and not plan.backward:
             out = results[0].rows
             if spans != [(0, attend.num_queries)]:  # backward needs it as one
@@ -289,7 +293,7 @@ class _OfRank:
                 results = [ops.Part(out, 0)]
             self.kept.append((queries, out.memory.rows()))
         if keeps_keys and not plan.backward:
-            self.kept.append((keys[0][0],))
+            self.kept.append((keys[0],))
         self._add_results(attend, results, carried)
 
     def _stored(self, kind: Kind, tokens: int, heads: Heads) -> ops.Rows:
@@ -298,22 +302,26 @@ class _OfRank:
         return ops.Memory(ops.Place.KEPT, kind, tokens, heads, self.num_kept - 1).rows()
 
     def _compute(
-        self, attend: Attend, queries: ops.Rows, keys: Sequence[tuple[ops.Rows, int]], stored: ops.Rows | None
-    ) -> tuple[list[tuple[int, int]], list[ops.Part]]:
+        self, attend: Attend, queries: ops.Rows, keys: Sequence[tuple[ops.Rows, int]], stored: ops.Rows | None,
+        copies: KeyCopies | None,
+    ) -> tuple[list[tuple[int, int]], list[ops.Part]]:  # fmt: skip
         """Record the kernel calls of an `Attend` over contiguous rows of keys; return their queries and results.
 
-        keys: rows, each with the number of its first row among all keys.
+        keys: rows, each with the number of its first row among all keys; `copies` if there are any.
         """
         spans: list[tuple[int, int]] = []
         results: list[ops.Part] = []
         for rows, at in keys:
             slices: Sequence[Slice] = canonical(attend.slices) if self.target.joined else attend.slices
-            if len(keys) > 1:
+            if copies is not None:
+                slices = copies.slices
+            elif len(keys) > 1:
                 cut = (each.cut(0, attend.num_queries, at, at + rows.tokens) for each in attend.slices)
                 slices = [each.moved(0, -at) for each in cut if each is not None]
             for call in kernel_calls(slices, self.recorder.takes):
                 (q0, q1), (k0, k1) = call.q_span, call.k_span
-                homes = tuple({block.home for block, *_ in ops.by_block(attend.keys, at + k0, at + k1)})
+                of = [(at + k0, at + k1)] if copies is None else list(copies.originals(k0, k1))
+                homes = tuple({block.home for span in of for block, *_ in ops.by_block(attend.keys, *span)})
                 sizes = {Kind.DKV: k1 - k0, Kind.DQ: q1 - q0} if self.plan.backward else {Kind.OUT: q1 - q0}
                 outputs = tuple(
                     ops.Memory(ops.Place.CALL, kind, tokens, attend.heads) for kind, tokens in sizes.items()
@@ -322,8 +330,17 @@ class _OfRank:
                 moved = queries.cut(q0, q1), rows.cut(k0, k1), call.moved(-q0, -k0)
                 self.ops.append(ops.Compute(outputs, *moved, homes, of_kept))
                 spans.append((q0, q1))
+                if copies is not None and self.plan.backward:
+                    results.append(self._sum_copies(outputs[0], of))
+                    outputs = outputs[1:]
                 results += ops.call_results(call, outputs, at)
         return spans, results
+
+    def _sum_copies(self, copies: ops.Memory, spans: Sequence[tuple[int, int]]) -> ops.Part:
+        first, last = min(start for start, _ in spans), max(stop for _, stop in spans)
+        into = ops.Memory(ops.Place.CALL, copies.kind, last - first, copies.heads)
+        self.ops.append(ops.SumCopies(into, copies, tuple((start - first, stop - first) for start, stop in spans)))
+        return ops.Part(into.rows(), first)
 
     def _add_results(
         self, attend: Attend, results: Sequence[ops.Part], carried: Sequence[tuple[Block, ResultMessage]]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .kernel_calls import KernelCall
 from .plan import ALL_HEADS, Block, Heads, Kind
@@ -108,6 +108,15 @@ class Merge(NamedTuple):
     parts: tuple[Part, ...]
 
 
+class SumCopies(NamedTuple):
+    """The sum of the gradients of copied keys, 0 without copies. spans: the rows of `into` that the copies are of, in
+    the order of the copies."""
+
+    into: Memory
+    copies: Memory
+    spans: tuple[tuple[int, int], ...]
+
+
 class Send(NamedTuple):
     """The start of a step's messages, which overlap what follows."""
 
@@ -133,7 +142,7 @@ class Release(NamedTuple):
     step: int
 
 
-Op = Copy | Compute | Merge | Send | Wait | Acquire | Release
+Op = Copy | Compute | Merge | SumCopies | Send | Wait | Acquire | Release
 
 
 def rows_read(op: Op) -> Iterator[Rows]:
@@ -144,6 +153,8 @@ def rows_read(op: Op) -> Iterator[Rows]:
         yield from (op.queries, op.keys, *(() if op.kept is None else (op.kept,)))
     elif isinstance(op, Merge):
         yield from (part.rows for part in op.parts)
+    elif isinstance(op, SumCopies):
+        yield op.copies.rows()
 
 
 def rows_written(op: Op) -> Iterator[Rows]:
@@ -154,6 +165,8 @@ def rows_written(op: Op) -> Iterator[Rows]:
         yield op.into
     elif isinstance(op, Compute):
         yield from (memory.rows() for memory in op.outputs)
+    elif isinstance(op, SumCopies):
+        yield op.into.rows()
 
 
 class Receive(NamedTuple):
@@ -330,8 +343,12 @@ class Sum:
         return into
 
 
-def by_block(blocks: Sequence[Block], start: int, stop: int) -> Iterator[tuple[Block, int, int, int]]:
-    """Split the gathered rows `start..stop-1` by block; yield each block with its rows and the first of its slots."""
+_Gathered = TypeVar("_Gathered", Block, Rows)
+
+
+def by_block(blocks: Sequence[_Gathered], start: int, stop: int) -> Iterator[tuple[_Gathered, int, int, int]]:
+    """Split the gathered rows `start..stop-1` by block, or by rows of memory; yield each with its rows and the first of
+    its slots, or of its rows in that memory."""
     at = 0
     for block in blocks:
         low, high = max(start, at), min(stop, at + block.tokens)

@@ -3,14 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
 
 from analysis.benchmarks.rollouts import agents, trees
-from analysis.benchmarks.trees import Options, describe, measure, unrolled
-from megatron_longctx.core.layout import build_layout
+from analysis.benchmarks.trees import Options, describe, measure
 from megatron_longctx.core.plans.mask import documents
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.references import visible
 from megatron_longctx.training.ranks import Ranks
 
 
@@ -23,27 +20,11 @@ def test_trees_have_the_ratios_of_their_docstrings() -> None:
     assert [sum(each.apart) / sum(each.lengths) for each in trees()] == pytest.approx([8.5, 21.67, 3.95], rel=0.01)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
-def test_one_call_over_copied_keys_sees_what_the_tree_shows(layout: str) -> None:
-    tree = agents().divided(100).depth_first()
-    mask, seen = documents(tree.lengths, parents=tree.parents), visible(tree.lengths, parents=tree.parents)
-    placed = build_layout(layout, 3, mask.length, documents=mask.documents)
-    for rank in range(3):
-        spans, call = unrolled(mask, tree.parents, placed, rank)
-        keys = torch.cat([torch.arange(each.start, each.stop) for each in spans])
-        found = torch.zeros(placed.num_tokens(rank), mask.length, dtype=torch.long)
-        for q0, q1, k0, k1, _, hi in call.slices:
-            for query in range(q0, q1):
-                seen_keys = keys[k0 : min(k1, query + hi + 1)]
-                found[query].index_add_(0, seen_keys, torch.ones_like(seen_keys))
-        assert torch.equal(found, seen[list(placed.tokens(rank))].long())
-
-
 def _measure(rank: int) -> list[dict[str, Any]]:
     model = ("num_layers=1", "hidden_size=32", "num_attention_heads=4", "num_kv_heads=2", "ffn_hidden_size=64")
     settings = tuple(f"model.{each}" for each in (*model, "vocab_size=320"))
     parts, heads = ("attention", "steps"), (4, 2, 16)
-    options = Options(parts, (0,), ("zigzag",), "all_gather", heads, 512, 1, 60, 140, "h200_x8", settings, False)
+    options = Options(parts, (0,), ("zigzag",), "all_gather", heads, 512, 1, 60, 140, "h200_x8", settings)
     return measure(rank, Ranks(2, "cpu"), options, lambda cells: None)
 
 
@@ -56,3 +37,18 @@ def test_trees_are_measured_beside_their_rollouts_apart() -> None:
     for each in of_trees:
         assert each["faster"] == pytest.approx(each["reached"] * each["ideal"]) and each.get("loss_error", 0) < 1e-5
         assert describe(each).startswith(f"part {each['part']}, tree ")
+
+
+def _measure_deep(rank: int) -> list[dict[str, Any]]:
+    options = Options(("attention",), (2,), ("all_gather",), "all_gather", (4, 2, 16), 128, 1, 60, 140, "h200_x8", ())
+    return measure(rank, Ranks(2, "cpu"), options, lambda cells: None)
+
+
+def test_deep_trees_are_measured_with_and_without_copies_of_keys() -> None:
+    cells = run_distributed(_measure_deep, 2)[0]
+    measured = [each["what"] for each in cells if each["part"] == "attention"]
+    assert {"tree", "tree, keys not copied", "separate"} <= {*measured} and "failed" not in str(measured)
+    (difference,) = [each for each in cells if each["what"] == "difference"]
+    assert all(0 < difference[name] < 1e-4 for name in ("out", "dq", "dk", "dv"))
+    calls = {each["what"]: each["backward, rank 0"] for each in cells if each["what"].startswith("kernel calls")}
+    assert len(set(calls.values())) == len(calls) == 2

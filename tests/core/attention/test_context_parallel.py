@@ -47,10 +47,11 @@ class Case:
     kernel: str = "reference"
     dtype: torch.dtype = torch.float64
     keep: bool | None = None
+    parents: tuple[int, ...] | None = None
 
     @property
     def documents(self) -> dict[str, Any]:
-        return {"lengths": self.lengths, "causal": self.causal, "window": self.window}
+        return {"lengths": self.lengths, "causal": self.causal, "window": self.window, "parents": self.parents}
 
     @property
     def mask(self) -> Mask:
@@ -83,6 +84,7 @@ def cases(n: int) -> list[Case]:
             Case(schedule, (4 * n,), mha, causal=False, batch=1, keep=True),
             Case(schedule, (9, 1, 2 * n + 3), mqa, window=(6, None), e=12, sinks=True),
             Case(schedule, (9, 1, 2 * n + 3), gqa, window=(6, None), e=12, sinks=True, keep=True),
+            Case(schedule, (9, 5, 7, 4, 6, 8), gqa, parents=(-1, 0, 1, 1, 0, 4), keep=schedule == "zigzag"),
             Case(schedule, (max(n - 1, 1),), mha),
             Case(schedule, (0,), mha),
         ]

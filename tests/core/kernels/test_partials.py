@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_longctx.core.kernels import Partial, merge_partials, sum_partials
+from megatron_longctx.core.kernels import CopySum, Partial, merge_partials, sum_partials
 from megatron_longctx.core.kernels import partials as partials_module
 from megatron_longctx.core.plans.recording import MAX_PARTIALS
 from tests.core.kernels.interpreter import run_interpreted
@@ -105,6 +105,27 @@ def test_empty_partials_are_neutral_and_far_larger_ones_win(parts, wanted):
     assert merged(*parts) == pytest.approx(wanted, rel=1e-6)
 
 
+SPANS = ((2, 7), (0, 4), (2, 7), (6, 7))
+"""Of the rows of a sum of `S`, of which the last two have no copies."""
+
+
+def copies(dtype, head_dim=D):
+    """Draw copies of `SPANS`; return them with their sum by definition in fp64."""
+    gen = torch.Generator().manual_seed(1)
+    drawn = torch.randn(sum(b - a for a, b in SPANS), B, H, head_dim, generator=gen).to(dtype)
+    wanted = torch.zeros(S, B, H, head_dim, dtype=torch.float64)
+    for row, copy in zip((row for span in SPANS for row in range(*span)), drawn.double(), strict=True):
+        wanted[row] += copy
+    return drawn, wanted
+
+
+def test_copies_are_summed_in_more_precision():
+    drawn, wanted = copies(torch.float64)
+    torch.testing.assert_close(CopySum(SPANS, S)(drawn), wanted, rtol=1e-15, atol=1e-15)
+    drawn, wanted = copies(torch.bfloat16)
+    assert torch.equal(CopySum(SPANS, S)(drawn), wanted.to(torch.bfloat16))
+
+
 def test_results_without_rows():
     merge_partials([], torch.zeros(0, B, H, D), torch.zeros(0, B, H))
     sum_partials([], torch.zeros(0, B, H, D))
@@ -133,6 +154,17 @@ def compare_fused_with_torch() -> None:
         torch.testing.assert_close(out.double(), expected_sum(parts, head_dim), rtol=2e-6, atol=2e-6)
 
 
+def compare_sums_of_copies_with_torch() -> None:
+    """As above."""
+    from megatron_longctx.core.kernels.partials_triton import sum_copies_triton
+
+    for head_dim, dtype in itertools.product((8, 20, 160), (torch.float32, torch.bfloat16)):
+        drawn, wanted = copies(dtype, head_dim)  # 160 takes more than one program a row
+        into = torch.full(wanted.shape, torch.nan)
+        sum_copies_triton(drawn, *CopySum(SPANS, S).table(), into)
+        torch.testing.assert_close(into.double(), wanted, rtol=2e-6, atol=2e-6)
+
+
 def test_fused_kernel_equals_the_definition_under_the_interpreter():
     run_interpreted(__file__)
 
@@ -152,4 +184,5 @@ def test_the_fused_kernels_refuse_rows_beyond_32_bits(tokens, fused):
 
 
 if __name__ == "__main__":
+    compare_sums_of_copies_with_torch()
     compare_fused_with_torch()

@@ -3,9 +3,12 @@
 tests/core/attention runs them: test_masks on tensors, test_peer_protocol with messages as early and late as can be.
 """
 
+from unittest import mock
+
 import pytest
 
 from megatron_longctx.core.plans import (
+    ALL_HEADS,
     MODES,
     KernelSupport,
     Kind,
@@ -20,6 +23,7 @@ from megatron_longctx.core.plans import (
     recorder,
 )
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
+from megatron_longctx.core.plans.key_copies import key_copies
 from megatron_longctx.core.plans.mask import causal, documents, full
 from megatron_longctx.core.plans.recording import (
     MAX_PARTIALS,
@@ -30,6 +34,7 @@ from megatron_longctx.core.plans.recording import (
     Place,
     Release,
     Send,
+    SumCopies,
     Wait,
 )
 from megatron_longctx.planner.footprint import Footprint, footprint
@@ -113,6 +118,54 @@ def test_documents_on_one_rank_take_one_kernel_call() -> None:
     for rank in range(4):
         (call,) = record(plan, rank, Target(Workload(1, 1, 2), PACKED)).ops
         assert isinstance(call, Compute) and len(call.call.segments) == 8 and call.homes == (rank,)
+
+
+DEEP = documents([1500, 700, 900, 400, 600, 800, 500], parents=[-1, 0, 1, 2, 1, 0, 5])
+
+
+@pytest.mark.parametrize("schedule", MODES)
+def test_branches_of_a_tree_have_their_own_copies_of_keys(schedule: str) -> None:
+    """Then calls of several branches are few, and no copy is without its part of a gradient."""
+    plan, target = build_plan(schedule, 2, DEEP), Target(Workload(8, 2, 64), PACKED)
+    for each in (plan, backward_plan(plan)):
+        with mock.patch.object(recorder, "key_copies", return_value=None):
+            apart = [Recorder(each, target).record(rank) for rank in range(2)]
+        together = [Recorder(each, target).record(rank) for rank in range(2)]
+        assert sum(len(of.calls) for of in together) <= sum(len(of.calls) for of in apart) - 2
+        for few, many in zip(together, apart, strict=True):
+            assert sum(op.call.pairs for op in few.calls) == sum(op.call.pairs for op in many.calls)
+            sums = [op for op in few.ops if isinstance(op, SumCopies)]
+            assert all(op.copies.tokens == sum(stop - start for start, stop in op.spans) for op in sums)
+            assert bool(sums) == (each.backward and len(few.calls) < len(many.calls))
+
+
+def test_keys_are_copied_in_trees_alone_and_where_that_pays() -> None:
+    target = Target(Workload(8, 2, 64), PACKED)
+    of = target.takes, target.workload, ALL_HEADS
+    prompt = documents([32768, *[512] * 32], parents=[-1, *[0] * 32])
+    for backward in (False, True):
+        assert key_copies(DEEP.slices, *of, backward) is not None
+        assert key_copies(prompt.slices, *of, backward) is None  # 32 copies of a long prompt
+    with mock.patch.object(recorder, "key_copies", side_effect=AssertionError):
+        for mask in (causal(4000), documents([900, 700, 400]), documents([3000, 1000], window=(500, 0))):
+            plan = build_plan("all_gather", 2, mask)
+            for each in (plan, backward_plan(plan)):
+                record(each, 0, target)
+        with pytest.raises(AssertionError):
+            record(build_plan("all_gather", 2, DEEP), 0, target)
+
+
+def test_copies_are_priced_and_counted() -> None:
+    """The simulator and the memory model take them from the recording."""
+    plan, target = backward_plan(build_plan("all_gather", 1, DEEP)), Target(Workload(8, 2, 64), PACKED)
+    (op,) = [op for op in record(plan, 0, target).ops if isinstance(op, SumCopies)]
+    token = target.workload.token_bytes(Kind.DKV)
+    assert op.copies.tokens > op.into.tokens == DEEP.length
+    with mock.patch.object(recorder, "key_copies", return_value=None):
+        apart = footprint(record(plan, 0, target), target.workload)
+    found = footprint(record(plan, 0, target), target.workload)
+    assert found.buffers == op.copies.tokens * token and apart.buffers == 0
+    assert found.results >= (op.copies.tokens + op.into.tokens) * token
 
 
 def test_a_single_rank_copies_nothing() -> None:
