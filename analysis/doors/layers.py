@@ -156,7 +156,7 @@ def _through(door: str, config: TransformerConfig, collection: Any) -> GPTModel:
     with patch.dict(sys.modules, modules | {"verl.utils.megatron_utils": utils}):
         import megatron_longctx.integrations.verl  # noqa: F401  what external_lib names; once in a process
 
-        found: GPTModel = utils.make_megatron_module(provider=provider)[0]  # type: ignore[attr-defined]
+        found: GPTModel = utils.make_megatron_module(provider=provider)[0]
     return found
 
 

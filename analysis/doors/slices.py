@@ -1,5 +1,6 @@
 """How Megatron slices packs. Imported before the doors, which 0.16 must not import before process groups exist."""
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
 
@@ -8,11 +9,11 @@ from torch import Tensor
 
 
 def share(lengths: Sequence[int], rank: int, world: int) -> Tensor:
-    """Return a rank's tokens: TransformerEngine's own `thd_get_partitioned_indices` if it is installed, else its definition."""
+    """Return a rank's tokens by TransformerEngine's `thd_get_partitioned_indices`, or by its definition without it."""
     stops = torch.tensor([0, *lengths]).cumsum(0).int()
-    if importlib.util.find_spec("transformer_engine_torch") is not None:
-        import transformer_engine_torch as tex
-
+    if importlib.util.find_spec("transformer_engine") is not None:
+        importlib.import_module("transformer_engine.pytorch")  # it loads the other one
+        tex = importlib.import_module("transformer_engine_torch")
         found: Tensor = tex.thd_get_partitioned_indices(stops.cuda(), int(stops[-1]), world, rank)
         return found.long()
     tokens: list[int] = []
