@@ -73,18 +73,21 @@ _TIMED = {"train.steps": _WARM_UP + _PHASE * _PHASES}
 _GRAPHS = {"parallelism.overlap_param_gather": "false"}
 _TP = {"parallelism": "single", "parallelism.tensor_parallel_size": 2}
 _LOCAL = {"model.implementation": "local"}
+# The head in chunks sums its gradient itself. In one piece, it is what Apex can fuse beside TransformerEngine's layers.
+_WHOLE_HEAD = {"data.seq_length": 16384, "recompute.head_chunk_tokens": "null"}
 
 Cell = tuple[Mapping[str, Any], tuple[str, ...]]
 PARTS: dict[str, dict[str, Cell]] = {
     "apex": {
         "te": ({}, ("torch_gradients",)),
-        "te_apex_gradients": ({}, ("apex",)),
         "te_apex_adam": ({}, ("torch_gradients", "apex_adam")),
         "te_torch_adam": ({}, ("torch_gradients", "torch_adam")),
         "te_torch_fused_adam": ({}, ("torch_gradients", "torch_fused_adam")),
         "local_torch": (_LOCAL, ("torch_gradients", "torch_adam")),
         "local_apex": (_LOCAL, ("apex", "apex_adam")),
         "te_again": ({}, ("torch_gradients",)),
+        "te_16k_whole_head": (_WHOLE_HEAD, ("torch_gradients",)),
+        "te_16k_whole_head_apex": (_WHOLE_HEAD, ("apex",)),
     },
     "graphs": {
         "check_eager": ({**_GRAPHS, **_CHECKED, "data.seq_length": 8192}, ()),
@@ -164,7 +167,7 @@ class PartGraph:
     def _capture(self, x: Tensor) -> Callable[[Tensor], Tensor]:
         plain = torch.nn.Module()
         plain.part = self._part  # so that it has the parameters
-        plain.forward = lambda given: self._eager(given)[0]  # type: ignore[assignment]
+        plain.forward = lambda given: self._eager(given)[0]
         given = x.detach().clone().requires_grad_()
         # Other threads, as that of NCCL's watchdog, may call CUDA meanwhile.
         with patch.object(torch.cuda, "graph", partial(torch.cuda.graph, capture_error_mode="thread_local")):
