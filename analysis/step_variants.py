@@ -47,7 +47,7 @@ from megatron_longctx.training.preflight import check
 from megatron_longctx.training.ranks import run_ranks
 from megatron_longctx.training.text import prepare_missing
 
-_STEPS = 14
+_STEPS = 11
 _WARM_UP, _PHASE, _PHASES = 5, 4, 10  # steps of the run that turns graphs on and off
 _SHARED: dict[str, Any] = {
     "model": "llama3_8b",
@@ -105,7 +105,7 @@ PARTS: dict[str, dict[str, Cell]] = {
     "fp8_param": {
         f"{recipe}{suffix}": ({"train.fp8": recipe}, variants)
         for recipe in ("tensorwise", "delayed")
-        for suffix, variants in (("", ()), ("_fp8_param", ("fp8_param",)), ("_again", ()))
+        for suffix, variants in (("", ()), ("_fp8_param", ("fp8_param",)))
     },
 }
 """Cells of every part, with their settings and the names of their `VARIANTS`."""
