@@ -40,7 +40,7 @@ from megatron_longctx.training.text import prepare_missing
 RECIPES = ("delayed", "tensorwise", "blockwise")
 _CURVE_STEPS = 200
 _SECONDS = {"quick": 60.0, "checks": 100.0, "table": 280.0, "curve": 110.0}  # of the parts, without start-up
-_CELL_SECONDS = 100  # a rank that is longer in one cell prints where it is, and ends
+_CELL_SECONDS = 100  # a rank that is longer in one cell, or than a second a step, prints where it is, and ends
 _SMALL = (
     *("model=llama3_8b", "model.num_layers=2", "model.hidden_size=1024", "model.num_attention_heads=8"),
     *("model.num_kv_heads=4", "model.ffn_hidden_size=2816", "model.vocab_size=null", "data.seq_length=4096"),
@@ -288,7 +288,7 @@ def _rank(rank: int, cells: Sequence[Cell], out: Path, deadline: float) -> None:
         begin, failed = time.perf_counter(), None
         if rank == 0:
             _running(out).write_text(cell.name)
-        faulthandler.dump_traceback_later(_CELL_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(max(_CELL_SECONDS, cell.config.train.steps), exit=True)
         try:
             record = train_case(cell.config, cell.baseline)
         except Exception as error:  # reported, and the next cell goes on
