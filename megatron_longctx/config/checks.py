@@ -142,10 +142,12 @@ def _check_pattern(model: ModelConfig, pattern: str) -> None:
         has = "".join("-E"[each] for each in model.expert_layers)
         expected = f"E in layers with experts and - in others: {has} by model.num_moe_experts and model.moe_layer_freq"
         raise refuse("model.pattern", pattern, expected, "Change one of them.")
-    if {"G", "M"} <= {*pattern}:
-        raise refuse("model.pattern", pattern, "one kind of recurrent layers", "Keep G or M: they share keys.")
+    if len({*"GKM"} & {*pattern}) > 1:
+        raise refuse("model.pattern", pattern, "one kind of recurrent layers", "Keep G, K or M: they share keys.")
     if model.recurrent:
         heads = {"model.linear_num_value_heads": model.linear_num_value_heads or 0}
+        if "K" in pattern:
+            heads["model.linear_value_head_dim"] = model.linear_value_head_dim or 0
         _check_divides("model.linear_num_key_heads", model.linear_num_key_heads or 1, heads)
 
 

@@ -84,23 +84,25 @@ class ModelConfig:
     implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
     # Megatron's class: GPTModel, or the HybridModel of Megatron-Core 0.19 with the same weights and checkpoints
     builder: str = choice("gpt", ("gpt", "hybrid"))
-    # Two of Megatron's symbols for each layer, repeated until num_layers: * (attention), G (gated delta net) or M
-    # (Mamba-2), then - (MLP) or E (experts). null: attention in every layer.
+    # Two of Megatron's symbols for each layer, repeated until num_layers: * (attention), G (gated delta net), K (Kimi
+    # Delta Attention) or M (Mamba-2), then - (MLP) or E (experts). null: attention in every layer.
     pattern: str | None = text(
         None,
-        "pairs of * (attention), G (gated delta net) or M (Mamba-2), and - (MLP) or E (experts); other layers are not "
-        "supported",
-        r"([*GM][-E])+",
+        "pairs of * (attention), G (gated delta net), K (Kimi Delta Attention) or M (Mamba-2), and - (MLP) or E "
+        "(experts); other layers are not supported",
+        r"([*GKM][-E])+",
         max_bytes=20_000,
         example="*-",
     )
-    # with G: heads of queries and keys; with M: groups of B and C
+    # with G or K: heads of queries and keys; with M: groups of B and C
     linear_num_key_heads: int | None = number(None, 1, 10**5)
-    # with G or M: heads, each with its own state; a multiple of linear_num_key_heads
+    # with G, K or M: heads, each with its own state; a multiple of linear_num_key_heads
     linear_num_value_heads: int | None = number(None, 1, 10**5)
-    linear_key_head_dim: int | None = number(None, 1, 10**5)  # with G: elements of a query or key; with M: of B or C
-    linear_value_head_dim: int | None = number(None, 1, 10**5)  # with G or M: elements of a head
-    linear_conv_kernel_dim: int = number(4, 2, 64)  # with G or M: tokens that the short convolution reads
+    # with G or K: elements of a query or key; with M: of B or C
+    linear_key_head_dim: int | None = number(None, 1, 10**5)
+    # with G, K or M: elements of a head; with K also the rank of two projections, so linear_num_key_heads divides it
+    linear_value_head_dim: int | None = number(None, 1, 10**5)
+    linear_conv_kernel_dim: int = number(4, 2, 64)  # with G, K or M: tokens that the short convolution reads
 
     # Multi-latent attention and mixtures of experts have Megatron's fields, under its names.
 
@@ -224,14 +226,26 @@ class ModelConfig:
 
     @property
     def recurrent_numbers(self) -> int:
-        """Columns of a recurrent layer's projection besides: two gates of a head's delta rule, or its time step."""
-        return (1 if "M" in self.mixers else 2) * (self.linear_num_value_heads or 0)
+        """Columns of a recurrent layer's projection besides: two gates of a head's delta rule, or one, or a step."""
+        return (2 if "G" in self.mixers else 1) * (self.linear_num_value_heads or 0)
+
+    @property
+    def recurrent_rows(self) -> int:
+        """All columns of a recurrent layer's projection. With K, gates and decays have the columns of low ranks."""
+        mixed, values = self.recurrent_columns
+        gates = 2 * (self.linear_value_head_dim or 0) if "K" in self.mixers else values
+        return mixed + gates + self.recurrent_numbers
+
+    @property
+    def recurrent_up_weights(self) -> int:
+        """Weights of K's projections from low ranks to the decays and gates of all heads."""
+        sizes = (self.linear_key_head_dim or 0) + (self.linear_value_head_dim or 0)
+        return ("K" in self.mixers) * (self.linear_num_value_heads or 0) * sizes * (self.linear_value_head_dim or 0)
 
     @property
     def recurrent_weights(self) -> int:
-        """Weights of a recurrent layer's two projections."""
-        mixed, values = self.recurrent_columns
-        return self.hidden_size * (mixed + 2 * values + self.recurrent_numbers)
+        """Weights of a recurrent layer's projections."""
+        return self.hidden_size * (self.recurrent_rows + self.recurrent_columns[1]) + self.recurrent_up_weights
 
     @property
     def expert_width(self) -> int:

@@ -18,7 +18,7 @@ def _is_not(*values: object) -> Callable[[object], bool]:
 
 
 def _recurrent(pattern: object) -> bool:
-    return not {"G", "M"}.isdisjoint(str(pattern))
+    return not {*"GKM"}.isdisjoint(str(pattern))
 
 
 Rule = tuple[str, Callable[[object], bool], tuple[str, ...], tuple[object, ...] | str | None, str]
@@ -70,7 +70,7 @@ RULES: tuple[Rule, ...] = (
       "model.bias", "model.qkv_bias"), None,
      "Megatron's MLA rotates what qk_pos_emb_head_dim says, equally in all layers, and has neither gates nor biases."),
     ("model.pattern", lambda pattern: not _recurrent(pattern),
-     tuple(f"model.{key}" for key in RECURRENT_KEYS), None, "Only the layers G and M of model.pattern read it."),
+     tuple(f"model.{key}" for key in RECURRENT_KEYS), None, "Only the layers G, K and M of model.pattern read it."),
     ("model.pattern", _recurrent,
      tuple(f"model.{key}" for key in RECURRENT_KEYS[:4]), "a number", "Qwen3-Next has 16, 32, 128 and 128."),
     ("model.pattern", _recurrent, ("model.kv_lora_rank",), None,

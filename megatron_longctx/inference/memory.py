@@ -199,6 +199,6 @@ def _activation_bytes(config: Config) -> int:
     mixer = shape.num_heads * shape.head_dim * (2 * shape.dtype.itemsize + 8)
     if model.recurrent:  # tokens before and after the convolution, in fp32 inside; queries, keys, values and outputs
         states = state_shape(config)
-        rule = states.heads * (3 * states.key + 4 * states.value)
+        rule = states.heads * ((3 + 6 * ("K" in model.mixers)) * states.key + 4 * states.value)  # K: decays in fp32
         mixer = max(mixer, 2 * states.channels * (shape.dtype.itemsize + 4) + rule * shape.dtype.itemsize)
     return _pass_tokens(config) * (columns * shape.dtype.itemsize + mixer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,13 +69,44 @@ def gated_delta_rule(
 def chunked(
     lengths: Sequence[int], state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the rule for one document with a batch of 1, a `delta_rule.Kernel` without gradients."""
+    """Compute a delta rule for one document with a batch of 1, a `delta_rule.Kernel` without gradients."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
 
     assert len(lengths) == len(q) == 1
     inputs = (x.contiguous() for x in (q, k, v, g, beta))
-    out, last = chunk_gated_delta_rule(*inputs, initial_state=state.contiguous(), output_final_state=True, scale=1.0)
+    rule = chunk_kda if g.ndim == k.ndim else chunk_gated_delta_rule
+    out, last = rule(*inputs, initial_state=state.contiguous(), output_final_state=True, scale=1.0)
     return out, last
+
+
+def kimi_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, rates: Tensor, beta: Tensor, log: Tensor, bias: Tensor, pack: Pack, group: Any
+) -> Tensor:
+    """Return the rule's outputs `[b, s, h, v]`, with queries and keys normalized and decays computed here.
+
+    fla-core's own context parallelism computes the states between ranks.
+
+    Args:
+        q, k, v, beta, pack, group: as for `gated_delta_rule`.
+        rates: `[b, s, h, k]`; the logarithm of a decay is -exp(log) softplus(rate + bias).
+        log, bias: `[h]` and `[h k]`.
+    """
+    from fla.ops.cp import FLACPContext
+    from fla.ops.kda import chunk_kda
+
+    place, batch = pack.place, len(q)
+    stops, on_host = pack.stops(1 if place.exchanges else batch, q.device)
+    where: dict[str, Any] = {"cu_seqlens": stops, "cu_seqlens_cpu": on_host}
+    if place.exchanges:
+        ranks = {"pre_num_ranks": place.rank - place.first_rank, "post_num_ranks": place.last_rank - place.rank}
+        ends = {"is_first_rank": not place.continues, "is_last_rank": not place.leaves}
+        where = {"cp_context": FLACPContext(group, **where, **ranks, **ends)}
+    gates = {"A_log": log, "dt_bias": bias, "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+    flat = [x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, rates, beta)]
+    tokens = q.shape[1] if place.exchanges else batch * q.shape[1]
+    rows = zip(*(x.split(tokens, dim=1) for x in flat), strict=True)
+    return torch.cat([chunk_kda(*(x.contiguous() for x in row), **gates, **where)[0] for row in rows]).view(v.shape)
 
 
 def state_space(
@@ -96,8 +128,8 @@ def state_space(
     return out.view(v.shape), last.unflatten(0, (batch, documents))[:, -1]
 
 
-def gated_norm(x: Tensor, gates: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return the RMS norm of the last dimension, times SiLU of gates of the same shape, rounded once."""
+def gated_norm(x: Tensor, gates: Tensor, weight: Tensor, epsilon: float, activation: str) -> Tensor:
+    """Return the RMS norm of the last dimension, times `activation` of gates of the same shape, rounded once."""
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
-    return rms_norm_gated(x, gates, weight, None, eps=epsilon)  # type: ignore[no-any-return]
+    return rms_norm_gated(x, gates, weight, None, activation, eps=epsilon)  # type: ignore[no-any-return]

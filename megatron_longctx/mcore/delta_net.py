@@ -1,7 +1,7 @@
 """Gated delta nets, as in Qwen3-Next and Megatron's own `GatedDeltaNet`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import tensor_parallel
@@ -17,6 +17,7 @@ class GatedDeltaNet(RecurrentMixer):
     """The delta rule with normalized queries and keys; outputs are normed, then multiplied by SiLU of the gates."""
 
     numbers = 2  # how strongly the state is corrected, and its decay
+    activation: ClassVar[str] = "silu"  # of the gates
 
     def _add_parameters(self, config: Any) -> None:
         super()._add_parameters(config)
@@ -31,6 +32,10 @@ class GatedDeltaNet(RecurrentMixer):
         if fast:
             q, k, g, beta = (x.contiguous() for x in (q, k, g, beta))
             return delta_kernels.gated_delta_rule(q, k, v, g, beta, pack, self._cp)
+        return self._corrected(pack, q, k, v, g, beta)
+
+    def _corrected(self, pack: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Compute the delta rule over all ranks. q, k: of key heads; g: of the logarithms of decays."""
         by_kernel = self.states is not None and self._uses_kernels(v)
         kernel = delta_kernels.chunked if by_kernel else delta_rule.chunked
         q, k = _normalized(q, q.shape[-1] ** -0.5), _normalized(k)
@@ -42,10 +47,10 @@ class GatedDeltaNet(RecurrentMixer):
         weight: Tensor = tensor_parallel.copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
         epsilon = self.config.layernorm_epsilon
         if fast:
-            return delta_kernels.gated_norm(out, gates, weight, epsilon)
+            return delta_kernels.gated_norm(out, gates, weight, epsilon, self.activation)
         wide = torch.promote_types(out.dtype, torch.float32)
         normed = functional.rms_norm(out.to(wide), out.shape[-1:], weight.to(wide), epsilon)
-        return (normed * functional.silu(gates.to(wide))).to(gates.dtype)
+        return (normed * getattr(functional, self.activation)(gates.to(wide))).to(gates.dtype)  # type: ignore[no-any-return]
 
 
 def _normalized(x: Tensor, length: float = 1.0) -> Tensor:

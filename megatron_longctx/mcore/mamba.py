@@ -4,7 +4,6 @@ Groups of heads share C and B, as value heads of a gated delta net share queries
 heads and of groups are those of the `linear_*` fields: keys, values, and heads of each.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch.nn import functional
 
 from ..models import delta_rule
 from . import delta_kernels
-from .recurrent import RecurrentMixer
-
-_LONGEST, _SHORTEST, _LEAST = 0.1, 0.001, 1e-4  # initial time steps
+from .recurrent import RecurrentMixer, inverse_steps
 
 
 class Mamba2(RecurrentMixer):
@@ -28,11 +25,10 @@ class Mamba2(RecurrentMixer):
     numbers = 1  # the time step
 
     def _initial_values(self, heads: int, bound: float) -> Mapping[str, Tensor]:
-        shortest, longest = math.log(_SHORTEST), math.log(_LONGEST)
-        steps = torch.empty(heads).uniform_(shortest, longest).exp().clamp(min=_LEAST)
+        steps = inverse_steps(heads)
         return {
             "conv_bias": torch.empty(self._heads * self._mixed).uniform_(-bound, bound),
-            "decay_bias": steps + torch.log(-torch.expm1(-steps)),  # its softplus is the step
+            "decay_bias": steps,
             "skip": torch.ones(heads),
             "norm_weight": torch.ones(heads * self._value),
         }

@@ -108,7 +108,7 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
         window_size=None if model.window is None else (model.window, 0),
         window_attn_skip_freq=model.window_pattern,
         softmax_type=_SOFTMAX[model.sinks],
-        linear_attention_freq=list(map("*GM".index, model.mixers)) if model.recurrent else None,
+        linear_attention_freq=list(map("*GMK".index, model.mixers)) if model.recurrent else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **(_OAI if model.activation == "swiglu_oai" else {}),

@@ -8,6 +8,7 @@ and initial weights do not depend on their number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -30,6 +31,14 @@ from .pack import Pack
 from .sequence import ShardedSequence
 from .version import copy_spec
 
+_LONGEST, _SHORTEST, _LEAST = 0.1, 0.001, 1e-4  # initial time steps
+
+
+def inverse_steps(count: int) -> Tensor:
+    """Draw values whose softplus is a time step, as in Mamba-2."""
+    steps = torch.empty(count).uniform_(math.log(_SHORTEST), math.log(_LONGEST)).exp().clamp(min=_LEAST)
+    return steps + torch.log(-torch.expm1(-steps))
+
 
 def with_mixer(layer: ModuleSpec, mixer: type[RecurrentMixer], sequence: ShardedSequence) -> ModuleSpec:
     """Return a copy of a layer's spec, which has Megatron's self-attention, with a recurrent layer in its place."""
@@ -44,7 +53,7 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
     Sizes are the configuration's `linear_*` fields. A kind defines `_initial_values`, `_mix` and `_normed`.
 
     Attributes:
-        numbers: what the recurrence of a value head reads of a token besides queries, keys and values.
+        numbers: columns of the projection for what a value head's recurrence reads besides queries, keys and values.
         states: of inference, set once the layer is built; then a call gets new tokens, for which `states` has begun.
         number: of the layer in `states`.
 
@@ -75,7 +84,8 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
         self._heads = config.linear_num_key_heads
         self._shared = config.linear_num_value_heads // self._heads  # value heads of a key head
         self._mixed = 2 * self._key + self._shared * self._value  # columns of the convolution, for a key head
-        columns = self._mixed + self._shared * (self._value + self.numbers)
+        self._gates = self._columns_of_gates()
+        columns = self._mixed + self._gates + self._shared * self.numbers
         common = {"config": config, "bias": config.add_bias_linear, "is_expert": False, "tp_group": self.tp_group}
         self.linear_qkv = build_module(
             submodules.linear_qkv,
@@ -117,6 +127,18 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             self.register_parameter(name, parameter)
 
+    def _columns_of_gates(self) -> int:
+        """Return how many columns of the projection, for a key head, `_gates_of` gets."""
+        return self._shared * self._value
+
+    def _gates_of(self, columns: Tensor) -> tuple[Tensor, ...]:
+        """Return the gates of outputs, and further numbers of the recurrence, `[s, b, h ...]` each.
+
+        Args:
+            columns: `[s, b, key heads, columns]`.
+        """
+        return (columns,)
+
     def _initial_values(self, heads: int, bound: float) -> Mapping[str, Tensor]:
         """Draw the kind's own parameters of all `heads`. bound: of the convolution's initial values."""
         raise NotImplementedError
@@ -126,7 +148,7 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
 
         Args:
             q, k: `[b, s, key heads, k]`, after the convolution.
-            v, numbers: `[b, s, h, v]` and `[b, s, h]` each.
+            v, numbers: `[b, s, h, v]` and `[b, s, h]` each, those of `_gates_of` last.
             pack: None if there are `states`.
             fast: whether kernels of fla-core may compute it on all ranks.
         """
@@ -154,13 +176,14 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
         if self.states is None:
             pack = self._sequence.pack_of(packed, tokens)
             self._sequence.check_slices(pack, packed)
-        sizes = [self._mixed, self._shared * self._value, *[self._shared] * self.numbers]
+        sizes = [self._mixed, self._gates, *[self._shared] * self.numbers]
         mixed, gates, *numbers = torch.split(mixed.view(tokens, batch, -1, sum(sizes)), sizes, dim=-1)
+        gates, *more = self._gates_of(gates)
         fast = self._uses_kernels(mixed) and pack is not None and pack.place.whole
         q, k, v = self._heads_of(self._convolved(mixed.flatten(2), pack, fast))
         # A copy: a view would keep the whole projection until backward.
         gates = gates.transpose(0, 1).reshape(v.shape).contiguous()
-        out = self._mix(q, k, v, *(x.flatten(2).transpose(0, 1) for x in numbers), pack=pack, fast=fast)
+        out = self._mix(q, k, v, *(x.flatten(2).transpose(0, 1) for x in (*numbers, *more)), pack=pack, fast=fast)
         out = self._normed(out, gates, fast).transpose(0, 1)
         return self.linear_proj(out.reshape(tokens, batch, -1))  # type: ignore[no-any-return]
 
@@ -200,7 +223,7 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
         """Take part in the exchanges of inference on a rank that has no tokens."""
         empty = self.conv_weight.new_empty(0, 1, len(self.conv_weight))
         q, k, v = self._heads_of(self._convolved(empty, None, False))
-        self._mix(q, k, v, *[v[..., 0]] * self.numbers, pack=None, fast=False)
+        self._mix(q, k, v, *[v[..., 0]] * 2, pack=None, fast=False)  # as many numbers as any kind reads, without tokens
 
     def _heads_of(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Divide the last dimension into queries and keys of the key heads, and values of the value heads."""

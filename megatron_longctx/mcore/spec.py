@@ -23,6 +23,7 @@ from ..models.rope_frequencies import Frequencies
 from .core_attention import ContextParallelCoreAttention
 from .delta_net import GatedDeltaNet
 from .experts import experts_spec, with_summed_losses
+from .kimi_delta import KimiDeltaAttention
 from .mamba import Mamba2
 from .norms import NORMS, with_post_norms
 from .recompute import with_mlp_tiles, with_recompute
@@ -34,7 +35,7 @@ from .stack import is_stack, with_layers
 from .stores import HostStore, Store
 from .version import as_builder, copy_spec, mlp_spec
 
-_MIXERS = {1: GatedDeltaNet, 2: Mamba2}  # keyed by the numbers of `linear_attention_freq`
+_MIXERS = {1: GatedDeltaNet, 2: Mamba2, 3: KimiDeltaAttention}  # keyed by the numbers of `linear_attention_freq`
 _Spec = TypeVar("_Spec", ModuleSpec, TransformerBlockSubmodules)
 
 

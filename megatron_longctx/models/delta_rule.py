@@ -1,8 +1,9 @@
-"""Linear recurrences over a sequence that ranks share in contiguous sections: the gated delta rule, and Mamba-2's.
+"""Linear recurrences over a sequence that ranks share in contiguous sections: gated delta rules, and Mamba-2's.
 
 A head's state S is a matrix `[k, v]`. A token decays it by exp(g), adds its value under its key, and reads the state
 with its query. The delta rule adds only what the state does not hold for the key yet (Gated Delta Networks,
-arXiv:2412.06464). Mamba-2 adds the whole value (state space duality, arXiv:2405.21060):
+arXiv:2412.06464); g is one number, or with Kimi Delta Attention one for each row of S (arXiv:2510.26692). Mamba-2 adds
+the whole value (state space duality, arXiv:2405.21060):
 
     S <- exp(g) S;  S <- S + beta key (value - S^T key)^T  or  S <- S + key value^T;  out = S^T query
 
@@ -34,8 +35,8 @@ from ..core.kernels.no_grad import first_order
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 """Computes a recurrence for the lengths of documents, which add up to s > 0, the state before the first of them,
 `[b, h, k, v]` (others start from zeros), q, k `[b, s, h, k]`, v `[b, s, h, v]`, g `[b, s, h]` in fp32 and, by the delta
-rule alone, beta of the same kind. It returns the outputs `[b, s, h, v]` in v's dtype, and the state after the last
-token."""
+rule alone, beta of the same kind; the delta rule's g may be `[b, s, h, k]`. It returns the outputs `[b, s, h, v]` in
+v's dtype, and the state after the last token."""
 
 
 def precision(x: Tensor) -> torch.dtype:
@@ -80,27 +81,52 @@ def _chunked(
         return x.movedim(3, 1)  # [b, h, chunks, tokens, ...]
 
     q, k, new, g = (chunks(x) for x in (q, k, v, g))
-    g = g.cumsum(-1)
+    g = (g if g.ndim == k.ndim else g.unsqueeze(-1)).cumsum(-2)  # of one channel, or of each
     before = functional.pad(documents[:-1, -1:], (0, 0, 1, 0))  # the document in which the previous chunk ends
     enters, leaves = ((documents == other).to(wide).unsqueeze(-1) for other in (before, documents[:, -1:]))
     same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()
-    decay = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill(~same, -torch.inf).exp()
-    reach, last = g.exp().unsqueeze(-1) * enters, g[..., -1:]
+    decay = (g - g.mT).masked_fill(~same, -torch.inf).exp() if g.shape[-1] == 1 else None
+
+    def products(left: Tensor) -> Tensor:
+        return left @ k.mT * decay if decay is not None else _decayed(left, k, g).masked_fill(~same, 0)
+
+    reach, last = g.exp() * enters, g[..., -1:, :]
     correction = None
     if beta is not None:
         beta = chunks(beta).unsqueeze(-1)
-        system = (beta * k @ k.mT * decay).tril(-1) + torch.eye(CHUNK, dtype=wide, device=q.device)
+        system = products(beta * k).tril(-1) + torch.eye(CHUNK, dtype=wide, device=q.device)
         right = torch.cat((beta * new, beta * k * reach), dim=-1)
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         new, correction = torch.split(solved, [new.shape[-1], k.shape[-1]], dim=-1)
-    within, queries = q @ k.mT * decay, q * reach
-    keys, carried = k * (last - g).exp().unsqueeze(-1) * leaves, reach[..., -1:, :]
+    within, queries = products(q), q * reach
+    keys, carried = k * (last - g).exp() * leaves, reach[..., -1, :].unsqueeze(-1)
     state, outputs = state.to(wide), []
     for i in range(len(documents)):
         stored = new[:, :, i] if correction is None else new[:, :, i] - correction[:, :, i] @ state
         outputs.append(queries[:, :, i] @ state + within[:, :, i] @ stored)
         state = carried[:, :, i] * state + keys[:, :, i].mT @ stored
     return torch.cat(outputs, dim=2)[:, :, :tokens].transpose(1, 2).to(v.dtype), state
+
+
+def _decayed(left: Tensor, right: Tensor, g: Tensor) -> Tensor:
+    """Return the products of rows i of `left` and j <= i of `right`, whose channels decay by exp(g_i - g_j), else 0.
+
+    Blocks of 1, 2, 4 ... tokens are joined in pairs. Between two blocks, both of a pair of tokens are decayed to the
+    end of the first block: no exponent is above 0, and no tensor has the channels of every pair.
+
+    Args:
+        left, right, g: `[..., CHUNK, k]`; g is the sum of the logarithms of decays up to each token.
+    """
+    found, size = (left * right).sum(-1)[..., None, None], 1
+    while size < CHUNK:
+        rows, columns, sums = (x.unflatten(-2, (-1, 2, size)) for x in (left, right, g))
+        before, after = sums.unbind(-3)
+        end = before[..., -1:, :]
+        below = (rows[..., 1, :, :] * (after - end).exp()) @ (columns[..., 0, :, :] * (end - before).exp()).mT
+        first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+        found = torch.cat((functional.pad(first, (0, size)), torch.cat((below, second), dim=-1)), dim=-2)
+        size *= 2
+    return found.squeeze(-3)
 
 
 class Section(NamedTuple):
@@ -201,7 +227,7 @@ def step(
         q, k, v, g, beta: as for a `Kernel`, without s.
     """
     q, k, new = (x.to(state.dtype) for x in (q, k, v))
-    state = g.exp()[..., None, None] * state
+    state = (g if g.ndim == k.ndim else g.unsqueeze(-1)).exp().unsqueeze(-1) * state
     if beta is not None:
         new = beta.unsqueeze(-1) * (new - torch.einsum("bhkv,bhk->bhv", state, k))
     state = state + k.unsqueeze(-1) * new.unsqueeze(-2)

@@ -63,7 +63,7 @@ class Dims:
             "delta_mixed": mixed,
             "delta_qkvz": mixed + values,
             "delta_gates": numbers,
-            "delta_rows": mixed + values + numbers,
+            "delta_rows": self.model.recurrent_rows,
             "delta_heads": heads,
             "delta_taps": self.model.linear_conv_kernel_dim,
             "delta_value": self.model.linear_value_head_dim or 0,

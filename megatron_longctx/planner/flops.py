@@ -3,10 +3,10 @@
 `FORMULA` is of T tokens in sequences of S (of packs, if documents are packed), L layers with attention, hidden size H,
 h query heads, g key/value heads, heads of d elements in queries and keys and e in values, MLPs of width F, and a
 vocabulary of V. Latents have c elements for keys and q for queries; RoPE rotates r elements of a head, and n others
-not. A recurrent layer of n value heads has A = H·(its columns) + n·e·H, and three products of a token with its state,
-or two in Mamba-2; its convolution and its pairs count as 0. In C's causal convention a query's own key counts half, so
-that a whole causal sequence has S²/2 pairs; the dense one has every query times every key. At long context the two
-differ by almost 2×, so both are always reported.
+not. A recurrent layer of n value heads has A = H·(its columns) + n·e·H, with Kimi Delta Attention e·n·(d + e) more, and
+three products of a token with its state, or two in Mamba-2; its convolution and its pairs count as 0. In C's causal
+convention a query's own key counts half, so that a whole causal sequence has S²/2 pairs; the dense one has every query
+times every key. At long context the two differ by almost 2×, so both are always reported.
 
 Backward counts twice. Embedding look-ups, norms, RoPE and softmax are not counted, nor is recomputation: the resulting
 percentage is MFU, not HFU.

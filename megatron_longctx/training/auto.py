@@ -102,8 +102,8 @@ def _beside_resharding(
     on_gpus = device_type(config) == "cuda"
     zigzag = _ranking(free, cluster, costs, pack, on_gpus, [configured_mode(replace(par, schedule="zigzag"))])[0]
     recurrent = sum(model.recurrent_layers)
-    mixed, values = model.recurrent_columns
-    columns = mixed + values + model.recurrent_numbers + values  # of the projection, and of the output
+    values = model.recurrent_columns[1]
+    columns = model.recurrent_rows + values  # of the projection, and of the output
     n, rows = par.context_parallel_size, config.data.seq_length * config.train.micro_batch_size
     num_bytes = rows // n**2 * columns // par.tensor_parallel_size * workload.element_bytes
     messages = MessageTimes(n, cluster, workload, costs or Costs.of_cluster(cluster))

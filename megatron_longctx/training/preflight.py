@@ -146,7 +146,7 @@ def check_delta_kernels(config: Config, device: str, backward: bool = True) -> N
         remedy = "Run pip install fla-core==0.6.0, which is part of the extra gpu."
         raise refuse("model.pattern", pattern, expected, remedy)
     ranks, installed = config.parallelism.context_parallel_size, version_of("fla-core") or "?"
-    if backward and ranks > 1 and "G" in config.model.mixers and not installed.startswith("0.6."):
+    if backward and ranks > 1 and not {*"GK"}.isdisjoint(config.model.mixers) and not installed.startswith("0.6."):
         expected = f"null over {ranks} ranks with fla-core {installed}, whose inner functions are called"
         raise refuse("model.pattern", pattern, expected, "Run pip install fla-core==0.6.0.")
     other_kernels = not backward or for_other_nodes() or importlib.util.find_spec("tilelang")

@@ -53,7 +53,7 @@ def truth(config: Config) -> dict[str, list[torch.Tensor]]:
 
 
 def truths(rank: int, config: Config) -> dict[str, list[torch.Tensor]]:
-    return {kind: dense(of_kind(config, kind), None, texts(), fp64=True) for kind in "GM"}
+    return {kind: dense(of_kind(config, kind), None, texts(), fp64=True) for kind in "GKM"}
 
 
 def of_kind(config: Config, kind: str) -> Config:
@@ -154,7 +154,8 @@ def found_by(rank: int, configs: list[Config]) -> list[Logits]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tensor", "n"), [("G", 1, 1), ("G", 1, 2), ("G", 1, 3), ("G", 2, 2), ("M", 1, 3), ("M", 2, 2)]
+    ("kind", "tensor", "n"),
+    [("G", 1, 1), ("G", 1, 2), ("G", 1, 3), ("G", 2, 2), ("M", 1, 3), ("M", 2, 2), ("K", 1, 3), ("K", 2, 2)],
 )
 def test_every_way_equals_the_training_forward_pass(
     kind: str, tensor: int, n: int, config: Config, truth: dict[str, list[torch.Tensor]]

@@ -16,13 +16,15 @@ BATCH, HEADS, KEY, VALUE, TAPS = 2, 3, 8, 5, 4
 
 
 def _inputs(tokens: int, kind: str) -> list[Tensor]:
-    """Return q, k, v, g, and for the delta rule beta."""
+    """Return q, k, v, g, and for delta rules beta. Decays of channels are between 1 and exp(-20) a token."""
     dtype = torch.float64
     torch.manual_seed(tokens)
     q, k, v = (torch.randn(BATCH, tokens, HEADS, size, dtype=dtype) for size in (KEY, KEY, VALUE))
     g, beta = -torch.rand(BATCH, tokens, HEADS, dtype=dtype), torch.rand(BATCH, tokens, HEADS, dtype=dtype)
+    if kind == "channels":
+        g = -20 * torch.rand(BATCH, tokens, HEADS, KEY, dtype=dtype) ** 4
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    return [x.requires_grad_() for x in (q * KEY**-0.5, k, v, g, beta)[: None if kind == "delta rule" else 4]]
+    return [x.requires_grad_() for x in (q * KEY**-0.5, k, v, g, beta)[: 4 if kind == "state space" else None]]
 
 
 def _recurrence(lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor, g: Tensor, *beta: Tensor) -> Tensor:
@@ -31,7 +33,7 @@ def _recurrence(lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor, g: Tens
     for i in range(q.shape[1]):
         if i in begins:
             state = torch.zeros(BATCH, HEADS, KEY, VALUE, dtype=q.dtype)
-        state = g[:, i, :, None, None].exp() * state
+        state = g[:, i].view(BATCH, HEADS, -1, 1).exp() * state
         added = v[:, i]
         for strength in beta:
             added = strength[:, i, :, None] * (added - torch.einsum("bhkv,bhk->bhv", state, k[:, i]))
@@ -66,7 +68,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["delta rule", "state space"])
+@pytest.mark.parametrize("kind", ["delta rule", "channels", "state space"])
 @pytest.mark.parametrize("case", CASES)
 def test_sections_compute_what_the_recurrence_does(case: str, kind: str) -> None:
     lengths, sizes = CASES[case]

@@ -29,6 +29,7 @@ PLAIN_HEADS = {"model.attention_output_gate": False, "model.rotary_percent": 1.0
 STEPS = {"train.steps": 5, "optim.warmup_steps": 0}
 EXPERTS = {"model.pattern": "GE*-", "model.num_moe_experts": 4, "model.moe_layer_freq": "[1,0]"}
 SHARED = {"model.moe_shared_expert_intermediate_size": 16, "model.moe_shared_expert_gate": True}
+KIMI = {"model.pattern": "K-*-", "train.steps": 10}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {**HYBRID, **STEPS},
     "packed": {**HYBRID, **STEPS, "data.packing": "best_fit", "data.mask_eod_loss": True},
@@ -41,6 +42,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "data.mask_eod_loss": True,
     },
     "mamba experts": {**HYBRID, **STEPS, **EXPERTS, "model.pattern": "ME*-"},
+    "kimi": {**HYBRID, **STEPS, "model.pattern": "K-*-"},
+    "kimi packed": {**HYBRID, **STEPS, **KIMI, "data.packing": "best_fit", "data.mask_eod_loss": True},
 }
 BUILDER = {"model.builder": "hybrid"} if RELEASE >= (0, 19) else {}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -53,6 +56,11 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mamba cp2 ep2": (2, "mamba experts", {CP: 2, EP: 2, **BUILDER}),
     "mamba tp2 cp3": (6, "mamba packed", {CP: 3, TP: 2, RECOMPUTE: "layer"}),
     "mamba cp3 pp2": (6, "mamba packed", {CP: 3, PP: 2, **BUILDER}),
+    "kimi cp2 kept": (2, "kimi packed", {CP: 2, RECOMPUTE: "attention_output", **BUILDER}),
+    "kimi tp2": (2, "kimi packed", {TP: 2}),
+    "kimi cp6": (6, "kimi", {CP: 6, RECOMPUTE: "layer"}),
+    "kimi tp2 cp3": (6, "kimi packed", {CP: 3, TP: 2, RECOMPUTE: "layer"}),
+    "kimi cp3 pp2": (6, "kimi packed", {CP: 3, PP: 2, **BUILDER}),
 }
 
 
@@ -86,6 +94,8 @@ def test_losses_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
     [
         ({"model.pattern": "D-*-"}, "model.pattern=D-[*]-: expected null or pairs of"),
         ({"model.pattern": "G-M-"}, "model.pattern=G-M-: expected one kind of recurrent layers"),
+        ({"model.pattern": "K-G-"}, "model.pattern=K-G-: expected one kind of recurrent layers"),
+        ({"model.pattern": "K-*-", "model.linear_value_head_dim": 7}, "heads=2: expected a divisor of .*head_dim=7"),
         ({"model.pattern": "G-G-*-"}, "a number of layers, now 3, that divides model.num_layers=2"),
         ({"model.pattern": "GE*-"}, "model.pattern=GE[*]-: expected E in layers with experts and - in others: --"),
         ({"model.linear_key_head_dim": None}, "model.linear_key_head_dim=None: expected a number with model.pattern"),
@@ -113,12 +123,13 @@ def test_packs_are_contiguous(tmp_path: Path) -> None:
     assert (config.layout, config.parallelism.layout) == ("contiguous", "auto")
 
 
-@pytest.mark.parametrize(("kind", "numbers", "products"), [("G", 2, 3), ("M", 1, 2)])
+@pytest.mark.parametrize(("kind", "gates", "products"), [("G", 24 + 2 * 4, 3), ("M", 24 + 4, 2), ("K", 2 * 6 + 4, 3)])
 def test_flops_of_a_recurrent_layer_grow_with_tokens_alone(
-    tmp_path: Path, kind: str, numbers: int, products: int
+    tmp_path: Path, kind: str, gates: int, products: int
 ) -> None:
     model = tiny_config(tmp_path, "run", {**HYBRID, "model.pattern": f"{kind}-{kind}-"}).model
-    projections, rule, mlp = 32 * (2 * 2 * 8 + 3 * 24 + numbers * 4), products * 4 * 8 * 6, 3 * 32 * 64
+    projections, rule, mlp = 32 * (2 * 2 * 8 + 2 * 24 + gates), products * 4 * 8 * 6, 3 * 32 * 64
+    projections += 6 * 4 * (8 + 6) * (kind == "K")
     flops = training_flops(model, 128, Work(tokens=100, pairs=0, dense_pairs=10_000))
     assert flops.causal == flops.dense == 6 * 100 * (2 * (projections + rule + mlp) + 32 * 128)
 

@@ -180,8 +180,9 @@ def layer_parameters(job: Job, kind: LayerKind = DENSE) -> int:
     if recurrent:
         mixed, values = model.recurrent_columns
         heads = model.linear_num_value_heads or 0
-        sharded += model.recurrent_weights + mixed * model.linear_conv_kernel_dim + 2 * heads
-        sharded += (mixed + values + model.recurrent_numbers) * model.bias
+        decays = heads * ((model.linear_key_head_dim or 0) if "K" in model.mixers else 1)
+        sharded += model.recurrent_weights + mixed * model.linear_conv_kernel_dim + heads + decays
+        sharded += model.recurrent_rows * model.bias
         if "M" in model.mixers:
             sharded += mixed + heads + values
         else:
@@ -322,7 +323,8 @@ def recurrent_bytes(job: Job) -> int:
     mixed, values = model.recurrent_columns
     heads, key_heads = model.linear_num_value_heads or 0, model.linear_num_key_heads or 0
     key, value = model.linear_key_head_dim or 0, model.linear_value_head_dim or 0
-    keys, state, mamba = heads * key, 4 if job.fused else 8, "M" in model.mixers
+    keys, state, mamba, kimi = heads * key, 4 if job.fused else 8, "M" in model.mixers, "K" in model.mixers
+    whole = 2 * e * value * kimi  # of a token, what all tensor-parallel ranks keep: the low ranks
     constant = mixed * (model.linear_conv_kernel_dim - 1) * e
     continued = job.config.parallelism.context_parallel_size > 1  # a rank reads the state that enters
     if mamba:
@@ -333,26 +335,28 @@ def recurrent_bytes(job: Job) -> int:
         constant += keys * value * state + 8 * heads
     elif job.fused and e == 2:  # fla-core's kernels: inputs of both, a chunk's system, what norm and product read
         row = e * (2 * mixed + 3 * values + CHUNK * heads) + 4 * (5 * heads + 2 * key_heads)
+        row += (e * (CHUNK * heads + keys) - 12 * heads) * kimi  # a matrix of a chunk more; decays are computed again
         constant += 4 * keys * value
     else:
         row = e * (3 * mixed + 2 * keys + values) + 4 * (4 * heads + 2 * key_heads)
+        row += (12 * (keys - heads) - e * values) * kimi  # decays of channels; a sigmoid keeps its output alone
         # In fp32: what the norm reads and, unless it is one kernel, its result; the gates and both factors.
         row += 2 * e * values + 4 * values * (3 if job.fused else 4) + 4 * heads + (0 if e == 4 else 4 * values)
         row += continued * keys * (state + e)
         constant += keys * (continued * key + value) * state + 8 * heads
-    return (job.tokens * row + constant * job.config.train.micro_batch_size) // tp
+    return (job.tokens * row + constant * job.config.train.micro_batch_size) // tp + job.tokens * whole
 
 
 def recurrence_bytes(job: Job) -> int:
     """Return what backward of a recurrence needs besides its arguments.
 
     On CPUs, chunks of 64 tokens are computed again in fp64: for the delta rule about 8 matrices of a chunk, 13 of its
-    keys and 4 of its values, for Mamba-2 fewer. On GPUs gradients, corrections,
-    and a state for each chunk; for Mamba-2 that is an estimate.
+    keys and 4 of its values, for Mamba-2 fewer, for decays of channels more keys. On GPUs gradients, corrections, and a
+    state for each chunk; for K and M that is an estimate.
     """
     model, e = job.config.model, job.element_bytes
     keys, values = model.linear_key_head_dim or 0, model.linear_value_head_dim or 0
-    chunks, of_keys, of_values = (6, 8, 2) if "M" in model.mixers else (8, 13, 4)
+    chunks, of_keys, of_values = {"M": (6, 8, 2), "K": (4, 38, 5)}.get(max(model.mixers), (8, 13, 4))
     row = (
         e * (4 * keys + 4 * values + 2 * keys * values // CHUNK)
         if job.fused

@@ -57,6 +57,7 @@ DELTA_NET = {
     "model.linear_key_head_dim": 12, "model.linear_value_head_dim": 20,
 }  # fmt: skip
 MAMBA = {**DELTA_NET, "model.pattern": "M-*-*-"}
+KIMI = {**DELTA_NET, "model.pattern": "K-*-*-"}
 
 # Cases of 2 ranks, which are data-parallel unless the case says otherwise.
 SAVED: dict[str, dict[str, Any]] = {
@@ -79,7 +80,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "gates": {"model.attention_output_gate": True},
     "gated experts": {**EXPERTS, "model.moe_shared_expert_gate": True},
     "delta net": DELTA_NET, "delta net tp2": {TP: 2, **DELTA_NET},
-    "mamba": MAMBA, "mamba tp2": {TP: 2, **MAMBA},
+    "mamba": MAMBA, "mamba tp2": {TP: 2, **MAMBA}, "kimi": KIMI, "kimi tp2": {TP: 2, **KIMI},
     "latents of queries": {CP: 2, **LATENTS, "model.q_lora_rank": 48, "model.qk_norm": False},
 }  # fmt: skip
 PEAKS: dict[str, dict[str, Any]] = {
@@ -113,6 +114,7 @@ PEAKS: dict[str, dict[str, Any]] = {
     "experts": {CP: 2, "model.num_moe_experts": 4, **MIXED},
     "delta net": {CHUNK: 64, **DELTA_NET, "model.pattern": "*-*-G-", "model.attention_output_gate": True},
     "delta net kept": {CHUNK: 64, **DELTA_NET, MODE: "attention_output", "model.linear_key_head_dim": 24},
+    "kimi kept": {CHUNK: 64, **KIMI, MODE: "attention_output", "model.linear_key_head_dim": 24},
     "mamba kept": {CHUNK: 64, **MAMBA, MODE: "attention_output", "model.linear_key_head_dim": 24},
 }
 
