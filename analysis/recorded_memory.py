@@ -75,7 +75,7 @@ class AttentionPeak:
         job, workload = Job(self.config, 1), workload_of(self.config)
         backward = attention_bytes(job).backward
         sizes = {kind: job.tokens * workload.token_bytes(kind) for kind in Kind}
-        if not job.recordings[1][0].reads_own.isdisjoint((Kind.Q_GRAD, Kind.KV)):
+        if not job.passes[2].isdisjoint((Kind.Q_GRAD, Kind.KV)):
             return backward - 2 * sizes[Kind.Q] - sizes[Kind.KV]
         return backward - sizes[Kind.GRAD] + sizes[Kind.OUT]  # of its arguments it reads only the gradient
 

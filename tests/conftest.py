@@ -35,6 +35,7 @@ LONGEST = (
     *("training/jobs/test_job_signals.py", "core/attention/test_masks.py", "inference/test_serve.py"),
     *("planner/memory/test_against_runs.py", "training/test_gated_delta_net.py", "inference/test_clients.py"),
     *("training/test_resume.py", "training/test_states_on_host.py", "training/test_experts.py"),
+    *("mcore/test_trees.py", "mcore/test_delta_ranks.py", "training/jobs/test_job_start.py"),
 )
 
 

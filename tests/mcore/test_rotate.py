@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.mcore.rope import rotate, rotate_torch
 from tests.core.kernels.interpreter import hopper_code, run_interpreted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,6 +26,16 @@ def queries_and_keys(
     return tensors, angles.cos().to(device), angles.sin().to(device)
 
 
+def by_definition(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    """Pairs are complex numbers, each multiplied by one of length 1."""
+    pairs, shape = cos.shape[1], (len(x), *[1] * (x.dim() - 2), -1)
+    turned, rest = x.double().split((2 * pairs, x.shape[-1] - 2 * pairs), -1)
+    parts = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    product = torch.complex(*parts) * torch.complex(cos, -sin if inverse else sin).view(shape)
+    turned = torch.stack((product.real, product.imag), -1 if interleaved else -2).flatten(-2)
+    return torch.cat((turned, rest), -1).to(x.dtype)
+
+
 def compare(device: str) -> int:
     from megatron_longctx.mcore.rotate_triton import rotate_triton
 
@@ -34,7 +43,8 @@ def compare(device: str) -> int:
     for sizes, interleaved, inverse in itertools.product(SIZES, (False, True), (False, True)):
         # In turns, so that every dtype is combined with every size, both directions and both layouts of heads.
         dtype, seed = DTYPES[compared % 3], compared // 3
-        expected = rotate_torch(*queries_and_keys(sizes, dtype, seed), interleaved, inverse)
+        tensors, *angles = queries_and_keys(sizes, dtype, seed)
+        expected = [by_definition(x, *angles, interleaved, inverse) for x in tensors]
         tensors, cos, sin = queries_and_keys(sizes, dtype, seed, device)
         found = rotate_triton(tensors, cos, sin, interleaved, inverse)
         found += rotate_triton(tensors[1:], cos, sin, interleaved, inverse)
@@ -62,10 +72,14 @@ def test_the_kernel_compiles_for_hopper(rest: int, interleaved: bool) -> None:
 
 
 def test_the_inverse_restores_the_inputs_which_are_not_written_to() -> None:
+    from megatron_longctx.mcore.rope import rotate  # here, since the interpreter's process needs no Megatron
+
     tensors, cos, sin = queries_and_keys(SIZES[2], torch.float32, 1)
     before = [x.clone() for x in tensors]
     for interleaved in (False, True):
         there = rotate(tensors, cos, sin, interleaved)
+        expected = [by_definition(x, cos, sin, interleaved, False) for x in tensors]
+        torch.testing.assert_close(there, expected, rtol=1e-5, atol=1e-5)
         for back, x in zip(rotate(there, cos, sin, interleaved, inverse=True), before, strict=True):
             torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))

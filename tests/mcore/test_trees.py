@@ -50,7 +50,6 @@ CASES: dict[int, dict[str, tuple[str, int, dict[str, Any]]]] = {
         "tp2 cp2": ("windows", FEW, {TP: 2, CP: 2, RECOMPUTE: "attention_output"}),
         "tp2 cp2 latents": ("latents", FEW, {TP: 2, CP: 2}),
         "pp2 cp2": ("windows", FEW, {PP: 2, CP: 2, RECOMPUTE: "attention_output+offload"}),
-        "tp2 pp2": ("windows", FEW, {TP: 2, PP: 2, RECOMPUTE: "layer"}),
         "ep2 cp2 dp2": ("experts", FEW, {EP: 2, CP: 2}),
     },
     8: {"cp8": ("windows", 2, {CP: 8})},  # also a tree of one node of 9 tokens

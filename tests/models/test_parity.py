@@ -59,13 +59,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "head_dim": 32,
                 "rope_parameters": YARN | {"truncate": False}},
 }  # fmt: skip
-CASES: dict[int, tuple[dict[str, int], ...]] = {
-    1: ({},),
-    3: ({"context": 3},),
-    4: ({"context": 4}, {"tensor": 2, "context": 2}),
+# Parallel sizes and the number of generated tokens, keyed by the number of ranks.
+CASES: dict[int, tuple[dict[str, int], int]] = {
+    1: ({}, 40),
+    3: ({"context": 3}, 12),
+    4: ({"tensor": 2, "context": 2}, 12),
 }
-# Generated tokens, keyed by the number of ranks, for the last of their cases.
-GENERATED = {1: 40, 3: 12, 4: 12}
 # Layers with windows free pages, and have few.
 FREEING = {
     "inference.page_tokens": 1,
@@ -77,31 +76,30 @@ TOKENS = torch.randint(5, 290, (1, LENGTH), generator=torch.Generator().manual_s
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any]]:
-    """The imported run and the model of `transformers`, keyed by family."""
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Config, Any]]:
+    """The imported run's configuration and the model of `transformers`, keyed by family."""
     root, models = tmp_path_factory.mktemp("published"), {}
     for family, fields in MODELS.items():
         model = write_model(root / family, family, torch.float32, **SIZES | fields)
         import_model(str(root / family), [f"out={root / 'runs' / family}"])
-        models[family] = str(root / "runs" / family), model
+        models[family] = load_config(root / "runs" / family / RESOLVED), model
     return models
 
 
-def whole_logits(run: str, sizes: dict[str, int]) -> Tensor:
+def whole_logits(config: Config, sizes: dict[str, int]) -> Tensor:
     """Return the training model's logits of this rank's tokens, after a column of their positions: `[s, 1 + vocab]`."""
-    config: Config = load_config(Path(run, RESOLVED))
     experts = config.model.num_moe_experts is not None  # with tensor parallelism, they require sequence parallelism
     parallel = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
     config = changed(
         config, {**parallel, "data.seq_length": LENGTH, "parallelism.sequence_parallel": experts and "tensor" in sizes}
     )
-    collection = groups.initialize(**{"expert" if axis == "expert_model" else axis: n for axis, n in sizes.items()})
+    collection = groups.from_config(config.parallelism)
     sequence = build_sequence(config, collection.cp)
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
     gpt = build_model(config, transformer_config(config), collection, sequence, vocab_size).eval()
     state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
-    checkpoint.load(Path(run, "checkpoints"), state)
+    checkpoint.load(Path(config.run.root, config.run.name, "checkpoints"), state)
     shard = sequence.shard_batch({"tokens": TOKENS, "positions": torch.arange(LENGTH)[None]})
     with torch.no_grad():
         logits = gpt(shard["tokens"], shard["positions"], None)[0]
@@ -116,23 +114,23 @@ def sizes_of(family: str, sizes: dict[str, int]) -> dict[str, int]:
     return sizes | ({"expert_model": 2, "expert_tensor": 1} if family == "gpt_oss" and "tensor" in sizes else {})
 
 
-def run_all(rank: int, runs: dict[str, str], world: int) -> dict[str, Any]:
+def run_all(rank: int, runs: dict[str, Config], world: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for family, run in runs.items():
-        cases = [sizes_of(family, sizes) for sizes in CASES[world]]
-        results[family] = [whole_logits(run, sizes) for sizes in cases]
+        sizes, count = sizes_of(family, CASES[world][0]), CASES[world][1]
+        results[family] = whole_logits(run, sizes)
         others = FREEING if "sliding_window" in MODELS[family] else {}
-        results[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1], others)
+        results[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), count, sizes, others)
         if world == 4 and not any({"experts", "linear", "mamba"} & {*key.split("_")} for key in MODELS[family]):
             shared = {"inference.shard_weights": True}
-            results[f"{family} shares"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1], shared)
+            results[f"{family} shares"] = ours(rank, run, TOKENS[0].tolist(), count, sizes, shared)
     return results
 
 
 @cache
 def likeliest(model: Any, vocabulary: int) -> list[int]:
     """Return the tokens that `transformers` generates after `TOKENS`, as many as any number of ranks generates."""
-    return theirs(model, TOKENS[0].tolist(), max(GENERATED.values()), vocabulary)[1]
+    return theirs(model, TOKENS[0].tolist(), max(count for _, count in CASES.values()), vocabulary)[1]
 
 
 def test_all_families_are_tested() -> None:
@@ -140,19 +138,18 @@ def test_all_families_are_tested() -> None:
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_logits_and_tokens_are_those_of_transformers(world: int, published: dict[str, tuple[str, Any]]) -> None:
+def test_logits_and_tokens_are_those_of_transformers(world: int, published: dict[str, tuple[Config, Any]]) -> None:
     runs = {family: run for family, (run, _) in published.items()}
     ranks = run_distributed(run_all, world, runs, world)
     for family, (_, model) in published.items():
         with torch.no_grad():
             expected = model(TOKENS).logits[0]
-        for number, sizes in enumerate(CASES[world]):
-            rows = torch.cat([rank[family][number] for rank in ranks])
-            whole = torch.full_like(expected, torch.nan)
-            whole[rows[:, 0].long()] = rows[:, 1 : 1 + expected.shape[1]]
-            assert (whole - expected).norm() < 1e-4 * expected.norm(), (family, sizes)
+        rows = torch.cat([rank[family] for rank in ranks])
+        whole = torch.full_like(expected, torch.nan)
+        whole[rows[:, 0].long()] = rows[:, 1 : 1 + expected.shape[1]]
+        assert (whole - expected).norm() < 1e-4 * expected.norm(), family
         vocabulary = len(ranks[0][f"{family} generates"][0])
-        tokens = likeliest(model, vocabulary)[: GENERATED[world]]
+        tokens = likeliest(model, vocabulary)[: CASES[world][1]]
         for rank in ranks:
             assert rank[f"{family} generates"][1] == tokens and len(set(tokens)) > 5, family
             assert rank.get(f"{family} shares", (None, tokens))[1] == tokens, family

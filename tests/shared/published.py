@@ -101,18 +101,20 @@ def theirs(model: Any, prompt: Sequence[int], new_tokens: int, tokens: int) -> t
 
 def ours(
     rank: int,
-    run: str,
+    run: str | Config,
     prompt: Sequence[int],
     new_tokens: int,
     sizes: dict[str, int],
     others: dict[str, Any] | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """The same by this project's engine, as this rank of a joined group; `others`: settings over the run's."""
-    config: Config = load_config(Path(run, RESOLVED))
+    """The same by this project's engine, as this rank of a joined group. run: its folder or its configuration.
+    others: settings over the run's."""
+    folder = Path(run) if isinstance(run, str) else Path(run.run.root, run.run.name)
+    config = load_config(folder / RESOLVED) if isinstance(run, str) else run
     settings = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()} | (others or {})
     config = inference_config(changed(config, settings))
     collection = groups.from_config(config.parallelism)
-    engine, tokenizer = build_engine(config, collection, Path(run, "checkpoints"))
+    engine, tokenizer = build_engine(config, collection, folder / "checkpoints")
     session = engine.open()
     session.append(prompt)
     logits = engine.next_logits([session])[0][: tokenizer.vocab_size].clone()

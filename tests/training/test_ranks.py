@@ -1,14 +1,15 @@
 """Functions on several ranks: the number of ranks, errors, and the result under torchrun."""
 
-import subprocess
-import sys
+import functools
 from pathlib import Path
 
 import pytest
 
 from megatron_longctx.core.errors import JobFailed
-from megatron_longctx.testing.distributed import PATIENCE_S
+from megatron_longctx.testing.distributed import run_quickly
+from megatron_longctx.training import ranks
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
+from tests.shared.jobs import TORCHRUN, finished
 
 
 def _refuses(rank: int) -> None:
@@ -19,7 +20,8 @@ def _fails(rank: int) -> None:
     raise RuntimeError("out of luck")
 
 
-def test_a_refusal_of_a_rank_differs_from_a_failure() -> None:
+def test_a_refusal_of_a_rank_differs_from_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "run_ranks", functools.partial(run_quickly, threads=1))
     with pytest.raises(ValueError, match=r"^size=0: expected 1 or more. Raise it.$"):
         run_on_ranks(Ranks(2, "cpu"), _refuses)
     with pytest.raises(JobFailed, match=r"^rank \d failed: RuntimeError: out of luck$"):
@@ -42,6 +44,5 @@ def test_under_torchrun_rank_0_returns_the_result(tmp_path: Path) -> None:
         "from megatron_longctx.training.ranks import Ranks, run_on_ranks\n"
         "print('found', run_on_ranks(Ranks.of(None, 'cpu'), lambda rank: 10 + rank))\n"
     )
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    assert done.stdout.split() == ["found", "10"]
+    job = finished(tmp_path, [*TORCHRUN, "--standalone", "--nproc-per-node=2", str(script)], quick=True)
+    assert job.process.returncode == 0 and job.out.read_text().split() == ["found", "10"], job.output()

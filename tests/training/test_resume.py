@@ -19,14 +19,10 @@ from tests.shared.training import Job, Record, changed, recorded, tiny_config, t
 
 STEPS = 10
 RUN: dict[str, Any] = {
-    "data.seq_length": 100,
-    "data.mask_eod_loss": True,
+    "data.seq_length": 100, "data.mask_eod_loss": True, "train.steps": STEPS,
     "optim.decay_steps": STEPS,  # the default is train.steps, which the tests change
-    "train.steps": STEPS,
-    "train.global_batch_size": 8,
-    "train.micro_batch_size": 2,
-    "train.save": True,
-}
+    "train.global_batch_size": 8, "train.micro_batch_size": 2, "train.save": True,
+}  # fmt: skip
 PACKS = {"data.packing": "best_fit", "data.max_wait_steps": 2, "train.micro_batch_size": 1, "train.steps": 6}
 LONGER = {"data.seq_length": 120, "train.check_data": False, "train.steps": 8}
 CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))

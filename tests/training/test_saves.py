@@ -15,16 +15,9 @@ from tests.shared.training import Job, changed, recorded, tiny_config, tiny_corp
 
 VALIDATION = {1: 5.0, 2: 3.0, 3: math.nan, 4: 6.0, 5: 2.0, 6: 7.0}
 BEST: dict[str, Any] = {
-    "train.steps": 4,
-    "optim.decay_steps": 6,
-    "train.save": True,
-    "train.save_interval": 1,
-    "train.eval_interval": 1,
-    "train.eval_samples": 2,
-    "train.keep_checkpoints": 1,
-    "train.keep_best": True,
-    "data.split": "60,40",
-}
+    "train.steps": 4, "optim.decay_steps": 6, "train.save": True, "train.save_interval": 1, "train.eval_interval": 1,
+    "train.eval_samples": 2, "train.keep_checkpoints": 1, "train.keep_best": True, "data.split": "60,40",
+}  # fmt: skip
 
 
 def _validate_as_given(trainer: Trainer) -> None:

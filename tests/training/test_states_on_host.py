@@ -14,20 +14,10 @@ from megatron_longctx.training.loop import Trainer
 from tests.shared.training import Job, Record, run_job, tiny_config, tiny_corpus
 
 ON_HOST = {"optim.states_on_host": True}
-RUN: dict[str, Any] = {
-    "data.seq_length": 100,
-    "train.precision": "bf16",
-    "optim.decay_steps": 6,
-    "train.steps": 6,
-    "train.global_batch_size": 4,
-    "train.save": True,
-}
-EXPERTS = {
-    "model.num_moe_experts": 4,
-    "model.moe_ffn_hidden_size": 48,
-    "parallelism.context_parallel_size": 2,
-    "parallelism.expert_model_parallel_size": 2,
-}
+RUN: dict[str, Any] = {"data.seq_length": 100, "train.precision": "bf16", "optim.decay_steps": 6, "train.steps": 6,
+                       "train.global_batch_size": 4, "train.save": True}  # fmt: skip
+EXPERTS = {"model.num_moe_experts": 4, "model.moe_ffn_hidden_size": 48, "parallelism.context_parallel_size": 2,
+           "parallelism.expert_model_parallel_size": 2}  # fmt: skip
 SHORT = {"train.steps": 2, "optim.decay_steps": 2, "optim.warmup_steps": 0}
 KINDS = {"bf16": {}, "fp32": {"train.precision": "fp32"}, "experts": EXPERTS}
 

@@ -46,13 +46,10 @@ def check(job: Job, capacity: int, host_capacity: int | None = None) -> str | No
         raise refuse("optim.states_on_host", True, expected, "Set it to false.")
     advice = "" if needed <= SAFE_SHARE * capacity else _advice(job, int(SAFE_SHARE * capacity), host_capacity)
     if needed > capacity:
-        raise refuse(
-            "data.seq_length",
-            job.config.data.seq_length,
-            f"a step within the device's {capacity / GIB:.1f} GiB; it is predicted to take "
-            f"{needed / GIB:.1f} GiB, most in {prediction.peak.name}",
-            f"{advice} train.check_memory=false starts the run nevertheless.",
-        )
+        takes = f"it is predicted to take {needed / GIB:.1f} GiB, most in {prediction.peak.name}"
+        expected = f"a step within the device's {capacity / GIB:.1f} GiB; {takes}"
+        remedy = f"{advice} train.check_memory=false starts the run nevertheless."
+        raise refuse("data.seq_length", job.config.data.seq_length, expected, remedy)
     saved = checkpoint_bytes(job)
     if train.save and train.async_save and host_capacity is not None and on_host + saved > host_capacity:
         copy = f"the copy of a checkpoint takes {saved / GIB:.1f}"

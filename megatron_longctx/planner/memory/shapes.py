@@ -2,13 +2,13 @@
 
 from collections import Counter
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ...config import Config, cluster_of, configured_plan, planned_mask, workload_of
 from ...config.model import DELTA_RULE_CHUNK as CHUNK
 from ...core.errors import refuse
-from ...core.plans import Kind, Plan, Recorder, Recording, Target, backward_plan
+from ...core.plans import Kind, Plan, Recorder, Target, backward_plan
 from ...core.plans.kernel_calls import fa4_takes
 from ..footprint import Footprint, footprint
 
@@ -84,23 +84,10 @@ class Job:
         over_peers = self.fused and one_node and self.config.attention.transport != "p2p"
         return Target(workload_of(self.config), fa4_takes(self.config.attention.deterministic), over_peers)
 
-    @cached_property
-    def recordings(self) -> tuple[list[Recording], list[Recording]]:
-        """The forward and backward recordings of all ranks, or of six typical ranks if there are more than 16."""
-        n = self.plan.n
-        ranks = range(n) if n <= 16 else sorted({0, 1, n // 2 - 1, n // 2, n - 2, n - 1})
-        forward, backward = Recorder(self.plan, self.target), Recorder(backward_plan(self.plan), self.target)
-        return [forward.record(rank) for rank in ranks], [backward.record(rank) for rank in ranks]
-
-    @cached_property
-    def footprints(self) -> tuple[Footprint, Footprint]:
-        """The forward and backward footprint; every field is the largest of all ranks."""
-
-        def largest(recordings: list[Recording]) -> Footprint:
-            of_ranks = [footprint(recording, self.target.workload, self.fused) for recording in recordings]
-            return Footprint(**{f.name: max(getattr(each, f.name) for each in of_ranks) for f in fields(Footprint)})
-
-        return largest(self.recordings[0]), largest(self.recordings[1])
+    @property
+    def passes(self) -> tuple[Footprint, Footprint, frozenset[Kind]]:
+        """The forward and backward footprint of attention, and what a rank reads of its own tensors in backward."""
+        return _passes(self.plan, self.target, self.fused)
 
     @cached_property
     def tokens(self) -> int:
@@ -119,6 +106,23 @@ class Job:
         train = self.config.train
         num_micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * self.data_parallel_size))
         return min(num_micro_batches, self.config.parallelism.pipeline_parallel_size - stage)
+
+
+@lru_cache(maxsize=256)  # advice and searches compare settings that often have the same plan
+def _passes(plan: Plan, target: Target, fused: bool) -> tuple[Footprint, Footprint, frozenset[Kind]]:
+    """Record all ranks, or six typical ones of more than 16; every field of a footprint is the largest of them."""
+    n = plan.n
+    ranks = range(n) if n <= 16 else sorted({0, 1, n // 2 - 1, n // 2, n - 2, n - 1})
+
+    def recorded(plan: Plan) -> tuple[Footprint, frozenset[Kind]]:
+        recorder = Recorder(plan, target)
+        recordings = [recorder.record(rank) for rank in ranks]
+        of_ranks = [footprint(recording, target.workload, fused) for recording in recordings]
+        largest = {f.name: max(getattr(each, f.name) for each in of_ranks) for f in fields(Footprint)}
+        return Footprint(**largest), recordings[0].reads_own
+
+    backward, reads_own = recorded(backward_plan(plan))
+    return recorded(plan)[0], backward, reads_own
 
 
 def stage_parameters(job: Job, stage: int) -> int:
@@ -249,8 +253,7 @@ def layer_bytes(job: Job, kind: LayerKind) -> LayerBytes:
     # Keys and values are views of the projection without RoPE. So are queries if each has its own key/value head.
     copied = model.position_embedding != "rope" and model.num_kv_heads != model.num_attention_heads
     saved = (1 + copied) * q + kv
-    qkv, kept = q + kv, job.footprints[0].kept
-    reads = job.recordings[1][0].reads_own
+    qkv, kept, reads = q + kv, job.passes[0].kept, job.passes[2]
     if kept and reads.isdisjoint((Kind.Q_GRAD, Kind.KV)):  # kept blocks, with their lse, replace the rank's own q, k, v
         saved = qkv = 0
         if model.sinks == "none":
@@ -376,7 +379,7 @@ class AttentionBytes:
 
 def attention_bytes(job: Job) -> AttentionBytes:
     """Return the memory of attention, read from the recordings of the configured mode."""
-    forward, backward = job.footprints
+    forward, backward, _ = job.passes
     over_peers, sent = job.target.over_peers, max(forward.sent, backward.sent)
     return AttentionBytes(
         buffers=max(forward.buffers, backward.buffers) + (0 if over_peers else sent),
