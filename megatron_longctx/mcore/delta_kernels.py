@@ -95,18 +95,18 @@ def kimi_delta_rule(
     from fla.ops.cp import FLACPContext
     from fla.ops.kda import chunk_kda
 
-    place, batch = pack.place, len(q)
-    stops, on_host = pack.stops(1 if place.exchanges else batch, q.device)
+    place = pack.place
+    stops, on_host = pack.stops(1 if place.exchanges else len(q), q.device)
     where: dict[str, Any] = {"cu_seqlens": stops, "cu_seqlens_cpu": on_host}
     if place.exchanges:
         ranks = {"pre_num_ranks": place.rank - place.first_rank, "post_num_ranks": place.last_rank - place.rank}
         ends = {"is_first_rank": not place.continues, "is_last_rank": not place.leaves}
         where = {"cp_context": FLACPContext(group, **where, **ranks, **ends)}
     gates = {"A_log": log, "dt_bias": bias, "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
-    flat = [x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, rates, beta)]
-    tokens = q.shape[1] if place.exchanges else batch * q.shape[1]
-    rows = zip(*(x.split(tokens, dim=1) for x in flat), strict=True)
-    return torch.cat([chunk_kda(*(x.contiguous() for x in row), **gates, **where)[0] for row in rows]).view(v.shape)
+    inputs = (x if place.exchanges else x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, rates, beta))
+    rows = zip(*(torch.split(x, 1) for x in inputs), strict=True)
+    found = [chunk_kda(*(x.contiguous() for x in row), **gates, **where)[0] for row in rows]
+    return (torch.cat(found) if len(found) > 1 else found[0]).view(v.shape)
 
 
 def state_space(

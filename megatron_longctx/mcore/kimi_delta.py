@@ -25,7 +25,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     activation = "sigmoid"
 
     def _columns_of_gates(self) -> int:
-        return 2 * self._value // self._heads
+        return int(2 * self._value // self._heads)
 
     def _initial_values(self, heads: int, bound: float) -> Mapping[str, Tensor]:
         sizes = {"decay_up": heads * self._key, "gates_up": heads * self._value}

@@ -129,7 +129,7 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
 
     def _columns_of_gates(self) -> int:
         """Return how many columns of the projection, for a key head, `_gates_of` gets."""
-        return self._shared * self._value
+        return int(self._shared * self._value)
 
     def _gates_of(self, columns: Tensor) -> tuple[Tensor, ...]:
         """Return the gates of outputs, and further numbers of the recurrence, `[s, b, h ...]` each.

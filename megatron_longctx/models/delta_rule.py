@@ -119,11 +119,11 @@ def _decayed(left: Tensor, right: Tensor, g: Tensor) -> Tensor:
     """
     found, size = (left * right).sum(-1)[..., None, None], 1
     while size < CHUNK:
-        rows, columns, sums = (x.unflatten(-2, (-1, 2, size)) for x in (left, right, g))
+        rows, columns, sums = (x.view(*x.shape[:-2], -1, 2, size, x.shape[-1]) for x in (left, right, g))
         before, after = sums.unbind(-3)
         end = before[..., -1:, :]
         below = (rows[..., 1, :, :] * (after - end).exp()) @ (columns[..., 0, :, :] * (end - before).exp()).mT
-        first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+        first, second = found.view(*found.shape[:-3], -1, 2, size, size).unbind(-3)
         found = torch.cat((functional.pad(first, (0, size)), torch.cat((below, second), dim=-1)), dim=-2)
         size *= 2
     return found.squeeze(-3)

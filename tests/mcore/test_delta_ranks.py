@@ -8,11 +8,14 @@ import sys
 import tempfile
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_longctx.mcore import delta_kernels
 from megatron_longctx.mcore.delta_net import _normalized
 from megatron_longctx.models import delta_rule
 from megatron_longctx.models.delta_rule import Place
@@ -34,8 +37,15 @@ def fla_for_the_interpreter(folder: Path) -> None:
     import triton.runtime.autotuner
 
     shutil.copytree(INSTALLED, folder / "fla")
-    path = folder / "fla/ops/common/chunk_delta_h.py"
-    path.write_text(path.read_text(encoding="utf-8").replace("i_t.to(tl.int64)", "i_t"), encoding="utf-8")
+    for name, found, other in (
+        ("common/chunk_delta_h", "i_t.to(tl.int64)", "i_t"),
+        ("cp/chunk_fwd", "i_t.to(tl.int64)", "i_t"),
+        ("cp/chunk_bwd", "i_t.to(tl.int64)", "i_t"),
+        ("cp/context", "if not IS_NVIDIA or device", "return\n    if device"),  # it refuses CPUs
+        ("cp/comm", "(out, inp, group", "(out, inp.unsqueeze(0), group"),  # as gloo wants it
+    ):
+        path = folder / f"fla/ops/{name}.py"
+        path.write_text(path.read_text(encoding="utf-8").replace(found, other), encoding="utf-8")
     sys.path.insert(0, str(folder))
     triton.runtime.autotuner.Autotuner._bench = lambda *args, **kwargs: [1.0, 1.0, 1.0]
     import fla.ops.gated_delta_rule
@@ -66,6 +76,33 @@ def compare(rank: int, documents: tuple[int, ...], tokens: tuple[int, ...]) -> N
         torch.testing.assert_close(one, other[:, inside].float(), rtol=1e-5, atol=2e-6)
 
 
+def compare_kimi(rank: int, documents: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    total = sum(documents)
+    q, k, v, rates, grad = (torch.randn(1, total, n, SIZE) for n in (HEADS, HEADS, SHARED, SHARED, SHARED))
+    beta, log, bias = torch.rand(1, total, SHARED), torch.rand(SHARED), torch.rand(SHARED * SIZE)
+    bounds = [0, *accumulate(tokens)]
+    place = Place([0, *accumulate(documents)][:-1], bounds, rank)
+    inside = slice(*bounds[rank : rank + 2])
+    stops = torch.tensor([0, *accumulate(place.lengths)])
+    pack: Any = SimpleNamespace(place=place, stops=lambda rows, device: (stops, stops))
+    own = [x[:, inside].contiguous().requires_grad_() for x in (q, k, v, rates, beta)]
+    weights = [log.requires_grad_(), bias.requires_grad_()]
+    out = delta_kernels.kimi_delta_rule(*own, *weights, pack, dist.group.WORLD)
+    found = [out, *torch.autograd.grad(out, [*own, *weights], grad[:, inside])]
+    for sums in found[-2:]:
+        dist.all_reduce(sums)
+    whole = [x.detach().double().requires_grad_() for x in (q, k, v, rates, beta, log, bias)]
+    wide = [_normalized(whole[0], SIZE**-0.5), _normalized(whole[1])]
+    g = -whole[5].exp().unsqueeze(-1) * torch.nn.functional.softplus(whole[3] + whole[6].view(SHARED, SIZE))
+    inputs = [*(x.repeat_interleave(SHARED, 2) for x in wide), whole[2], g, whole[4]]
+    expected = delta_rule.chunked(documents, torch.zeros(1, SHARED, SIZE, SIZE), *inputs)[0]
+    grads = torch.autograd.grad(expected, whole, grad.double())
+    for number, (one, other) in enumerate(zip(found, (expected, *grads), strict=True)):
+        part = other[:, inside] if number < 6 else other
+        torch.testing.assert_close(one, part.float(), rtol=1e-4, atol=1e-4 if number > 5 else 1e-5)
+
+
 def test_kernels_over_ranks_equal_the_reference() -> None:
     if not INSTALLED.is_dir():
         pytest.skip(f"{INSTALLED} is missing: make setup")
@@ -78,3 +115,5 @@ if __name__ == "__main__":
         fla_for_the_interpreter(Path(folder))
         for documents, tokens in CASES:
             run_forked(compare, len(tokens), documents, tokens)
+        for documents, tokens in CASES[2:]:
+            run_forked(compare_kimi, len(tokens), documents, tokens)

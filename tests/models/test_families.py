@@ -311,6 +311,7 @@ def _other_value(value: Any) -> Any:
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "They cap logits"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Its images are not supported"),
         ({"architectures": ["NemotronHForCausalLM"]}, "Its layers have a mixer or an MLP alone"),
+        ({"model_type": "kimi_linear"}, "It has latents .MLA. beside its recurrent layers"),
         ({"architectures": ["OlmoHybridForCausalLM"]}, "Its layers of attention have norms of whole queries and keys"),
     ],
 )

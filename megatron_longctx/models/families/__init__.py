@@ -13,14 +13,14 @@ from ..fields import RESTORE, refuse_field
 FAMILIES: tuple[Family, ...] = tuple(
     import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)
 )
-_KDA = "Its recurrent layers are of another kind: KDA. Layers G are gated delta nets as in Qwen3-Next."
+_LATENTS = "It has latents (MLA) beside its recurrent layers, which are layers K here."
 _SINGLE = "Its layers have a mixer or an MLP alone, with squared ReLU, and attention has no positions."
 _OLMO = "Its layers of attention have norms of whole queries and keys, and none before them, other than its delta nets."
 _CAPPED = "They cap logits, which no kernel here does."
 # Reasons, keyed by architecture or `model_type`.
 _NOT_SUPPORTED = {
     **dict.fromkeys(("Gemma2ForCausalLM", "gemma2"), _CAPPED),
-    **dict.fromkeys(("KimiLinearForCausalLM", "kimi_linear"), _KDA),
+    **dict.fromkeys(("KimiLinearForCausalLM", "kimi_linear"), _LATENTS),
     **dict.fromkeys(("NemotronHForCausalLM", "nemotron_h"), _SINGLE),
     **dict.fromkeys(("OlmoHybridForCausalLM", "olmo_hybrid"), _OLMO),
     "Gemma3ForConditionalGeneration": "Its images are not supported; take a text-only model.",
