@@ -85,7 +85,7 @@ all "${jobs[@]}" "$!"
 recipe=(
     experiment=smollm2_135m_extend_64k_cp4_h200_bf16 parallelism.context_parallel_size="$ranks"
     'data.prefix=0.3 data/stdlib 0.7 data/packages' data.seq_length="$last" recompute.head_chunk_tokens=8192
-    data.split=90,10 train.eval_samples=2 train.save_interval=20 logging.wandb=disabled "${words[@]}"
+    "data.split='90,10'" train.eval_samples=2 train.save_interval=20 logging.wandb=disabled "${words[@]}"
 )
 step plan_memory longctx plan "${recipe[@]}" --memory
 step plan_compare longctx plan "${recipe[@]}" --compare

@@ -17,7 +17,7 @@ MODEL = """
     --num-layers 2 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 4 --swiglu --group-query-attention
     --num-query-groups 2 --seq-length 1024 --max-position-embeddings 1024 --disable-bias-linear --normalization RMSNorm
     --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --context-parallel-size 2
-    --micro-batch-size 1 --global-batch-size 4 --train-iters 5 --lr 0.002 --tokenizer-type NullTokenizer
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 5 --lr 0.0003 --tokenizer-type NullTokenizer
     --vocab-size 127 --make-vocab-size-divisible-by 2 --no-gradient-accumulation-fusion --no-bias-swiglu-fusion
     --no-bias-dropout-fusion --no-masked-softmax-fusion --no-persist-layer-norm --log-interval 1 --eval-iters 0
     --eval-interval 1000 --num-workers 0 --calculate-per-token-loss --no-create-attention-mask-in-dataloader"""
