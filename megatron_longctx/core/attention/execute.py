@@ -220,7 +220,7 @@ class Pass:
         return backward
 
     def _merge(self, op: ops.Merge) -> Step:
-        if len(op.parts) > ops.MAX_PARTIALS:
+        if op.into.memory.place is ops.Place.CALL:
             return self._sum_copies(op)
         kind, into, heads = op.into.kind, self._registers.fields(op.into), self._shapes.heads
         first = heads(kind, op.into.heads).start

@@ -103,8 +103,8 @@ class Compute(NamedTuple):
 class Merge(NamedTuple):
     """A merge of partial results: outputs by their log-sum-exp, gradients by addition.
 
-    Rows that no part covers become (0, -inf) or 0. A sum that is extended is the first part itself. More parts than
-    `MAX_PARTIALS` are the gradients of copied keys: a kernel call's output, cut into parts.
+    Rows that no part covers become (0, -inf) or 0. A sum that is extended is the first part itself. Gradients of copied
+    keys are merged into a `Place.CALL`: any number of parts, which are all of a kernel call's output in its order.
     """
 
     into: Rows
