@@ -241,13 +241,8 @@ def _merged(pieces: Iterable[_Piece]) -> tuple[range, ...]:
     return tuple(spans)
 
 
-LAYOUTS: dict[str, Callable[..., Layout]] = {
-    "contiguous": contiguous,
-    "zigzag": zigzag,
-    "striped": striped,
-    "balanced": balanced,
-    "per_document": per_document,
-}
+_ALL: tuple[Callable[..., Layout], ...] = (contiguous, zigzag, striped, balanced, per_document)
+LAYOUTS = {each.__name__: each for each in _ALL}
 
 
 def build_layout(

@@ -56,7 +56,7 @@ def allocate_peer_memory(group: dist.ProcessGroup, device: torch.device, half_by
     sizes = (2 * half_bytes, 8 * PeerMemory.num_flags(world))
     free_cached_memory(device, sum(sizes))
     with torch.inference_mode(False):
-        handles = allocate(group, device, sizes, remedy)
+        handles = allocate(group, device, sizes, remedy, "setting up peer memory")
         views = [
             [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(world)]
             for handle, size in zip(handles, sizes, strict=True)

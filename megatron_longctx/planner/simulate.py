@@ -14,20 +14,7 @@ from ..config.progress import Progress
 from ..core.errors import refuse
 from ..core.plans.plan import Plan, collector_paused
 from ..core.plans.recorder import Recorder
-from ..core.plans.recording import (
-    Acquire,
-    Compute,
-    Copy,
-    Merge,
-    Op,
-    Recording,
-    Release,
-    Send,
-    SumCopies,
-    Wait,
-    rows_read,
-    rows_written,
-)
+from ..core.plans.recording import Acquire, Compute, Copy, Merge, Op, Recording, Release, Send, Wait
 from ..core.plans.workload import Target
 from .cost import GIB, Costs, Workload
 from .footprint import footprint, row_bytes
@@ -203,8 +190,8 @@ class _Simulator:
         if isinstance(op, Copy):
             num_bytes = 2 * sum(row_bytes(into, self.workload) for into, _ in op.pairs)
             return _Event(None, num_bytes / (self.costs.merge_gibps * GIB), "pack")
-        if isinstance(op, Merge | SumCopies):
-            num_bytes = sum(row_bytes(rows, self.workload) for rows in (*rows_read(op), *rows_written(op)))
+        if isinstance(op, Merge):
+            num_bytes = sum(row_bytes(rows, self.workload) for rows in (op.into, *[part.rows for part in op.parts]))
             return _Event(None, num_bytes / (self.costs.merge_gibps * GIB), "merge")
         if not isinstance(op, Compute):
             return _Event(type(op))

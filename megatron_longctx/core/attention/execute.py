@@ -19,6 +19,7 @@ from .kv_format import Fields, Shapes, TensorSpec
 from .registers import EXCHANGE, SCALE, TEMPLATE, Get, Registers, Values
 
 Step = Callable[[Values], object]
+_RESULTS = frozenset({ops.Place.CALL, ops.Place.SUM, ops.Place.RESULT})
 
 
 @dataclass
@@ -109,7 +110,9 @@ class Pass:
         ended = self._last_uses()
         for i, op in enumerate(recording.ops):
             for memory in {rows.memory for rows in ops.rows_written(op)} - ready:
-                if memory.place in (ops.Place.SUM, ops.Place.RESULT):
+                if memory.place in (ops.Place.SUM, ops.Place.RESULT, ops.Place.CALL) and not isinstance(
+                    op, ops.Compute
+                ):
                     ready.add(memory)
                     steps.append(self._allocate(memory))
             steps.append(self._step(op, i))
@@ -138,8 +141,6 @@ class Pass:
                 return self._copy(op, i)
             case ops.Compute():
                 return self._backward(op) if self.recording.backward else self._forward(op)
-            case ops.SumCopies():
-                return self._sum_copies(op)
             case ops.Merge():
                 return self._merge(op)
             case ops.Send():
@@ -219,6 +220,8 @@ class Pass:
         return backward
 
     def _merge(self, op: ops.Merge) -> Step:
+        if op.into.memory.place is ops.Place.CALL:
+            return self._sum_copies(op)
         kind, into, heads = op.into.kind, self._registers.fields(op.into), self._shapes.heads
         first = heads(kind, op.into.heads).start
         parts = [
@@ -235,14 +238,10 @@ class Pass:
 
         return merge
 
-    def _sum_copies(self, op: ops.SumCopies) -> Step:
-        copies, number = self._registers.raw(op.copies.rows()), self._registers.number(op.into)
-        total = CopySum(op.spans, op.into.tokens)
-
-        def sum_copies(values: Values) -> None:
-            values[number] = tuple([total(field) for field in copies(values)])
-
-        return sum_copies
+    def _sum_copies(self, op: ops.Merge) -> Step:
+        copies, into = map(self._registers.fields, (op.parts[0].rows.memory.rows(), op.into))
+        total = CopySum([(start, rows.tokens) for rows, start in op.parts])
+        return lambda values: [total(*fields) for fields in zip(copies(values), into(values), strict=True)]
 
     # Messages.
 

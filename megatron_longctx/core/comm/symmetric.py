@@ -60,13 +60,7 @@ def _unreadable(mine: int, others: Sequence[int]) -> str | None:
     return None
 
 
-def allocate(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    sizes: Sequence[int],
-    remedy: str,
-    what: str = "setting up peer memory",
-) -> list[Any]:
+def allocate(group: dist.ProcessGroup, device: torch.device, sizes: Sequence[int], remedy: str, what: str) -> list[Any]:
     """Allocate zeroed symmetric memory of `sizes` bytes, and return a handle for each size. Collective over `group`.
 
     No rank waits for one that could not allocate: addresses are exchanged only once all ranks have memory.

@@ -43,14 +43,10 @@ class Segments(NamedTuple):
             if q1 > q0:
                 q_starts.append(q1)
                 k_starts.append(k1)
-        return cls(
-            to_device(torch.tensor(q_starts, dtype=torch.int32), device),
-            to_device(torch.tensor(k_starts, dtype=torch.int32), device),
-            call.most_queries,
-            call.most_keys,
-            _gaps([each[:2] for each in call.segments], rows[0], device),
-            _gaps([each[2:] for each in call.segments], rows[1], device),
-        )
+        first_q, first_k = (to_device(torch.tensor(x, dtype=torch.int32), device) for x in (q_starts, k_starts))
+        q_gaps = _gaps([each[:2] for each in call.segments], rows[0], device)
+        k_gaps = _gaps([each[2:] for each in call.segments], rows[1], device)
+        return cls(first_q, first_k, call.most_queries, call.most_keys, q_gaps, k_gaps)
 
     def fill_outputs(self, out: Tensor, lse: Tensor) -> None:
         """Write out 0 and lse -inf to queries of no segment."""

@@ -14,7 +14,6 @@ from torch.nn.functional import logsigmoid
 
 from ..plans.recording import MAX_PARTIALS
 from .fused import load_fused
-from .interface import sum_dtype
 from .no_grad import no_grad
 from .packed import to_device
 
@@ -81,7 +80,11 @@ def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
     impl = _fused() if _fusable(partials, out) else None
     if impl is not None:
         impl.combine_triton(partials, out, None)
-        return
+    else:
+        _sum_into(partials, out)
+
+
+def _sum_into(partials: Sequence[Partial], out: Tensor) -> None:
     double = out.dtype == torch.float64 or any(part.value.dtype == torch.float64 for part in partials)
     total = torch.zeros(out.shape, dtype=torch.float64 if double else torch.float32, device=out.device)
     for part in partials:
@@ -90,41 +93,32 @@ def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
 
 
 class CopySum:
-    """The sum of copies of rows, added in their order in fp32 (fp64 if they are); 0 for rows without copies.
+    """The sum of the gradients of copied rows, as `sum_partials` of any number of partials that follow each other.
 
-    spans: the rows (first, last + 1) of the sum that have copies, one span behind the other. tokens: rows of the sum.
+    spans: for each partial (first row of the sum, number of rows).
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int]], tokens: int) -> None:
-        self._spans, self._tokens = spans, tokens
-        self._table: tuple[Tensor, Tensor] | None = None
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._spans = spans
+        self._table: list[Tensor] = []
 
     @no_grad
-    def __call__(self, copies: Tensor) -> Tensor:
-        """Return the sum `[tokens, b, g, d]` of copies `[t, b, g, d]` on one device, in their dtype."""
-        shape = self._tokens, *copies.shape[1:]
+    def __call__(self, copies: Tensor, out: Tensor) -> None:
+        """Write the sum of copies `[t, b, g, d]` to out `[s, b, g, d]`, which is contiguous."""
         impl = _fused() if copies.is_cuda and copies.dtype != torch.float64 and copies.numel() else None
-        if impl is not None:
-            if self._table is None:
-                first, rows = self.table()
-                self._table = to_device(first, copies.device), to_device(rows, copies.device)
-            into = copies.new_empty(shape)
-            impl.sum_copies_triton(copies.contiguous(), *self._table, into)
-            return into
-        total = torch.zeros(shape, dtype=sum_dtype(copies.dtype), device=copies.device)
-        at = 0
-        for start, stop in self._spans:
-            total[start:stop] += copies[at : at + stop - start]
-            at += stop - start
-        return total.to(copies.dtype)
+        if impl is None:
+            parts = torch.split(copies, [tokens for _, tokens in self._spans])
+            _sum_into([Partial(start, 0, part) for (start, _), part in zip(self._spans, parts, strict=True)], out)
+            return
+        self._table = self._table or [to_device(each, out.device) for each in self.table(len(out))]
+        impl.sum_copies_triton(copies.contiguous(), *self._table, out)
 
-    def table(self) -> tuple[Tensor, Tensor]:
-        """Return int32 `[tokens + 1]` and `[t]`: the first copy of each row in the latter, the numbers of copies."""
-        with torch.inference_mode(False):  # later calls use them too
-            of = torch.cat([torch.arange(*span) for span in self._spans])
-            first = torch.zeros(self._tokens + 1, dtype=torch.int32)
-            first[1:] = of.bincount(minlength=self._tokens).cumsum(0)
-            return first, of.argsort(stable=True).int()
+    def table(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Return int32 `[rows + 1]` and `[t]`: where the copies of each row begin in the latter, their numbers."""
+        of = torch.cat([torch.arange(start, start + tokens) for start, tokens in self._spans])
+        first = torch.zeros(rows + 1, dtype=torch.int32)
+        first[1:] = of.bincount(minlength=rows).cumsum(0)
+        return first, of.argsort(stable=True).int()
 
 
 def _merge_into(acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:

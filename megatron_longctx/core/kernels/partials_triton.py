@@ -129,7 +129,7 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
         launch(_combine_kernel, (triton.cdiv(num_rows, rows),), arguments, constants)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _sum_copies_kernel(copies, first, rows, into, width, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)

@@ -110,11 +110,8 @@ class KernelCall(NamedTuple):
         """Return the same call with `queries` and `keys` added to its row numbers."""
         if not queries and not keys:
             return self
-        return self._replace(
-            segments=tuple(
-                Segment(q0 + queries, q1 + queries, k0 + keys, k1 + keys) for q0, q1, k0, k1 in self.segments
-            )
-        )
+        moved = (Segment(q0 + queries, q1 + queries, k0 + keys, k1 + keys) for q0, q1, k0, k1 in self.segments)
+        return self._replace(segments=tuple(moved))
 
 
 def kernel_calls(slices: Iterable[Slice], takes: KernelSupport) -> tuple[KernelCall, ...]:

@@ -4,7 +4,7 @@ The segments of a call overlap neither in queries nor in keys, so keys that seve
 whose results are merged. With its own copy of the keys, a branch is one segment: its ancestors' keys before its own.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,10 +14,15 @@ from .plan import Heads, Kind
 from .slices import Slice
 from .workload import Workload
 
-Span = tuple[int, int]
-
 CALL_BYTES = 1 << 26
 """The bytes that a GPU copies while a kernel call starts and ends, about 20 us."""
+
+
+class Span(NamedTuple):
+    """Rows `start..start+tokens-1` of keys."""
+
+    start: int
+    tokens: int
 
 
 class KeyCopies(NamedTuple):
@@ -25,15 +30,6 @@ class KeyCopies(NamedTuple):
 
     spans: tuple[Span, ...]
     slices: tuple[Slice, ...]
-
-    def originals(self, start: int, stop: int) -> Iterator[Span]:
-        """Yield the spans of the keys that rows `start..stop-1` are copies of."""
-        at = 0
-        for first, last in self.spans:
-            low, high = max(start, at), min(stop, at + last - first)
-            if low < high:
-                yield first + low - at, first + high - at
-            at += last - first
 
 
 @lru_cache(maxsize=4096)
@@ -55,7 +51,7 @@ def key_copies(
 
     copies = _of_branches(slices)
     apart, together = kernel_calls(slices, takes), kernel_calls(copies.slices, takes)
-    extra = of_copy * sum(stop - start for start, stop in copies.spans)
+    extra = of_copy * sum(tokens for _, tokens in copies.spans)
     pays = len(together) < len(apart) and moved(together) + extra < moved(apart)
     return copies if pays else None
 
@@ -74,8 +70,8 @@ def _of_branches(slices: Iterable[Slice]) -> KeyCopies:
         seen = [each for each in seen if each.q_stop > start]
         parts = [part for each in seen if (part := each.cut(start, stop, each.k_start, each.k_stop)) is not None]
         for part in sorted(parts, key=lambda part: (not part.is_full, part.k_start)):
-            before = spans.pop() if spans and spans[-1][1] == part.k_start else part[2:4]
-            spans.append((before[0], part.k_stop))
+            start = spans.pop().start if spans and sum(spans[-1]) == part.k_start else part.k_start
+            spans.append(Span(start, part.k_stop - start))
             found.append(part.moved(0, at - part.k_start))
             at += part.num_keys
     return KeyCopies(tuple(spans), tuple(found))

@@ -235,12 +235,9 @@ class _OfRank:
 
     def _gather(self, sources: Sequence[ops.Rows], kept: bool = False) -> ops.Rows:
         """Copy rows one behind the other."""
-        tokens, at, pairs = sum(each.tokens for each in sources), 0, []
-        memory = self._new_held(sources[0].kind, tokens, sources[0].heads, kept)
-        for rows in sources:
-            pairs.append((memory.rows(at, at + rows.tokens), rows))
-            at += rows.tokens
-        self._copy(pairs)
+        ends = list(accumulate(rows.tokens for rows in sources))
+        memory = self._new_held(sources[0].kind, ends[-1], sources[0].heads, kept)
+        self._copy([(memory.rows(end - rows.tokens, end), rows) for rows, end in zip(sources, ends, strict=True)])
         return memory.rows()
 
     def _gathered(self, blocks: tuple[Block, ...], t: int, kept: bool) -> ops.Rows:
@@ -258,7 +255,7 @@ class _OfRank:
         Neighbouring short runs are gathered.
         """
         if copies is not None:
-            parts = (part for span in copies.spans for part in ops.by_block(runs, *span))
+            parts = (part for at, tokens in copies.spans for part in ops.by_block(runs, at, at + tokens))
             return [(self._gather([rows._replace(start=at, stop=at + b - a) for rows, a, b, at in parts]), 0)]
         found: list[ops.Rows] = []
         for long, group in groupby(runs, lambda rows: rows.tokens >= LONG_RUN and not self.target.joined):
@@ -320,15 +317,13 @@ class _OfRank:
                 slices = [each.moved(0, -at) for each in cut if each is not None]
             for call in kernel_calls(slices, self.recorder.takes):
                 (q0, q1), (k0, k1) = call.q_span, call.k_span
-                of = [(at + k0, at + k1)] if copies is None else list(copies.originals(k0, k1))
-                homes = tuple({block.home for span in of for block, *_ in ops.by_block(attend.keys, *span)})
-                sizes = {Kind.DKV: k1 - k0, Kind.DQ: q1 - q0} if self.plan.backward else {Kind.OUT: q1 - q0}
-                outputs = tuple(
-                    ops.Memory(ops.Place.CALL, kind, tokens, attend.heads) for kind, tokens in sizes.items()
-                )
+                of = [(k0, k1, at + k0)] if copies is None else [x[1:] for x in ops.by_block(copies.spans, k0, k1)]
+                blocks = (x[0] for a, b, key in of for x in ops.by_block(attend.keys, key, key + b - a))
+                sizes = [(Kind.DKV, k1 - k0), (Kind.DQ, q1 - q0)] if self.plan.backward else [(Kind.OUT, q1 - q0)]
+                outputs = tuple(ops.Memory(ops.Place.CALL, *size, attend.heads) for size in sizes)
                 of_kept = None if stored is None else stored.cut(q0, q1)
                 moved = queries.cut(q0, q1), rows.cut(k0, k1), call.moved(-q0, -k0)
-                self.ops.append(ops.Compute(outputs, *moved, homes, of_kept))
+                self.ops.append(ops.Compute(outputs, *moved, tuple({block.home for block in blocks}), of_kept))
                 spans.append((q0, q1))
                 if copies is not None and self.plan.backward:
                     results.append(self._sum_copies(outputs[0], of))
@@ -336,11 +331,13 @@ class _OfRank:
                 results += ops.call_results(call, outputs, at)
         return spans, results
 
-    def _sum_copies(self, copies: ops.Memory, spans: Sequence[tuple[int, int]]) -> ops.Part:
-        first, last = min(start for start, _ in spans), max(stop for _, stop in spans)
-        into = ops.Memory(ops.Place.CALL, copies.kind, last - first, copies.heads)
-        self.ops.append(ops.SumCopies(into, copies, tuple((start - first, stop - first) for start, stop in spans)))
-        return ops.Part(into.rows(), first)
+    def _sum_copies(self, copies: ops.Memory, of: Sequence[tuple[int, int, int]]) -> ops.Part:
+        """Record the sum of a call's gradients of copied keys. of: runs `start..stop-1` of copies, and their keys."""
+        first, last = min(key for *_, key in of), max(key + stop - start for start, stop, key in of)
+        into = ops.Memory(ops.Place.CALL, copies.kind, last - first, copies.heads).rows()
+        rows = (copies.rows(start - of[0][0], stop - of[0][0]) for start, stop, _ in of)
+        self.ops.append(ops.Merge(into, tuple(ops.Part(x, key - first) for x, (*_, key) in zip(rows, of, strict=True))))
+        return ops.Part(into, first)
 
     def _add_results(
         self, attend: Attend, results: Sequence[ops.Part], carried: Sequence[tuple[Block, ResultMessage]]

@@ -12,8 +12,10 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from .kernel_calls import KernelCall
+from .key_copies import Span
 from .plan import ALL_HEADS, Block, Heads, Kind
 from .send_layout import SendLayout
+from .slices import merge_spans
 from .workload import Workload
 
 
@@ -24,7 +26,7 @@ class Place(StrEnum):
     HELD = "held"  # blocks of other ranks, and gathered rows [slot; -1: backward needs it, so runs do not share it]
     SENT = "sent"  # what this rank sends [region]
     PEER = "peer"  # what a peer sends, read in its memory [receive of the step]
-    CALL = "call"  # the output of a kernel call
+    CALL = "call"  # the output of a kernel call, or the sum of its copies
     SUM = "sum"  # a result that is being merged, in the precision of sums
     RESULT = "result"  # a result in the precision of the inputs
     KEPT = "kept"  # what forward has kept for backward [entry]
@@ -101,20 +103,12 @@ class Compute(NamedTuple):
 class Merge(NamedTuple):
     """A merge of partial results: outputs by their log-sum-exp, gradients by addition.
 
-    Rows that no part covers become (0, -inf) or 0. A sum that is extended is the first part itself.
+    Rows that no part covers become (0, -inf) or 0. A sum that is extended is the first part itself. Gradients of copied
+    keys are merged into a `Place.CALL`: any number of parts, which are all of a kernel call's output in its order.
     """
 
     into: Rows
     parts: tuple[Part, ...]
-
-
-class SumCopies(NamedTuple):
-    """The sum of the gradients of copied keys, 0 without copies. spans: the rows of `into` that the copies are of, in
-    the order of the copies."""
-
-    into: Memory
-    copies: Memory
-    spans: tuple[tuple[int, int], ...]
 
 
 class Send(NamedTuple):
@@ -142,7 +136,7 @@ class Release(NamedTuple):
     step: int
 
 
-Op = Copy | Compute | Merge | SumCopies | Send | Wait | Acquire | Release
+Op = Copy | Compute | Merge | Send | Wait | Acquire | Release
 
 
 def rows_read(op: Op) -> Iterator[Rows]:
@@ -153,8 +147,6 @@ def rows_read(op: Op) -> Iterator[Rows]:
         yield from (op.queries, op.keys, *(() if op.kept is None else (op.kept,)))
     elif isinstance(op, Merge):
         yield from (part.rows for part in op.parts)
-    elif isinstance(op, SumCopies):
-        yield op.copies.rows()
 
 
 def rows_written(op: Op) -> Iterator[Rows]:
@@ -165,8 +157,6 @@ def rows_written(op: Op) -> Iterator[Rows]:
         yield op.into
     elif isinstance(op, Compute):
         yield from (memory.rows() for memory in op.outputs)
-    elif isinstance(op, SumCopies):
-        yield op.into.rows()
 
 
 class Receive(NamedTuple):
@@ -278,9 +268,8 @@ def assign_slots(
 
 MAX_PARTIALS = 4
 """The most partial results that one kernel merges. Later ones are merged with what it has written."""
-_GAP = 1024
-"""Rows between segments of a kernel call from which on its results are separate parts. A part costs more than fewer
-rows."""
+_GAP = 1023
+"""The most rows between segments of a kernel call whose results are one part. A part costs more than these rows."""
 
 
 class Sum:
@@ -343,12 +332,12 @@ class Sum:
         return into
 
 
-_Gathered = TypeVar("_Gathered", Block, Rows)
+_Gathered = TypeVar("_Gathered", Block, Rows, Span)
 
 
 def by_block(blocks: Sequence[_Gathered], start: int, stop: int) -> Iterator[tuple[_Gathered, int, int, int]]:
-    """Split the gathered rows `start..stop-1` by block, or by rows of memory; yield each with its rows and the first of
-    its slots, or of its rows in that memory."""
+    """Split the gathered rows `start..stop-1` by block, by rows of memory, or by span of keys; yield each with its rows
+    and the first of its slots, of its rows in that memory, or of its keys."""
     at = 0
     for block in blocks:
         low, high = max(start, at), min(stop, at + block.tokens)
@@ -365,11 +354,6 @@ def call_results(call: KernelCall, outputs: Sequence[Memory], at: int) -> Iterat
     for memory in outputs:
         keys = memory.kind is Kind.DKV
         spans = [each[2:] if keys else each[:2] for each in call.segments]
-        first, joined = spans[0][0], list[tuple[int, int]]()
-        for start, stop in spans:
-            if joined and start - joined[-1][1] < _GAP:
-                joined[-1] = joined[-1][0], stop
-            else:
-                joined.append((start, stop))
-        for start, stop in joined:
+        first = spans[0][0]
+        for start, stop in merge_spans(spans, _GAP):
             yield Part(memory.rows(start - first, stop - first), start + (at if keys else 0))

@@ -189,13 +189,12 @@ def canonical(slices: Iterable[Slice]) -> list[Slice]:
     return found if run is None else [*found, *run.slices(before + 1)]
 
 
-def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge spans that touch or overlap, and return them in ascending order."""
+def merge_spans(spans: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
+    """Merge spans with at most `gap` rows between them, and return them in ascending order."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            if stop > found[-1][1]:
-                found[-1] = found[-1][0], stop
+        if found and start <= found[-1][1] + gap:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
         else:
             found.append((start, stop))
     return found

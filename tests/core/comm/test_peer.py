@@ -48,7 +48,7 @@ def _allocating(rank: int) -> list[Any]:
     remedy = "Choose attention.transport=p2p."
 
     def allocate(*sizes: int) -> list[Any]:
-        return symmetric.allocate(world_group(), CPU, sizes, remedy)
+        return symmetric.allocate(world_group(), CPU, sizes, remedy, "setting up peer memory")
 
     full = Memory(limit=100 if rank == 1 else 2**62)
     use(full)

@@ -32,9 +32,9 @@ from megatron_longctx.core.plans.recording import (
     Copy,
     Merge,
     Place,
+    Recording,
     Release,
     Send,
-    SumCopies,
     Wait,
 )
 from megatron_longctx.planner.footprint import Footprint, footprint
@@ -123,6 +123,10 @@ def test_documents_on_one_rank_take_one_kernel_call() -> None:
 DEEP = documents([1500, 700, 900, 400, 600, 800, 500], parents=[-1, 0, 1, 2, 1, 0, 5])
 
 
+def sums_of_copies(recording: Recording) -> list[Merge]:
+    return [op for op in recording.ops if isinstance(op, Merge) and op.into.memory.place is Place.CALL]
+
+
 @pytest.mark.parametrize("schedule", MODES)
 def test_branches_of_a_tree_have_their_own_copies_of_keys(schedule: str) -> None:
     """Then calls of several branches are few, and no copy is without its part of a gradient."""
@@ -134,8 +138,8 @@ def test_branches_of_a_tree_have_their_own_copies_of_keys(schedule: str) -> None
         assert sum(len(of.calls) for of in together) <= sum(len(of.calls) for of in apart) - 2
         for few, many in zip(together, apart, strict=True):
             assert sum(op.call.pairs for op in few.calls) == sum(op.call.pairs for op in many.calls)
-            sums = [op for op in few.ops if isinstance(op, SumCopies)]
-            assert all(op.copies.tokens == sum(stop - start for start, stop in op.spans) for op in sums)
+            sums = sums_of_copies(few)
+            assert all(op.parts[0].rows.memory.tokens == sum(rows.tokens for rows, _ in op.parts) for op in sums)
             assert bool(sums) == (each.backward and len(few.calls) < len(many.calls))
 
 
@@ -158,14 +162,14 @@ def test_keys_are_copied_in_trees_alone_and_where_that_pays() -> None:
 def test_copies_are_priced_and_counted() -> None:
     """The simulator and the memory model take them from the recording."""
     plan, target = backward_plan(build_plan("all_gather", 1, DEEP)), Target(Workload(8, 2, 64), PACKED)
-    (op,) = [op for op in record(plan, 0, target).ops if isinstance(op, SumCopies)]
-    token = target.workload.token_bytes(Kind.DKV)
-    assert op.copies.tokens > op.into.tokens == DEEP.length
+    (op,) = sums_of_copies(record(plan, 0, target))
+    token, copied = target.workload.token_bytes(Kind.DKV), op.parts[0].rows.memory.tokens
+    assert copied > op.into.tokens == DEEP.length
     with mock.patch.object(recorder, "key_copies", return_value=None):
         apart = footprint(record(plan, 0, target), target.workload)
     found = footprint(record(plan, 0, target), target.workload)
-    assert found.buffers == op.copies.tokens * token and apart.buffers == 0
-    assert found.results >= (op.copies.tokens + op.into.tokens) * token
+    assert found.buffers == copied * token and apart.buffers == 0
+    assert found.results >= (copied + op.into.tokens) * token
 
 
 def test_a_single_rank_copies_nothing() -> None:
