@@ -115,5 +115,5 @@ if __name__ == "__main__":
         fla_for_the_interpreter(Path(folder))
         for documents, tokens in CASES:
             run_forked(compare, len(tokens), documents, tokens)
-        for documents, tokens in CASES[2:]:
+        for documents, tokens in CASES[3:]:  # one rank is in the middle of a document
             run_forked(compare_kimi, len(tokens), documents, tokens)

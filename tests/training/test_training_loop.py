@@ -147,7 +147,7 @@ def test_the_configured_step_is_profiled(root: Path, runs: dict[str, list[Record
     folder = root / "metrics" / "profile"
     assert {path.name for path in folder.iterdir()} == {"step_2.txt", "step_2.trace.json.gz"}
     table = (folder / "step_2.txt").read_text()
-    assert "aten::mm" in table and "Self CPU time total" in table
+    assert "aten::" in table and "Self CPU time total" in table  # the slowest rows alone
     with gzip.open(folder / "step_2.trace.json.gz") as trace:
         assert "aten::mm" in {event["name"] for event in json.load(trace)["traceEvents"]}
 
