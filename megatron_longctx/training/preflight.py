@@ -149,6 +149,9 @@ def check_delta_kernels(config: Config, device: str, backward: bool = True) -> N
     if backward and ranks > 1 and not {*"GK"}.isdisjoint(config.model.mixers) and not installed.startswith("0.6."):
         expected = f"null over {ranks} ranks with fla-core {installed}, whose inner functions are called"
         raise refuse("model.pattern", pattern, expected, "Run pip install fla-core==0.6.0.")
+    if not {*"GK"}.isdisjoint(config.model.mixers) and (size := config.model.linear_key_head_dim or 0) > 256:
+        remedy = "fla-core's kernels take no larger ones; attention.deterministic=true computes with torch."
+        raise refuse("model.linear_key_head_dim", size, "256 or less with layers G or K on GPUs in bf16", remedy)
     other_kernels = not backward or for_other_nodes() or importlib.util.find_spec("tilelang")
     if other_kernels or torch.cuda.get_device_capability()[0] != 9:
         return

@@ -135,7 +135,7 @@ def _train(
     if weights is not None:
         part.load(weights)
     step = TrainStep(models, sequence, collection, 1, 2 // collection.dp.size())
-    adam = torch.optim.AdamW(gpt.parameters(), 1e-3)
+    adam = torch.optim.AdamW(gpt.parameters(), 1e-3, eps=1e-6)  # above the rounding of tiny gradients
     found = Trained([], {}, [{name: p.detach().clone() for name, p in part.parameters.items()}])
     for each in batches:
         models[0].zero_grad_buffer()
@@ -181,7 +181,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_trees_train_as_their_branches_apart(world: int, root: Path) -> None:
     for cases in run_distributed(_in_trees, world, root, world):
         for name, (loss, gradient, weight) in cases.items():
-            most = 1e-6 if CASES[world][name][1] == 10 else 2.5e-6  # Adam's first steps are large for tiny gradients
+            most = 1e-6 if CASES[world][name][1] == 10 else 2e-6  # Adam's first steps are large for tiny gradients
             assert loss < 1e-6 and gradient < 2e-6 and weight < most, (name, loss, gradient, weight)
 
 

@@ -169,6 +169,8 @@ def test_wrong_gradients_of_kernels_are_refused(
         with pytest.raises(ValueError, match=r"null over 2 ranks with fla-core 0.7.1.*fla-core==0.6.0"):
             preflight.check_delta_kernels(two, "cuda")
         preflight.check_delta_kernels(config, "cuda", backward=False)
+        with pytest.raises(ValueError, match=r"model.linear_key_head_dim=264: expected 256 or less.*deterministic"):
+            preflight.check_delta_kernels(changed(config, {"model.linear_key_head_dim": 264}), "cuda", backward=False)
         return
     with pytest.raises(ValueError, match=f"model.pattern=G-.*null on Hopper with Triton {triton}.*triton>=3.7.1"):
         preflight.check_delta_kernels(config, "cuda")

@@ -62,9 +62,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-# tests/core/attention tests that attention and its gradients are exact in every mode, here are those of every layout;
-# the contiguous one is that of ring, helper and ulysses in cases below.
-OF_LAYOUTS = ("zigzag", "striped", "tasp", "usp")
+# tests/core/attention tests that attention and its gradients are exact in every mode, here are those of every layout.
+OF_LAYOUTS = ("zigzag", "ring", "striped", "helper", "tasp", "ulysses", "usp")
 # One case per fact: sharding affects losses, positions and gradients in the same way at every size.
 CASES = [
     Case("bf16 cp2", "bf16", 2, {CP: 2}),
@@ -77,6 +76,7 @@ CASES = [
     *(Case(f"cp4 {mode}", "gqa", 4, {CP: 4, SCHEDULE: mode}) for mode in OF_LAYOUTS),
     Case("tp2 cp2 all_gather without sequence parallelism", "mix", 4,
          {TP: 2, CP: 2, SCHEDULE: "all_gather", "parallelism.sequence_parallel": False}),
+    Case("tp2 cp2 attention_output", "mix", 4, {TP: 2, CP: 2, **SHARDED, **KEPT}),
     # Ranks of one stage hold 51 and 50 tokens: stages exchange unequal shapes.
     Case("pp2 cp2 uneven", "mha uneven", 4, {PP: 2, CP: 2}),
     Case("pp2 cp2 attention_output", "mix", 4, {PP: 2, CP: 2, **SHARDED, **OFFLOADED}),

@@ -110,9 +110,7 @@ class Pass:
         ended = self._last_uses()
         for i, op in enumerate(recording.ops):
             for memory in {rows.memory for rows in ops.rows_written(op)} - ready:
-                if memory.place in (ops.Place.SUM, ops.Place.RESULT, ops.Place.CALL) and not isinstance(
-                    op, ops.Compute
-                ):
+                if memory.place in _RESULTS and not isinstance(op, ops.Compute):  # which allocates its own outputs
                     ready.add(memory)
                     steps.append(self._allocate(memory))
             steps.append(self._step(op, i))
