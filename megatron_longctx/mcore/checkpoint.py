@@ -141,11 +141,12 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
     _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer), ignore)
     with_rng = content["layout"] == _layout()
     sharded = sharded_state_dict(state, is_loading=True, with_rng=with_rng)
-    layer_state: dict[str, None] = {}
-    if not content["layout"]:  # weights alone, without the state that some layers have
-        layer_state = {key: None for key, value in sharded["model"].items() if isinstance(value, ShardedObject)}
-        for key in layer_state:
-            del sharded["model"][key]
+    # State of layers that the checkpoint lacks: it has weights alone, or its layers were Megatron's local ones.
+    saved = checkpoint_reader.names(path)
+    objects = ((key, each) for key, each in sharded["model"].items() if isinstance(each, ShardedObject))
+    layer_state = {key: None for key, each in objects if each.unique_key not in saved}
+    for key in layer_state:
+        del sharded["model"][key]
     loaded = checkpoint_reader.load(sharded, path)
     fp8.give_scales(_model(state), loaded["model"])
     _model(state).load_state_dict(loaded["model"] | layer_state)

@@ -9,7 +9,7 @@ import io
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -73,6 +73,11 @@ def read_metadata(path: Path) -> Metadata:
     content = (path / ".metadata").read_bytes()
     check_pickle(content)
     return _read_metadata(content)
+
+
+def names(path: Path) -> Collection[str]:
+    """Return the names of all tensors and objects in a checkpoint that `checkpoint_folder.examine` has checked."""
+    return _read_metadata((path / ".metadata").read_bytes()).state_dict_metadata.keys()
 
 
 def _read_metadata(content: bytes) -> Metadata:

@@ -85,6 +85,30 @@ def test_resume_is_exact_with_every_optimizer(tmp_path: Path) -> None:
             assert losses == expected
 
 
+def _exchange_layers(rank: int, root: Path) -> list[list[float]]:
+    """Losses after a checkpoint of local layers is loaded into a norm with a state, as TransformerEngine's, and back."""
+    losses = []
+    for name, saved_with, loaded_with in (("local", False, True), ("stateful", True, False)):
+        for stateful in (saved_with, loaded_with):
+            trainer = Trainer(SINGLE)
+            norm = trainer.models[0].module.decoder.final_layernorm
+            state = {"get_extra_state": lambda _: torch.zeros(3), "set_extra_state": lambda _, each: None}
+            norm.__class__ = type("Norm", (type(norm),), state if stateful else {})
+            if stateful == saved_with:
+                trainer.train(range(2))
+                _save(trainer, root / name, 2)
+            else:
+                checkpoint.load(root / name, trainer.state())
+            losses.append(trainer.train(range(2, 4)))
+            trainer.close()
+    return losses
+
+
+def test_layers_may_have_more_or_less_state_than_those_that_were_saved(tmp_path: Path) -> None:
+    (losses,) = run_distributed(_exchange_layers, 1, tmp_path)
+    assert losses[0] == losses[1] and losses[2] == losses[3]
+
+
 def _message(work: Any) -> str:
     with pytest.raises(ValueError) as caught:
         work()
