@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from analysis import pictures
 
 MOST_DIFFERENT = 2e-4  # of the pixels: versions of fonts differ less, and ten digits in another colour more
-WITH_A_TABLE = "attention attention_packed_h200_x2", "trees trees_h200_x2", "hybrid hybrid_h100_x2"
+WITH_A_TABLE = "attention attention_packed_h200_x2", "trees trees_h200_x2", "hybrid hybrid_h200_x2"
 
 
 @pytest.mark.parametrize("words", ["inference", "plan", "reductions", "rows", *WITH_A_TABLE])

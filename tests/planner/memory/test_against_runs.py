@@ -253,11 +253,10 @@ def test_recorded_runs_are_predicted(peak: Peak) -> None:
     assert peak.predicted == pytest.approx(peak.measured, rel=0.03)
 
 
-@pytest.mark.parametrize("name, ranks, least", [("one GPU", 1, 0.96), ("contiguous, helper", 2, 0.93)])
-def test_recorded_steps_of_a_hybrid_model_are_predicted(name: str, ranks: int, least: float) -> None:
-    """Their gradients are in bf16 and begin with the step, so that a layer's backward has those of the layers after.
-    The recorded run of two ranks kept 3 tensors in backward that are freed earlier now."""
-    result = json.loads((RESULTS / "hybrid_h100_x2.json").read_text())
+@pytest.mark.parametrize("name, ranks", [("one GPU", 1), ("contiguous, helper", 2)])
+def test_recorded_steps_of_a_hybrid_model_are_predicted(name: str, ranks: int) -> None:
+    """Their gradients are in bf16 and begin with the step, so that a layer's backward has those of the layers after."""
+    result = json.loads((RESULTS / "hybrid_h200_x2.json").read_text())
     measured = next(cell["peak_bytes"] for cell in result["cells"] if cell["name"] == name)
     config = config_of(False, ranks, True)
     parallelism = replace(config.parallelism, schedule="helper", layout="contiguous")
@@ -267,7 +266,7 @@ def test_recorded_steps_of_a_hybrid_model_are_predicted(name: str, ranks: int, l
     gradients = 2 * (embedding_weights(job) + layer_parameters(job))
     others = resident["weights"] + resident["RoPE table (fp32)"] + resident["attention's buffers"] + gradients
     assert prediction.peak.terms[-1].name == "gradients inside the recurrence"
-    assert least <= (others + prediction.peak.num_bytes) / measured <= 0.985
+    assert 0.96 <= (others + prediction.peak.num_bytes) / measured <= 1.01
 
 
 def test_measured_peaks_are_those_of_the_results() -> None:
