@@ -128,5 +128,5 @@ EOF
 if [[ ${CHATS:-0} != 0 ]]; then
     step data_chats chats
     step train_chats longctx train "${recipe[@]}" run.name=smollm2_chats train.init_from=runs/smollm2_64k \
-        data.prefix=data/chats data.seq_length="$first" train.steps="$CHATS" optim.warmup_steps=2
+        data.prefix=data/chats data.seq_length="$first" train.steps="$CHATS" optim.warmup_steps=2 train.eval_samples=1
 fi

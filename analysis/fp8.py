@@ -181,7 +181,7 @@ def compare_curves(cells: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw_curves(cells: Mapping[str, Any], path: Path) -> None:
-    """Write a picture of the losses of all steps."""
+    """Write a picture of the losses, each point the mean of ten steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -190,9 +190,11 @@ def draw_curves(cells: Mapping[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, cell in cells.items():
         if steps := cell.get("steps"):
-            axes.plot([step["train/step"] for step in steps], [step["train/loss"] for step in steps], label=name, lw=1)
+            tens = [steps[i : i + 10] for i in range(0, len(steps), 10)]
+            means = [statistics.fmean(step["train/loss"] for step in ten) for ten in tens]
+            axes.plot([ten[-1]["train/step"] for ten in tens], means, label=name, marker=".", lw=1)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss per token")
+    axes.set_ylabel("loss in nats, mean of ten steps")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=150)

@@ -86,7 +86,7 @@ def test_resume_is_exact_with_every_optimizer(tmp_path: Path) -> None:
 
 
 def _exchange_layers(rank: int, root: Path) -> list[list[float]]:
-    """Losses after a checkpoint of local layers is loaded into a norm with a state, as TransformerEngine's, and back."""
+    """Losses after a norm with a state, as TransformerEngine has, loads a checkpoint of one without, and back."""
     losses = []
     for name, saved_with, loaded_with in (("local", False, True), ("stateful", True, False)):
         for stateful in (saved_with, loaded_with):
