@@ -141,7 +141,8 @@ def measure(rank: int, config: Config, options: Options, save: Callable[[Results
             seconds: dict[str, list[float]] = {name: [] for name in names}
             for _ in range(1 + options.iterations):
                 for name in shared.sample(names, len(names)):
-                    model.set_reduction_policy(_policy(name, reduction))
+                    for module in model.reduced():
+                        module.set_policy(_policy(name, reduction))
                     if name == TWO_SHOT and two_shot is not None:
                         two_shot.use(model)
                     session = engine.open()
@@ -151,9 +152,10 @@ def measure(rank: int, config: Config, options: Options, save: Callable[[Results
             if rank == 0:
                 save(results)
         if "auto" in names:
-            model.set_reduction_policy(_policy("auto", reduction))
-            for (operation, dtype), timings in model.reduction_timings().items():
-                results.auto[f"{operation} of {str(dtype).split('.')[-1]}"] = str(timings)
+            for module in model.reduced():
+                module.set_policy(_policy("auto", reduction))
+                for (operation, dtype), timings in module.reducer.timings.items():
+                    results.auto[f"{operation} of {str(dtype).split('.')[-1]}"] = str(timings)
         return results
     finally:
         groups.destroy()
@@ -176,7 +178,7 @@ class _TwoShot:
         self._group = group
 
     def use(self, model: CachedGPT) -> None:
-        for module in model._reduced():
+        for module in model.reduced():
             module.reducer = self  # type: ignore[assignment]
 
     def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:

@@ -31,7 +31,6 @@ from ..inference.engine import LongContextEngine
 from ..inference.memory import cache_shape, free_pages, pages_per_rank, state_shape, windows_of, with_shared_weights
 from ..inference.sampling import PromptScorer
 from ..inference.states import RecurrentStates
-from ..lowbit.reduction import ReductionPolicy, Timings
 from . import checkpoint
 from .core_attention import layer_window
 from .direct import AttentionFn, DirectLayer, SharedWeights, why_not_direct
@@ -141,16 +140,8 @@ class CachedGPT:
             for layer, core in zip(gpt.decoder.layers, self._cores, strict=True)
         ]
 
-    def set_reduction_policy(self, policy: ReductionPolicy) -> None:
-        """Let every layer that was built with a reduction sum by this policy in later calls. All ranks call it."""
-        for module in self._reduced():
-            module.set_policy(policy)
-
-    def reduction_timings(self) -> dict[tuple[str, torch.dtype], Timings]:
-        """Return what a policy of `auto` has measured or read so far, keyed by operation and dtype."""
-        return {case: found for module in self._reduced() for case, found in module.reducer.timings.items()}
-
-    def _reduced(self) -> list[ReducedRowParallelLinear]:
+    def reduced(self) -> list[ReducedRowParallelLinear]:
+        """Return the layers that were built with a reduction; `set_policy` must be called on all ranks."""
         return [module for module in self._gpt.modules() if isinstance(module, ReducedRowParallelLinear)]
 
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, scorer: PromptScorer | None = None) -> Tensor:

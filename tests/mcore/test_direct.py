@@ -102,8 +102,8 @@ def same_bits(rank: int, configs: list[Config]) -> list[bool]:
                 layer._fused = fused
             model._gpt.config.bias_activation_fusion = fused
             for policy in policies:
-                if policy is not None:
-                    model.set_reduction_policy(policy)
+                for module in model.reduced() if policy is not None else ():
+                    module.set_policy(policy)
                 ours, model._layers = logits_of(engine), None
                 theirs, model._layers = logits_of(engine), direct_layers
                 found.append(torch.equal(ours, theirs) and bool(ours.std() > 0.01))
