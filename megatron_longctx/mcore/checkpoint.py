@@ -234,7 +234,9 @@ def sharded_state_dict(state: TrainingState, *, is_loading: bool, with_rng: bool
         # The optimizer finds each parameter's sharding by the parameter object inside the model's dictionary.
         checkpoint_optimizer.prepare(state.optimizer)
         sharded["optimizer"] = state.optimizer.sharded_state_dict(model_part, is_loading=is_loading, metadata=metadata)
-    if not is_loading:
+    if is_loading:
+        checkpoint_optimizer.read_unrounded(_model(state), model_part)
+    else:
         checkpoint_optimizer.take_weights(state.optimizer or state.main, _model(state), model_part)
     if state.scheduler is not None:
         sharded["scheduler"] = state.scheduler.state_dict()

@@ -101,7 +101,7 @@ def state_shards(
 
 
 def take_weights(optimizer: MegatronOptimizer | None, model: torch.nn.Module, model_part: dict[str, Any]) -> None:
-    """Replace FP8 weights in a model's sharded state by this rank's part of their main parameters, in bf16.
+    """Replace FP8 weights in a sharded state to save by this rank's part of their main parameters, in bf16.
 
     A checkpoint then has the weights that it has without `train.fp8_param`.
     """
@@ -110,6 +110,12 @@ def take_weights(optimizer: MegatronOptimizer | None, model: torch.nn.Module, mo
     for parameter, span, state in _main_parameters(optimizer, taken):
         name, sharding = taken[id(parameter)]
         model_part[name] = list(_shards("", state["param"].to(parameter.dtype), span, sharding))
+
+
+def read_unrounded(model: torch.nn.Module, model_part: dict[str, Any]) -> None:
+    """Let FP8 weights in a sharded state be read into bf16 tensors: 0.19 would read them into the weights."""
+    for name, weight in fp8_weights(model).items():
+        model_part[name].data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 @torch.no_grad()
