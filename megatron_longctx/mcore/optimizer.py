@@ -83,7 +83,8 @@ def build_optimizer(
         ValueError: TransformerEngine has not kept the values that FP8 weights had before they were quantized.
     """
     wrapped, bf16, fp8_param = models[0].ddp_config, models[0].config.bf16, models[0].config.fp8_param
-    for name, weight in fp8_weights(models[0]).items():
+    weights = fp8_weights(models[0])
+    for name, weight in weights.items():
         if getattr(weight, "get_high_precision_init_val", lambda: None)() is None:
             expected = f"false with this TransformerEngine, which has lost the values of {name} before quantization"
             raise refuse("train.fp8_param", True, expected, "Install another release of it, or leave it.")
@@ -103,6 +104,8 @@ def build_optimizer(
         overlap_param_gather=wrapped.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, list(models), use_gloo_process_groups=False, pg_collection=groups)
+    for weight in weights.values():  # Megatron keeps on the host what other ranks have begun with, until the first step
+        weight.clear_high_precision_init_val()
     if optim.states_on_host:
         keep_on_host(optimizer)
     return optimizer
