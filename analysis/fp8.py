@@ -3,6 +3,7 @@
     python -m analysis.fp8 --out analysis/results/training_fp8_h200_x2.json            checks, then the table
     python -m analysis.fp8 --quick --out quick.json                                    one step of every kind of run
     python -m analysis.fp8 --curve --out curve.json [train.init_from=RUN data.…]       200 steps, bf16 and FP8
+    python -m analysis.fp8 --weights --out weights.json                                weights in FP8 alone: checks
 
 Every cell is an ordinary training run, and prints one line when it ends. A cell that fails prints its error, and the
 next begins; if it takes its processes with it, new ones go on with the next cell. `OUT.json` has every cell that has
@@ -20,13 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from analysis import fp8_weights
 from analysis.record import write
 from analysis.training_cases import Cases, predict, read_cases, train_case
 from megatron_longctx.config import Config
@@ -39,7 +41,8 @@ from megatron_longctx.training.text import prepare_missing
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 _CURVE_STEPS = 200
-_SECONDS = {"quick": 60.0, "checks": 100.0, "table": 280.0, "curve": 110.0}  # of the parts, without start-up
+# Of the parts, without start-up.
+_SECONDS = {"quick": 60.0, "checks": 100.0, "table": 280.0, "curve": 110.0, "weights": 150.0}
 _CELL_SECONDS = 100  # a rank that is longer in one cell, or than a second a step, prints where it is, and ends
 _SMALL = (
     *("model=llama3_8b", "model.num_layers=2", "model.hidden_size=1024", "model.num_attention_heads=8"),
@@ -95,12 +98,14 @@ class Cell:
     """A training run.
 
     copy_of: the cell whose run folder it goes on from; None: it begins anew.
+    begins_with: the cell whose run has the weights that it begins with (`train.init_from`); None: random ones.
     """
 
     name: str
     config: Config
     baseline: str | None = None
     copy_of: str | None = None
+    begins_with: str | None = None
 
 
 def checks() -> dict[str, tuple[str, ...]]:
@@ -136,6 +141,7 @@ def compare(cells: Mapping[str, Any]) -> list[dict[str, Any]]:
             ("resumed_tp2", "saved after 3 steps and resumed with TP 2"),
         ):
             pairs.append((f"{kind}_{other}", f"{kind}_cp2", f"{kind}: {what}"))
+    pairs += [pair for recipe in RECIPES for pair in fp8_weights.pairs(recipe)]
     found = []
     for first, second, what in pairs:
         one, two = cells.get(first, {}).get("steps"), cells.get(second, {}).get("steps")
@@ -205,15 +211,15 @@ def cells_of(settings: Mapping[str, Sequence[str]], shared: Sequence[str], root:
     cells: list[Cell] = []
     refused: Records = {}
     for name, words in settings.items():
-        baseline = next((word.partition("=")[2] for word in words if word.startswith("baseline=")), None)
-        given = [word for word in words if not word.startswith("baseline=")]
+        own = dict(word.split("=", 1) for word in words if word.startswith(("baseline=", "begins_with=")))
+        given = [word for word in words if not word.startswith(("baseline=", "begins_with="))]
         try:
             config = compose_config(_last_of_group([*_SHARED, *given, *shared, f"run.name={name}", f"run.root={root}"]))
         except ValueError as error:
             refused[name] = {"error": str(error)}
             continue
-        before = name.replace("resumed_tp2", "saved").replace("resumed", "saved")
-        cells.append(Cell(name, config, baseline, None if before == name else before))
+        before = None if "resumed" not in name else name[: name.index("resumed")] + "saved"
+        cells.append(Cell(name, config, own.get("baseline"), before, own.get("begins_with")))
     return cells, refused
 
 
@@ -291,8 +297,12 @@ def _rank(rank: int, cells: Sequence[Cell], out: Path, deadline: float) -> None:
         if rank == 0:
             _running(out).write_text(cell.name)
         faulthandler.dump_traceback_later(max(_CELL_SECONDS, cell.config.train.steps), exit=True)
+        config = cell.config
+        if cell.begins_with is not None:  # a run that did not exist when the settings were checked
+            weights = str(Path(config.run.root, cell.begins_with))
+            config = replace(config, train=replace(config.train, init_from=weights))
         try:
-            record = train_case(cell.config, cell.baseline)
+            record = train_case(config, cell.baseline)
         except Exception as error:  # reported, and the next cell goes on
             failed = f"{type(error).__name__}: {str(error).strip()[:1500]}"
         faulthandler.cancel_dump_traceback_later()
@@ -336,14 +346,19 @@ def run_part(part: str, settings: Sequence[str], ranks: int, seconds: float, out
         cases, cells = table_cells(settings, root)
     else:
         steps = ("train.steps=1", "optim.warmup_steps=0") if part == "quick" else ()
-        wanted = {"checks": checks, "quick": lambda: QUICK, "curve": curves}[part]()
+        wanted = {
+            "checks": checks,
+            "weights": lambda: fp8_weights.checks(RECIPES, _SIX, _TP2),
+            "quick": lambda: QUICK,
+            "curve": curves,
+        }[part]()
         cells, refused = cells_of(wanted, [*steps, *settings], root)
     for name, cell in refused.items():
         print(f"{name}: refused: {cell['error']}", flush=True)
     done = run(cells, ranks, deadline, path, refused)
     for name in (cell.name for cell in cells if cell.name not in done):
         print(f"{name}: no time was left", flush=True)
-    found = {"checks": compare, "curve": compare_curves}.get(part, lambda _: [])(done)
+    found = {"checks": compare, "weights": compare, "curve": compare_curves}.get(part, lambda _: [])(done)
     for each in found:
         print("; ".join(f"{key} {value}" for key, value in each.items() if key != "runs"), flush=True)
     if part == "table":

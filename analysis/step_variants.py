@@ -10,7 +10,7 @@ torch's. Apex is built from NVIDIA's sources; `apex` of PyPI is another package.
 graphs: CUDA graphs of the parts of layers without attention. Two runs compare losses. Then one run turns graphs on and
 off every few steps, and compares times. The last run has Megatron's graphs of whole layers (`cuda_graph_impl=local`).
 tp_overlap: `tp_comm_overlap` of TransformerEngine's products, over CUDA IPC: NVLink multicast stays off.
-fp8_param: Megatron's FP8 parameters, which are gathered in FP8.
+fp8_param: weights in FP8 alone (`train.fp8_param`), which are gathered in FP8, and beside bf16 ones.
 
 Every cell is an ordinary training run with the same data. One that fails prints its error, and the next begins.
 OUT.json and OUT.md have the cells that ended, as `analysis.record` writes them.
@@ -103,9 +103,9 @@ PARTS: dict[str, dict[str, Cell]] = {
         "tp_sp_overlap_again": (_TP, ("tp_overlap",)),
     },
     "fp8_param": {
-        f"{recipe}{suffix}": ({"train.fp8": recipe}, variants)
-        for recipe in ("tensorwise", "delayed")
-        for suffix, variants in (("", ()), ("_fp8_param", ("fp8_param",)))
+        f"{recipe}{suffix}": ({"train.fp8": recipe, "train.fp8_param": fp8_param}, ())
+        for recipe in ("tensorwise", "delayed", "blockwise")
+        for suffix, fp8_param in (("", "false"), ("_fp8_param", "true"))
     },
 }
 """Cells of every part, with their settings and the names of their `VARIANTS`."""
@@ -236,21 +236,6 @@ def _tp_overlap(config: Config) -> Iterator[None]:
         base.destroy_ub()
 
 
-@contextmanager
-def _fp8_param(config: Config) -> Iterator[None]:
-    """Keep weights of products in FP8 alone, beside the fp32 ones of the distributed optimizer."""
-    from megatron_longctx.mcore import optimizer
-
-    ddp = partial(optimizer.DistributedDataParallelConfig, fp8_param_gather=True)
-    adam = partial(optimizer.OptimizerConfig, fp8_recipe=config.train.fp8)
-    with (
-        _settings(fp8_param=True),
-        patch.object(optimizer, "DistributedDataParallelConfig", ddp),
-        patch.object(optimizer, "OptimizerConfig", adam),
-    ):
-        yield
-
-
 VARIANTS: dict[str, Callable[[Config], Any]] = {
     "torch_gradients": lambda _: _settings(gradient_accumulation_fusion=False),
     "apex": lambda _: _apex(),
@@ -261,7 +246,6 @@ VARIANTS: dict[str, Callable[[Config], Any]] = {
     "graphs_by_turns": lambda _: _graphs(by_turns=True),
     "megatrons_graphs": lambda _: _megatrons_graphs(),
     "tp_overlap": _tp_overlap,
-    "fp8_param": _fp8_param,
 }
 
 

@@ -123,6 +123,8 @@ class TrainConfig:
     # Matrix products of TransformerEngine's layers in FP8, with scales from earlier steps (delayed), of each tensor
     # (tensorwise), of blocks (blockwise) or of 32 values (mxfp8). none: in train.precision, as everything else.
     fp8: str = choice("none", FP8_RECIPES)
+    # Keep and gather the weights of these products in FP8 alone, without bf16 copies of them.
+    fp8_param: bool = False
     bf16_layers_at_start: int = number(0, 0, 10_000)  # first layers without FP8; not with delayed
     bf16_layers_at_end: int = number(0, 0, 10_000)  # last layers without FP8; not with delayed
     device: str = choice("auto", ("auto", "cpu", "cuda"))  # auto: CUDA if there is a device

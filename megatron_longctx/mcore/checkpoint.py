@@ -43,8 +43,8 @@ class TrainingState:
     """What a checkpoint is saved from and loaded into.
 
     models: this rank's model, wrapped in DDP or not, in a list, as Megatron passes it.
-    optimizer, scheduler: None leaves them out. To train from weights alone, load without an optimizer and then call
-        ``optimizer.reload_model_params()``.
+    optimizer, scheduler: None leaves them out.
+    main: in the place of ``optimizer``, one whose main parameters begin with the weights that are loaded alone.
     fingerprint: JSON-able facts in which compatible models agree (layers, sizes, vocabulary); no parallel sizes.
     """
 
@@ -52,6 +52,7 @@ class TrainingState:
     optimizer: MegatronOptimizer | None = None
     scheduler: OptimizerParamScheduler | None = None
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    main: MegatronOptimizer | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def begin(
     for model in state.models:
         # With `overlap_param_gather`, parameters that other ranks updated arrive only in the next forward pass.
         if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
-            model.start_param_sync(force_sync=True)
+            fp8.gather_parameters(model)
     sharded = sharded_state_dict(state, is_loading=False, with_rng=True)
     sharded |= {"iteration": iteration, "extra": extra}
     content = {"fingerprint": fingerprint, "layout": _layout(), "optimizer": checkpoint_optimizer.kind(state.optimizer)}
@@ -152,6 +153,9 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
     _model(state).load_state_dict(loaded["model"] | layer_state)
     if state.optimizer is not None:
         checkpoint_optimizer.load(state.optimizer, loaded["optimizer"])
+    elif state.main is not None:
+        state.main.reload_model_params()
+        checkpoint_optimizer.give_weights(state.main, _model(state), loaded["model"])
     if state.scheduler is not None:
         # Megatron's scheduler adds the saved position to its own.
         state.scheduler.num_steps = 0
@@ -231,6 +235,10 @@ def sharded_state_dict(state: TrainingState, *, is_loading: bool, with_rng: bool
         # The optimizer finds each parameter's sharding by the parameter object inside the model's dictionary.
         checkpoint_optimizer.prepare(state.optimizer)
         sharded["optimizer"] = state.optimizer.sharded_state_dict(model_part, is_loading=is_loading, metadata=metadata)
+    if is_loading:
+        checkpoint_optimizer.read_unrounded(_model(state), model_part)
+    else:
+        checkpoint_optimizer.take_weights(state.optimizer or state.main, _model(state), model_part)
     if state.scheduler is not None:
         sharded["scheduler"] = state.scheduler.state_dict()
     if with_rng:

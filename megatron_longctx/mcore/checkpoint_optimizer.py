@@ -12,7 +12,7 @@ then advance. Fused Adams count steps per group and need nothing here.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
+from .fp8 import fp8_weights
 from .optimizer import host_states, parts_of
 from .version import match_groups_by_kind
 
@@ -94,8 +95,41 @@ def state_shards(
         for key, flat in state.items():
             if key != "step":  # steps are in the parameter groups
                 values = flat if on_host is None else on_host.values(flat)
-                shards[number][key] = list(_shards(key, values, span, by_parameter[id(parameter)], parameter))
+                prefix = f"optimizer.state.{key}."
+                shards[number][key] = list(_shards(prefix, values, span, by_parameter[id(parameter)]))
     return shards
+
+
+def take_weights(optimizer: MegatronOptimizer | None, model: torch.nn.Module, model_part: dict[str, Any]) -> None:
+    """Replace FP8 weights in a sharded state to save by this rank's part of their main parameters, in bf16.
+
+    A checkpoint then has the weights that it has without `train.fp8_param`.
+    """
+    taken = {id(weight): (name, model_part.pop(name)) for name, weight in fp8_weights(model).items()}
+    assert optimizer is not None or not taken, "weights in FP8 are saved with the optimizer that has their values"
+    for parameter, span, state in _main_parameters(optimizer, taken):
+        name, sharding = taken[id(parameter)]
+        model_part[name] = list(_shards("", state["param"].to(parameter.dtype), span, sharding))
+
+
+def read_unrounded(model: torch.nn.Module, model_part: dict[str, Any]) -> None:
+    """Let FP8 weights in a sharded state be read into bf16 tensors: 0.19 would read them into the weights."""
+    for name, weight in fp8_weights(model).items():
+        model_part[name].data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+@torch.no_grad()
+def give_weights(optimizer: MegatronOptimizer, model: torch.nn.Module, loaded: dict[str, Any]) -> None:
+    """Copy the weights of a checkpoint to the main parameters of FP8 weights, which have rounded them."""
+    given = {id(weight): loaded[name] for name, weight in fp8_weights(model).items()}
+    for parameter, span, state in _main_parameters(optimizer, given):
+        state["param"].copy_(given[id(parameter)].flatten()[span.start : span.end])
+
+
+def _main_parameters(optimizer: MegatronOptimizer | None, wanted: Container[int]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield what `_own_state` returns of the parameters with these ids."""
+    for part in parts_of(optimizer) if wanted else ():
+        yield from (each for each in _own_state(part) if id(each[0]) in wanted)
 
 
 def _own_state(optimizer: DistributedOptimizer) -> list[tuple[torch.nn.Parameter, Any, dict[str, torch.Tensor]]]:
@@ -109,14 +143,15 @@ def _own_state(optimizer: DistributedOptimizer) -> list[tuple[torch.nn.Parameter
     ]
 
 
-def _shards(
-    name: str, flat: torch.Tensor, span: Any, sharding: Any, parameter: torch.Tensor
-) -> Iterator[ShardedTensor]:
-    """Yield the shards of a span of the values of this rank's parameter."""
-    parts = sharding.build() if isinstance(sharding, ShardedTensorFactory) else [sharding]
+def _shards(prefix: str, flat: torch.Tensor, span: Any, sharding: Any) -> Iterator[ShardedTensor]:
+    """Yield the shards, with a prefix before their key, of a span of the values of this rank's parameter."""
+    parts, first = [sharding], sharding.data.storage_offset()
+    if isinstance(sharding, ShardedTensorFactory):
+        like = torch.empty(sharding.data.shape, device="meta")  # parts of an FP8 weight would be copies
+        parts, first = sharding.build_fn(sharding.key, like, sharding.replica_id, None), 0
     for part in nested_values(parts):
         assert part.data.is_contiguous() and part.flattened_range is None, part
-        start = part.data.storage_offset() - parameter.storage_offset()
+        start = part.data.storage_offset() - first
         size, prepended = part.data.numel(), part.prepend_axis_num
         done = max(span.start, start)
         for offsets, sizes in boxes(part.local_shape, done - start, min(span.end, start + size) - start):
@@ -125,7 +160,7 @@ def _shards(
             inside = zip(part.global_offset[prepended:], offsets, strict=True)
             shape = (*(1 for _ in range(prepended)), *sizes)
             yield ShardedTensor(
-                key=f"optimizer.state.{name}.{part.key}",
+                key=f"{prefix}{part.key}",
                 data=values.detach().view(shape),
                 dtype=flat.dtype,
                 local_shape=shape,

@@ -4,6 +4,9 @@ Megatron-Core opens TransformerEngine's `autocast` around its layers (`fp8_utils
 tensor-, context- and data-parallel ranks that share amaxes. All ranks of a pipeline stage therefore have the same
 delayed scales. Attention, norms, the router, the embedding and the LM head compute in the model's precision.
 
+With `train.fp8_param`, weights of products are FP8 tensors of TransformerEngine. The distributed optimizer quantizes
+them after each step from its main parameters, and it begins these with the values that the weights had before.
+
 For inference, products of local layers have FP8 weights of their own (`quantize_layers`).
 """
 
@@ -14,7 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.fp8_utils import get_fp8_recipe
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fp8_utils import get_fp8_recipe, is_float8tensor, post_all_gather_processing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
@@ -35,6 +39,7 @@ def fp8_settings(train: TrainConfig) -> dict[str, Any]:
     return {
         "fp8": "hybrid" if train.fp8 in ("delayed", "tensorwise") else "e4m3",
         "fp8_recipe": train.fp8,
+        "fp8_param": train.fp8_param,
         "fp8_amax_history_len": _AMAX_UPDATES,
         "fp8_amax_compute_algo": "max",
         "first_last_layers_bf16": start + end > 0,
@@ -89,6 +94,21 @@ class Rerun:
             yield
 
 
+def fp8_weights(model: torch.nn.Module) -> dict[str, Any]:
+    """Return a model's parameters that are FP8 tensors of TransformerEngine, by their names; see `train.fp8_param`."""
+    return {name: each for name, each in model.named_parameters() if is_float8tensor(each)}
+
+
+def gather_parameters(model: DistributedDataParallel) -> None:
+    """Gather now what other ranks have updated of the parameters, in place of the next forward pass.
+
+    Megatron-Core 0.16 leaves the transposes of FP8 weights, which backward reads, as they were before this gather.
+    """
+    model.start_param_sync(force_sync=True)
+    if weights := list(fp8_weights(model).values()):
+        post_all_gather_processing(weights)
+
+
 def require_fp8(fp8: str) -> None:
     """Raise ValueError unless TransformerEngine has what `Rerun` and checkpoints use of it."""
     te = _transformer_engine(load=True)
@@ -117,10 +137,15 @@ def take_scales(model: torch.nn.Module, state: dict[str, Any]) -> None:
 def give_scales(model: Any, state: dict[str, Any]) -> None:
     """Copy the scales that `take_scales` has put into a model's state to layers with delayed scales, if it has these.
 
+    Layers forget those that they have, which are of other weights.
+
     Raises:
         ValueError: the checkpoint has other scales.
     """
     config = model.config
+    for own in map(_scales, model.modules()):
+        for name, x in own.items():
+            x.fill_(name.startswith("scale"))
     for key, saved in state.items():
         if not (key.endswith(f".{_STATE}") and isinstance(saved, Mapping)):
             continue

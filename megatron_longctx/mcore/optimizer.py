@@ -32,8 +32,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..config import OptimConfig
+from ..core.errors import refuse
 from ..planner.memory import STATES_PIECE
 from .experts import expert_name
+from .fp8 import fp8_weights
 
 _LAYERS = "decoder.layers."
 
@@ -49,7 +51,7 @@ def wrap_ddp(
 ) -> list[DistributedDataParallel]:
     """Move models to this rank's device, to bf16 if ``config.bf16`` is set, and into Megatron's DDP.
 
-    Gradients are accumulated and reduced in fp32.
+    Gradients are accumulated and reduced in fp32. With ``config.fp8_param``, gathers of weights have their FP8 bytes.
 
     Args:
         distributed: shard the optimizer's state over the data- and context-parallel ranks.
@@ -61,6 +63,7 @@ def wrap_ddp(
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=distributed,
+        fp8_param_gather=config.fp8_param,
     )
     if torch.cuda.is_available():
         models = [model.cuda(torch.cuda.current_device()) for model in models]
@@ -75,8 +78,16 @@ def build_optimizer(
     """Return Megatron's optimizer: fused Adam of TransformerEngine or Apex if installed, else torch's.
 
     Biases and norm weights have no weight decay; bf16 parameters have fp32 main parameters. Collective over the world.
+
+    Raises:
+        ValueError: TransformerEngine has not kept the values that FP8 weights had before they were quantized.
     """
-    wrapped, bf16 = models[0].ddp_config, models[0].config.bf16
+    wrapped, bf16, fp8_param = models[0].ddp_config, models[0].config.bf16, models[0].config.fp8_param
+    weights = fp8_weights(models[0])
+    for name, weight in weights.items():
+        if getattr(weight, "get_high_precision_init_val", lambda: None)() is None:
+            expected = f"false with this TransformerEngine, which has lost the values of {name} before quantization"
+            raise refuse("train.fp8_param", True, expected, "Install another release of it, or leave it.")
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -89,9 +100,12 @@ def build_optimizer(
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=wrapped.use_distributed_optimizer,
+        fp8_recipe=models[0].config.fp8_recipe if fp8_param else None,
         overlap_param_gather=wrapped.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, list(models), use_gloo_process_groups=False, pg_collection=groups)
+    for weight in weights.values():  # Megatron keeps on the host what other ranks have begun with, until the first step
+        weight.clear_high_precision_init_val()
     if optim.states_on_host:
         keep_on_host(optimizer)
     return optimizer

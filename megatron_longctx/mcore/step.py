@@ -23,6 +23,7 @@ from ..core.plans.mask import Window
 from ..planner.flops import Work
 from .core_attention import layer_window
 from .data import TrainingBatch
+from .fp8 import gather_parameters
 from .objectives import Objective, sft
 from .pack import Pack
 from .sequence import ShardedSequence
@@ -165,11 +166,13 @@ def _evaluating(models: Sequence[Any]) -> Iterator[None]:
     """Switch models to evaluation mode, and complete gathers of parameters that overlap the next training step.
 
     Products in FP8 are computed in the model's precision, as by the exported model. They would also change amaxes.
+    Weights that are in FP8 alone keep their rounding.
     """
     overlapped = [model for model in models if getattr(model, "use_forward_hook", False)]
     training = [(model.training, model.config.fp8) for model in models]
     for model in overlapped:
-        model.disable_forward_pre_hook()
+        model.disable_forward_pre_hook(param_sync=False)
+        gather_parameters(model)
     for model in models:
         model.eval()
         model.config.fp8 = None

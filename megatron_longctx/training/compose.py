@@ -66,7 +66,7 @@ def override_config(config: Config, overrides: Sequence[str], training: bool = T
     For `training`, see `config.validate`. Without it, a run that was trained in FP8 computes in bf16.
     """
     if not training:
-        plain = replace(config.train, fp8="none", bf16_layers_at_start=0, bf16_layers_at_end=0)
+        plain = replace(config.train, fp8="none", fp8_param=False, bf16_layers_at_start=0, bf16_layers_at_end=0)
         config = replace(config, train=plain)
     overrides = checked_overrides(overrides)
     settings = [(name, value) for name, _, value in (override.partition("=") for override in overrides)]

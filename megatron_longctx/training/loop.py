@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -315,9 +315,8 @@ class Trainer:
         """Load the weights of the run that `train.init_from` names, if any."""
         if (run := self.config.train.init_from) is None:
             return
-        weights = checkpoint.TrainingState(self.models, fingerprint=model.fingerprint(self.config, self.vocab_size))
+        weights = replace(self._state(), optimizer=None, scheduler=None, main=self.optimizer)
         loaded = checkpoint.load(Path(run, "checkpoints"), weights, ignore=model.RETRAINABLE)
-        self.optimizer.reload_model_params()
         logger.info("begins with the weights of step %d of %s", loaded.iteration, run)
 
     def _save(self) -> None:

@@ -59,8 +59,9 @@ class RecordedTrainer(Trainer):
     def write_weights(self, directory: Path) -> None:
         """Write a checkpoint of the weights alone. Collective."""
         # Of bare models: DDP would take what it gathers for this for the parameters of the next step.
-        bare = replace(self._state(), models=[chunk.module for chunk in self.models], optimizer=None, scheduler=None)
-        checkpoint.begin(directory, self.step, bare, {}).finish()
+        bare = [chunk.module for chunk in self.models]
+        state = replace(self._state(), models=bare, optimizer=None, scheduler=None, main=self.optimizer)
+        checkpoint.begin(directory, self.step, state, {}).finish()
 
     def _one_step(self) -> StepResult:
         result = super()._one_step()

@@ -7,18 +7,23 @@ from typing import Any
 
 import pytest
 
-from analysis import fp8
+from analysis import fp8, fp8_weights
 from tests.shared.training import tiny_corpus
 
 
 def test_all_runs_compose(tmp_path: Path) -> None:
     one = ["train.steps=1", "optim.warmup_steps=0"]
     checks = {name: words for name, words in fp8.checks().items() if name.startswith("delayed")}
-    for settings, more in ((fp8.QUICK, one), (checks, []), (fp8.curves(), [])):
+    every = fp8_weights.checks(("delayed",), fp8._SIX, fp8._TP2)
+    for settings, more in ((fp8.QUICK, one), (checks, []), (fp8.curves(), []), (every, [])):
         cells, refused = fp8.cells_of(settings, more, tmp_path)
         assert not refused and {cell.name for cell in cells} == set(settings)
         assert {cell.config.train.fp8 for cell in cells} >= {"delayed"}
-        assert all((cell.copy_of or cell.name) in settings for cell in cells)
+        assert all({cell.copy_of, cell.begins_with} - {None} <= set(settings) for cell in cells)
+    everything = {**checks, **every}
+    pairs = fp8.compare({name: _record(1.0) for name in everything})
+    compared = {name for pair in pairs for name in pair["runs"]}
+    assert compared == {name for name in everything if not name.endswith("saved")}
 
 
 def _record(*losses: float) -> dict[str, Any]:

@@ -33,6 +33,12 @@ def refusal(*words: str) -> str:
         ("train.fp8=delayed recompute.mlp_tile_tokens=512", "recompute.mlp_tile_tokens=512: expected null with"),
         ("train.fp8=delayed model.num_moe_experts=4", "model.num_moe_experts=4: expected null with"),
         ("train.fp8=delayed train.bf16_layers_at_end=1", "train.bf16_layers_at_end=1: expected 0 with"),
+        ("train.fp8=none train.fp8_param=true", "train.fp8_param=True: expected false with train.fp8=none. Set"),
+        ("train.fp8=mxfp8 train.fp8_param=true", "train.fp8_param=True: expected false with train.fp8=mxfp8. Set"),
+        ("train.fp8_param=true optim.distributed=false", "optim.distributed=False: expected true with train.fp8_param"),
+        ("train.fp8_param=true optim.states_on_host=true", "optim.states_on_host=True: expected false with"),
+        ("train.fp8_param=true recompute.mlp_tile_tokens=512", "recompute.mlp_tile_tokens=512: expected null with"),
+        ("train.fp8_param=true model.num_moe_experts=4", "model.num_moe_experts=4: expected null with train.fp8_param"),
         ("train.fp8=none train.bf16_layers_at_start=1", "train.bf16_layers_at_start=1: expected 0 with"),
         ("train.bf16_layers_at_start=32", "train.bf16_layers_at_start=32: expected at most 31,"),
         ("train.bf16_layers_at_start=16 train.bf16_layers_at_end=16", "fewer than model.num_layers=32 together"),
@@ -72,8 +78,8 @@ def test_ranks_get_whole_blocks_of_tokens() -> None:
 
 
 def test_inference_has_no_fp8() -> None:
-    trained = compose_config([*LLAMA, "train.bf16_layers_at_end=2"])
-    plain = replace(trained.train, fp8="none", bf16_layers_at_end=0)
+    trained = compose_config([*LLAMA, "train.bf16_layers_at_end=2", "train.fp8_param=true"])
+    plain = replace(trained.train, fp8="none", fp8_param=False, bf16_layers_at_end=0)
     assert override_config(trained, [], training=False).train == plain
     with pytest.raises(ValueError, match=r"train\.fp8=blockwise: expected none in inference, which computes in"):
         override_config(compose_config(["model=llama3_8b"]), ["train.fp8=blockwise"], training=False)
@@ -130,6 +136,21 @@ def test_memory_counts_inputs_and_weights_in_fp8(fp8: str) -> None:
     saved = 2048 * (2 * 4096 + 14336 - (4096 if fp8 == "delayed" else 0)) * 2
     loss, less = (next(phase for phase in each.phases if phase.name == "loss") for each in (plain, quantized))
     assert loss.num_bytes - less.num_bytes == saved
+
+
+def test_memory_of_weights_in_fp8_alone() -> None:
+    words = ("model=llama3_8b", "parallelism=cp2", "train.fp8=tensorwise", "train.bf16_layers_at_end=1")
+    config = compose_config([*words, "data.seq_length=4096", "model.num_layers=4"])
+    predictions = [
+        memory.predict(memory.Job(replace(config, train=replace(config.train, fp8_param=alone)), 128256))
+        for alone in (False, True)
+    ]
+    copies, alone = ({term.name: term.num_bytes for term in each.resident} for each in predictions)
+    in_fp8 = 3 * 4096 * (4096 * 2 + 2 * 1024 + 3 * 14336 + 2)
+    assert copies.pop("weights") - alone.pop("weights") == 2 * in_fp8
+    assert copies == alone
+    before, after = (next(phase for phase in each.phases if phase.name == "optimizer step") for each in predictions)
+    assert after.num_bytes - before.num_bytes == pytest.approx(2 * in_fp8 / 2, rel=1e-6)  # two ranks share them
 
 
 def test_runs_are_tagged_by_their_recipe() -> None:

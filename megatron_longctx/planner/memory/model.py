@@ -145,6 +145,9 @@ def _optimizer_step(job: Job, stage: int) -> tuple[Term, ...]:
         terms.append(Term("Adam's moments (fp32)", 8 * own))
     if job.config.model.implementation != "transformer_engine":  # its Adam works in place; torch's does not
         terms.append(Term("temporaries of Adam", 4 * own))
+    if job.config.train.fp8_param:  # Megatron rounds all main parameters to bf16 before it quantizes them
+        in_fp8 = own_parameters(job, stage) * stage_layers(job, stage, fp8=True) // stage_parameters(job, stage)
+        terms.append(Term("main parameters in bf16", 2 * in_fp8))
     return tuple(terms)
 
 
@@ -160,12 +163,13 @@ def _makes_moments(job: Job) -> bool:
 
 def _resident(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ...]:
     parameters, model = stage_parameters(job, stage), job.config.model
+    in_fp8 = stage_layers(job, stage, fp8=True)
     terms = [
-        Term("weights", parameters * job.element_bytes),
+        Term("weights", (parameters - in_fp8 * job.config.train.fp8_param) * job.element_bytes),
         Term("gradients (fp32)", parameters * 4),
         Term("attention's buffers", attention.buffers, per_token=True),
     ]
-    if in_fp8 := stage_layers(job, stage, fp8=True):  # in the order of both operands of products
+    if in_fp8:  # in the order of both operands of products
         terms.append(Term("weights in FP8", 2 * in_fp8))
     if not job.config.optim.states_on_host:
         state = _state_bytes(job) - (8 if _makes_moments(job) else 0)
