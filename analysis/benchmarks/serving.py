@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,9 +191,7 @@ def ask(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     options = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     sent = json.dumps(body | options).encode()
     first, text, tokens = None, "", 0
-    with ExitStack() as stack:
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=_PATIENCE_S)
-        stack.callback(connection.close)
+    with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=_PATIENCE_S)) as connection:
         begin = time.perf_counter()
         connection.request("POST", path, sent, {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -217,19 +215,23 @@ def _load(
     arguments: argparse.Namespace, report: Report, results: Results, url: str, model: str, tokenizer: str
 ) -> None:
     """Run `aiperf` with every number of clients."""
+    # Offline, aiperf looks for the folder of a tokenizer in the hub's cache.
+    environment = {key: value for key, value in os.environ.items() if not key.endswith("_OFFLINE")}
     lengths = numbers("--prompts", arguments.prompts, 2)
     share = f"{100 / len(lengths):.4f}".rstrip("0").rstrip(".")
     mix = ";".join(f"{length},{arguments.tokens}:{share}" for length in lengths)
     for clients in numbers("--clients", arguments.clients, 1):
         folder = arguments.out.with_name(f"{arguments.out.stem}_aiperf_{clients}")
         count = max(16, clients * arguments.requests)
-        words = [f"--url={url}", f"--model={model}", f"--tokenizer={tokenizer}", "--endpoint-type=completions"]
-        words += ["--streaming", "--use-server-token-count", "--ui=none", f"--artifact-dir={folder}", "--random-seed=1"]
+        words = [f"--url={url}", f"--model={model}", f"--tokenizer={Path(tokenizer).resolve()}", "--streaming"]
+        words += ["--endpoint-type=completions", "--use-server-token-count", "--ui=none", f"--artifact-dir={folder}"]
+        words += [f"--random-seed={clients}"]  # no prompts of another number of clients, which may be cached
         words += [f"--concurrency={clients}", f"--request-count={count}", f"--seq-dist={mix}"]
         words += ["--extra-inputs=ignore_eos:true", "--extra-inputs=temperature:0", f"--warmup-request-count={clients}"]
         words += [f"--num-dataset-entries={count + clients}", "--no-gpu-telemetry", "--no-server-metrics"]
         words += [f"--workers-max={min(clients, 8)}"]
-        done = subprocess.run(["aiperf", "profile", *words], capture_output=True, text=True, timeout=_PATIENCE_S)
+        command = ["aiperf", "profile", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, env=environment)
         path = folder / "profile_export_aiperf.json"
         if not path.exists():
             raise JobFailed(f"aiperf ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
