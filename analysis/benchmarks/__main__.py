@@ -14,7 +14,7 @@ from typing import Any
 
 BENCHMARKS = (
     *("attention", "packed", "planning", "simulation", "all_reduce", "inference", "prefill", "parts", "fit"),
-    *("huggingface", "data", "replicas", "trees", "hybrid", "fp8", "speculation", "weights"),
+    *("huggingface", "data", "replicas", "trees", "hybrid", "fp8", "speculation", "weights", "serving"),
 )
 
 
