@@ -104,6 +104,7 @@ class ContextParallelAttention:
         self._clocks: list[tuple[StreamClock, StreamClock]] = []  # the `waits` and `passes` of these
         self._runtimes: dict[KernelRequest, Runtime] = {}
         self._bound: OrderedDict[tuple[Mask, _Kind], Passes] = OrderedDict()
+        self._checked: dict[Any, Passes] = {}  # of calls since passes were bound, by all that was checked
         self._kinds: set[_Kind] = set()  # of all calls so far
         self._expected: tuple[Sequence[Mask], bool] = (), False
         self._compiled: set[_Kind] = set()
@@ -150,6 +151,7 @@ class ContextParallelAttention:
         varied: whether there will also be masks like these, with other documents.
         """
         self._expected = masks, varied
+        self._checked.clear()
 
     def layout(self, mask: Mask | int) -> Layout:
         """Return which rank holds which token."""
@@ -213,7 +215,7 @@ class ContextParallelAttention:
         if torch.compiler.is_compiling():
             options = {"mask": mask, "scale": scale, "sink": sink, "result": result, "inference": inference}
             return _uncompiled(self, q, k, v, **options)
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sink) if x is not None)
+        differentiated = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, sink) if x is not None])
         kv_format = self._kv_format if inference and self.world > 1 else None
         if kv_format is not None and differentiated:
             remedy = "Call under torch.no_grad(), or leave the format out."
@@ -261,16 +263,19 @@ class ContextParallelAttention:
         may_keep: bool = False,
         kv_format: MakeFormat | None = None,
     ) -> Passes:
+        _check_sink(sink, q)
+        call = mask, may_keep, kv_format is None, *[(x.shape, x.dtype, x.device) for x in (q, k, v)]
+        if (known := self._checked.get(call)) is not None:
+            return known
         mask = Mask.causal(mask) if isinstance(mask, int) else mask
         self._check(q, k, v, mask)
-        _check_sink(sink, q)
         keep = may_keep and self.keeps_received(mask.length, q.shape[1])
         shapes = shapes_of(q, k, v, kv_format and kv_format(q.shape[3], v.shape[3], q.dtype))
         kind, (expected, varied) = (shapes, keep), self._expected
         if expected and kind not in self._compiled:
             self._compiled.add(kind)
             compile_kinds((self._bind(each, kind) for each in expected), varied)
-        return self._bind(mask, kind)
+        return self._checked.setdefault(call, self._bind(mask, kind))
 
     def _bind(self, mask: Mask, kind: _Kind) -> Passes:
         key = mask, kind
@@ -287,6 +292,7 @@ class ContextParallelAttention:
         passes = Passes(plan, target, self.rank, shapes, runtime)
         with self._lock:
             self._kinds.add(kind)
+            self._checked.clear()  # so that the next call of each kind is the last used one again
             passes = self._bound.setdefault(key, passes)  # another thread may have been faster
             if len(self._bound) > _MAX_BOUND:
                 self._bound.popitem(last=False)

@@ -70,8 +70,8 @@ class Pass:
     def run(self, own: dict[Kind, Fields], scale: float, kept: Sequence[Fields] = ()) -> Replay:
         """Run the pass.
 
-        own: this rank's own tensors. Forward: Q `(q,)` and KV `(k, v)` or packed `(kv,)`. Backward: Q_GRAD `(q, out,
-            grad of out, lse)`, GRAD `(grad of out,)`, and KV. Tensors that the pass does not read need no memory.
+        own: this rank's own tensors that the pass reads. Forward: Q `(q,)` and KV `(k, v)` or packed `(kv,)`. Backward:
+            Q_GRAD `(q, out, grad of out, lse)`, GRAD `(grad of out,)`, and KV.
         kept: the entries that the forward pass kept.
 
         Raises:

@@ -111,11 +111,9 @@ class AttentionFunction(torch.autograd.Function):
         scale: float,
         result: AttentionResult | None = None,
     ) -> Tensor:
-        with torch.no_grad():
-            out, lse, kept = forward_pass(passes, q, k, v, scale, sink) if result is None else (*result, [])
+        out, lse, kept = forward_pass(passes, q, k, v, scale, sink) if result is None else (*result, [])
         out = out.detach()
         ctx.passes, ctx.scale = passes, scale
-        ctx.specs = tuple((x.shape, x.dtype) for x in (q, k, v, out, lse))
         if any(ctx.needs_input_grad):
             reads = passes.backward.recording.reads_own
             v = _without_others(v, q, k) if Kind.KV in reads else v
@@ -130,16 +128,16 @@ class AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out,) = grads
         sink, *saved = ctx.saved_tensors
-        # Tensors that backward does not read have only a shape.
-        q, k, v, out, lse = (grad_out.new_empty((), dtype=dtype).expand(shape) for shape, dtype in ctx.specs)
         queries, keys, kept_sizes = ctx.saved
+        own: dict[Kind, Fields] = {Kind.GRAD: (grad_out,)}
         if queries:
             q, out, lse, *saved = saved
+            own[Kind.Q_GRAD] = q, out, grad_out, lse
         if keys:
             k, v, *saved = saved
+            own[Kind.KV] = k, v
         tensors = iter(saved)
         kept = [tuple(islice(tensors, size)) for size in kept_sizes]
-        own = {Kind.Q_GRAD: (q, out, grad_out, lse), Kind.GRAD: (grad_out,), Kind.KV: (k, v)}
         run = ctx.passes.backward.run(own, ctx.scale, kept)
         grad_sink = None if sink is None else sink_gradient(sink, out, lse, grad_out)
         return *run.result(Kind.DQ), *run.result(Kind.DKV), grad_sink, None, None, None
