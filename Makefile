@@ -17,8 +17,9 @@ RUNS := $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO))
 CODE := megatron_longctx analysis tests docs
 SCRIPTS := launch/*.sh launch/*.sbatch launch/submit tests/slurm/run.sh tests/training/compare/browser.sh .ci/run
 
-# One thread a process: tests start up to eight ranks, which would otherwise fight over the cores.
-TEST_ENV := OMP_NUM_THREADS=1
+# One thread a process: tests start up to eight ranks, which would otherwise fight over the cores. And bytecode is kept,
+# although a container's environment may say otherwise: every process would compile all modules again.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 # What recipes/experiment/compare_modes.yaml sweeps.
 MODES := zigzag ring striped helper double_ring node_gather tasp all_gather ulysses usp

@@ -1,5 +1,6 @@
 """What the tests of all wings share."""
 
+import gc
 import logging
 import os
 import sys
@@ -27,6 +28,16 @@ if not Path("/dev/nvidiactl").exists():
 ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
+
+
+# Modules and tests stay, and there are a million objects of them: the collector visits none, and looks rarely.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 50)
+    gc.enable()
 
 
 # Workers that share the tests begin with these files, so that none is left alone with a long one at the end.

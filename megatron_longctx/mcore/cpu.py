@@ -62,6 +62,8 @@ def _adjust() -> None:
         current_stream=lambda device=None: stream,
         stream=contextlib.nullcontext,
     )
+    for accelerator in (torch.cuda, torch.xpu, torch.mtia):  # for a first use that never comes, each keeps the stack
+        _replace(accelerator, manual_seed_all=lambda seed: None)
     _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     _replace(
         torch.Tensor,

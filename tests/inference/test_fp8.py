@@ -86,7 +86,7 @@ def compare(device: str) -> int:
 
 
 def test_fused_kernels_equal_torch_under_the_interpreter() -> None:
-    run_interpreted(__file__)
+    run_interpreted(__name__)
 
 
 @pytest.mark.gpu

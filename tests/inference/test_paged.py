@@ -209,7 +209,7 @@ def compare_fused_with_torch() -> None:
 
 
 def test_fused_kernels_equal_the_definition_under_the_interpreter():
-    run_interpreted(__file__)
+    run_interpreted(__name__)
 
 
 @pytest.mark.parametrize(

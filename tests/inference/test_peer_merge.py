@@ -116,7 +116,7 @@ def compare_between_processes() -> None:
 
 
 def test_kernels_in_the_interpreter() -> None:
-    run_interpreted("-m", "tests.inference.test_peer_merge")
+    run_interpreted(__name__)
 
 
 def test_what_fits() -> None:

@@ -148,7 +148,7 @@ def compare_between_processes() -> None:
 
 
 def test_kernels_in_the_interpreter():
-    run_interpreted("-m", "tests.lowbit.test_peer_reduce")
+    run_interpreted(__name__)
 
 
 @pytest.mark.parametrize(("bits", "short", "scatter"), [(8, True, False), (4, False, True), (0, False, False)])

@@ -226,7 +226,7 @@ def compare_fused_with_torch() -> None:
 
 
 def test_fused_kernels_equal_torch_in_the_interpreter():
-    run_interpreted(__file__)
+    run_interpreted(__name__)
 
 
 @pytest.mark.parametrize(("bits", "symmetric", "short"), [(4, False, True), (8, True, False)])

@@ -58,7 +58,7 @@ def compare(device: str) -> int:
 
 
 def test_fused_kernel_equals_torch_under_the_interpreter() -> None:
-    run_interpreted(__file__)
+    run_interpreted(__name__)
 
 
 @pytest.mark.parametrize(("rest", "interleaved"), [(0, True), (64, False)])

@@ -232,7 +232,8 @@ def record_all(rank: int, root: Path, jobs: Mapping[str, dict[str, Any]], steps:
     """Worker for `run_distributed`: the curves of runs by name, whose folders have `-` for spaces. See `record`."""
     found = {}
     for name, settings in jobs.items():
-        found[name] = record_run(rank, tiny_config(root, name.replace(" ", "-"), settings), steps, keep_weights=True)
+        config = tiny_config(root, name.replace(" ", "-"), settings)
+        found[name] = record_run(rank, config, steps, keep_weights=config.train.init_from is None)
         groups.destroy()
     return found
 

@@ -1,12 +1,15 @@
 """Triton kernels without a GPU."""
 
+import functools
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +18,8 @@ from megatron_longctx.testing.distributed import PATIENCE_S
 from megatron_longctx.training.ranks import run_ranks
 
 
-def run_interpreted(*arguments: str) -> None:
-    """Run Python with these arguments (a file, or -m and a module) under Triton's interpreter.
+def run_interpreted(module: str, *arguments: str) -> None:
+    """Run a module as `__main__`, with these arguments, under Triton's interpreter.
 
     The interpreter can only be switched on before triton is imported. Skips the test if triton is not installed.
     """
@@ -24,7 +27,7 @@ def run_interpreted(*arguments: str) -> None:
         pytest.skip("triton is not installed")
     root = Path(__file__).parents[3]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, *arguments]
+    command = [sys.executable, "-m", __name__, module, *arguments]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -51,3 +54,26 @@ def hopper_code(kernel: Any, constants: Mapping[str, Any], types: Mapping[str, s
         code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert ".target sm_90" in code
     return str(code)
+
+
+def _replace_functions_once() -> None:
+    """Let the interpreter replace the language's functions once, and not for every call of a function of a kernel.
+
+    Finding them takes a third of the time. Here nothing else uses the language, so they stay replaced.
+    """
+    from triton.runtime import interpreter
+
+    replace = interpreter._patch_lang
+
+    @functools.cache
+    def once(fn: Callable[..., Any]) -> Any:
+        replace(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = once
+
+
+if __name__ == "__main__":
+    _replace_functions_once()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

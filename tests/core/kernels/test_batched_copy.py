@@ -227,7 +227,7 @@ def copy_in_the_interpreter() -> None:
 
 
 def test_the_kernel_copies_the_same_under_the_interpreter() -> None:
-    run_interpreted(__file__)
+    run_interpreted(__name__)
 
 
 @pytest.mark.gpu

@@ -168,7 +168,7 @@ def compare_sums_of_copies_with_torch() -> None:
 
 
 def test_fused_kernel_equals_the_definition_under_the_interpreter():
-    run_interpreted(__file__)
+    run_interpreted(__name__)
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,13 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self.now -= self._live.pop(key)[1]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and asking for that takes as long as an operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for x in tree_iter(result):
+        for x in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(x, torch.Tensor):
                 self.track(x)
         return result

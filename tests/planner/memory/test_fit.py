@@ -1,5 +1,6 @@
 """Predictions by hand, and their uses: refusals, advice, the longest sequence, reports, and checks before a run."""
 
+import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -7,21 +8,26 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx.cli import cli
-from megatron_longctx.config import MAX_TOKENS
+from megatron_longctx.config import MAX_TOKENS, Config
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.planner.memory import SAFE_SHARE, Job, check, max_length, predict, report, summary
 from megatron_longctx.planner.memory.reports import planned_job
 from megatron_longctx.planner.memory.shapes import LayerKind
 from megatron_longctx.training import preflight
-from megatron_longctx.training.compose import compose_config
+from megatron_longctx.training.compose import compose_config, override_config
 from tests.shared.training import write_documents
 
 GIB = 2**30
 LLAMA = ("model=llama3_8b", "parallelism=cp8", "data.seq_length=1048576", "parallelism.cluster=h200_x8")
 
 
+@functools.cache
+def _llama() -> Config:
+    return compose_config([*LLAMA, "attention.transport=p2p"])
+
+
 def _job(*words: str, **others: int) -> Job:
-    config = compose_config([*LLAMA, "attention.transport=p2p", *words])
+    config = override_config(_llama(), words)
     assert config.model.vocab_size is not None
     return Job(config, config.model.vocab_size, **others)
 
