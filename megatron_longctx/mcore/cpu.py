@@ -62,8 +62,6 @@ def _adjust() -> None:
         current_stream=lambda device=None: stream,
         stream=contextlib.nullcontext,
     )
-    for accelerator in (torch.cuda, torch.xpu, torch.mtia):  # for a first use that never comes, each keeps the stack
-        _replace(accelerator, manual_seed_all=lambda seed: None)
     _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     _replace(
         torch.Tensor,
@@ -98,7 +96,7 @@ def _adjust_rng() -> None:
     # CudaRNGStatesTracker, checkpoint() and CheckpointWithoutOutput use these, so dropout under recomputation repeats
     # exactly.
     _replace(mcore_random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
-    _replace(torch.cuda, get_rng_state=get_state, manual_seed=torch.manual_seed)
+    _replace(torch.cuda, get_rng_state=get_state, manual_seed=torch.default_generator.manual_seed)
     # The tracker warns that the CPU's state has changed, which is now the purpose.
     logging.getLogger(mcore_random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.msg)
 

@@ -103,13 +103,6 @@ def compare_kimi(rank: int, documents: tuple[int, ...], tokens: tuple[int, ...])
         torch.testing.assert_close(one, part.float(), rtol=1e-4, atol=1e-4 if number > 5 else 1e-5)
 
 
-def compare_all(rank: int, cases: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    for case in cases:
-        compare(rank, *case)
-        if case == CASES[3]:  # one rank is in the middle of a document
-            compare_kimi(rank, *case)
-
-
 def test_kernels_over_ranks_equal_the_reference() -> None:
     if not INSTALLED.is_dir():
         pytest.skip(f"{INSTALLED} is missing: make setup")
@@ -121,4 +114,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         fla_for_the_interpreter(Path(folder))
         for world in (2, 3):  # every process that is started rewrites the kernels' code first
-            run_forked(compare_all, world, [case for case in CASES if len(case[1]) == world])
+            cases = [case for case in CASES if len(case[1]) == world]
+            run_forked(lambda rank, cases: [compare(rank, *case) for case in cases], world, cases)
+        run_forked(compare_kimi, 3, *CASES[3])  # one rank is in the middle of a document

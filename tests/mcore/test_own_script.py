@@ -41,26 +41,11 @@ def _config(kind: str, context: int, **settings: Any) -> TransformerConfig:
     if kind == "no_rope_freq":
         return model_config(Layout(context=context), num_layers=3, no_rope_freq=[0, 1, 0], init_method_std=0.1)
     return MLATransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        ffn_hidden_size=64,
-        kv_lora_rank=24,
-        qk_head_dim=12,
-        qk_pos_emb_head_dim=8,
-        v_head_dim=16,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        context_parallel_size=context,
-        use_cpu_initialization=True,
-        init_method_std=0.1,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        **MLA[kind],
-        **settings,
-    )
+        num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, kv_lora_rank=24, qk_head_dim=12,
+        qk_pos_emb_head_dim=8, v_head_dim=16, add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0,
+        context_parallel_size=context, use_cpu_initialization=True, init_method_std=0.1, bias_dropout_fusion=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, **MLA[kind], **settings,
+    )  # fmt: skip
 
 
 def _gpt(config: TransformerConfig, sequence: ShardedSequence | None, collection: Any) -> GPTModel:

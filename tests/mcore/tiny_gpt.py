@@ -56,32 +56,15 @@ class DenseAttention(torch.nn.Module):
 def model_config(layout: Layout, **overrides: Any) -> TransformerConfig:
     dtype = torch.bfloat16 if layout.bf16 else torch.float32
     settings: dict[str, Any] = dict(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=64,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=functional.silu,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        tensor_model_parallel_size=layout.tensor,
-        context_parallel_size=layout.context,
-        pipeline_model_parallel_size=layout.pipeline,
-        sequence_parallel=layout.tensor > 1,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=layout.bf16,
-        use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=64,
+        normalization="RMSNorm", gated_linear_unit=True, activation_func=functional.silu, add_bias_linear=False,
+        attention_dropout=0.0, hidden_dropout=0.0, tensor_model_parallel_size=layout.tensor,
+        context_parallel_size=layout.context, pipeline_model_parallel_size=layout.pipeline,
+        sequence_parallel=layout.tensor > 1, pipeline_dtype=dtype, params_dtype=dtype, bf16=layout.bf16,
+        use_cpu_initialization=True, bias_activation_fusion=False, bias_dropout_fusion=False,
+        masked_softmax_fusion=False, apply_rope_fusion=False, gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-    )
+    )  # fmt: skip
     return TransformerConfig(**(settings | overrides))
 
 

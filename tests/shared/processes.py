@@ -1,6 +1,5 @@
 """Processes that start with everything imported, which otherwise is most of what they do."""
 
-import gc
 import io
 import os
 import resource
@@ -73,7 +72,6 @@ class Quick:
 
 def _command(words: Sequence[str], cwd: Path | None, files: Sequence[str], environment: Mapping[str, str]) -> None:
     """What a `Quick` process does: become one as a shell starts it."""
-    gc.freeze()  # what the server has imported stays
     os.setsid()
     os.chdir(cwd or ".")
     os.environ.clear()

@@ -29,21 +29,16 @@ PLAIN_HEADS = {"model.attention_output_gate": False, "model.rotary_percent": 1.0
 STEPS = {"train.steps": 5, "optim.warmup_steps": 0}
 EXPERTS = {"model.pattern": "GE*-", "model.num_moe_experts": 4, "model.moe_layer_freq": "[1,0]"}
 SHARED = {"model.moe_shared_expert_intermediate_size": 16, "model.moe_shared_expert_gate": True}
+PACKED = {"data.packing": "best_fit", "data.mask_eod_loss": True}
 KIMI = {"model.pattern": "K-*-", "train.steps": 10}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {**HYBRID, **STEPS},
-    "packed": {**HYBRID, **STEPS, "data.packing": "best_fit", "data.mask_eod_loss": True},
+    "packed": {**HYBRID, **STEPS, **PACKED},
     "experts": {**HYBRID, **STEPS, **EXPERTS, **SHARED},
-    "mamba packed": {
-        **HYBRID,
-        **STEPS,
-        "model.pattern": "*-M-",
-        "data.packing": "best_fit",
-        "data.mask_eod_loss": True,
-    },
+    "mamba packed": {**HYBRID, **STEPS, **PACKED, "model.pattern": "*-M-"},
     "mamba experts": {**HYBRID, **STEPS, **EXPERTS, "model.pattern": "ME*-"},
     "kimi": {**HYBRID, **STEPS, "model.pattern": "K-*-"},
-    "kimi packed": {**HYBRID, **STEPS, **KIMI, "data.packing": "best_fit", "data.mask_eod_loss": True},
+    "kimi packed": {**HYBRID, **STEPS, **KIMI, **PACKED},
 }
 BUILDER = {"model.builder": "hybrid"} if RELEASE >= (0, 19) else {}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {

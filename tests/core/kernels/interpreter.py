@@ -56,24 +56,11 @@ def hopper_code(kernel: Any, constants: Mapping[str, Any], types: Mapping[str, s
     return str(code)
 
 
-def _replace_functions_once() -> None:
-    """Let the interpreter replace the language's functions once, and not for every call of a function of a kernel.
-
-    Finding them takes a third of the time. Here nothing else uses the language, so they stay replaced.
-    """
+if __name__ == "__main__":
     from triton.runtime import interpreter
 
-    replace = interpreter._patch_lang
-
-    @functools.cache
-    def once(fn: Callable[..., Any]) -> Any:
-        replace(fn)
-        return SimpleNamespace(restore=lambda: None)
-
-    interpreter._patch_lang = once
-
-
-if __name__ == "__main__":
-    _replace_functions_once()
+    # In every call of a function of a kernel it replaces those of the language, for a third of the time: here, once.
+    replace, done = interpreter._patch_lang, SimpleNamespace(restore=lambda: None)
+    interpreter._patch_lang = functools.cache(lambda fn: (replace(fn), done)[1])
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -140,9 +140,7 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self.now -= self._live.pop(key)[1]
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and asking for that takes as long as an operation
+    _should_skip_dynamo = classmethod(lambda cls: False)  # nothing is compiled, and asking takes as long as operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx.cli import cli
-from megatron_longctx.config import MAX_TOKENS, Config
+from megatron_longctx.config import MAX_TOKENS
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.planner.memory import SAFE_SHARE, Job, check, max_length, predict, report, summary
 from megatron_longctx.planner.memory.reports import planned_job
@@ -18,12 +18,8 @@ from megatron_longctx.training.compose import compose_config, override_config
 from tests.shared.training import write_documents
 
 GIB = 2**30
+_llama = functools.cache(lambda: compose_config([*LLAMA, "attention.transport=p2p"]))
 LLAMA = ("model=llama3_8b", "parallelism=cp8", "data.seq_length=1048576", "parallelism.cluster=h200_x8")
-
-
-@functools.cache
-def _llama() -> Config:
-    return compose_config([*LLAMA, "attention.transport=p2p"])
 
 
 def _job(*words: str, **others: int) -> Job:
