@@ -98,6 +98,8 @@ def _case(root: Path, layout: Layout) -> dict[str, bool]:
 
     trainer = Quantized(layout)
     found["main parameters begin with the exact values"] = _equal(_mains(trainer), begun)
+    kept = [weight.get_high_precision_init_val() for weight in trainer.weights.values()]
+    found["initial values are not kept"] = kept == [None] * len(kept)
     reading = checkpoint.sharded_state_dict(_alone(trainer), is_loading=True, with_rng=False)["model"].values()
     found["read as bf16"] = all(type(each.data) is not Fp8Tensor for each in reading)
     checkpoint.load(root / "plain", trainer.state())
@@ -163,7 +165,7 @@ def results(root: Path) -> list[dict[str, dict[str, bool]]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_checkpoints_have_the_values_of_main_parameters(root: Path, layout: str) -> None:
     for found in results(root):
-        assert len(found[layout]) == 12 and all(found[layout].values()), found[layout]
+        assert len(found[layout]) == 13 and all(found[layout].values()), found[layout]
 
 
 def test_megatron_gets_the_setting() -> None:

@@ -39,9 +39,10 @@ class Fp8Tensor(torch.Tensor):
         """Return a parameter with these values, which it keeps for the optimizer, as TransformerEngine's layers do."""
         made = cls(torch.empty(values.shape, dtype=torch.uint8), torch.ones(()))
         made.quantize(values.detach())
-        parameter = torch.nn.Parameter(made)
-        parameter.get_high_precision_init_val = lambda: values.detach().clone()  # type: ignore[attr-defined]
-        parameter.clear_high_precision_init_val = lambda: None  # type: ignore[attr-defined]
+        parameter: Any = torch.nn.Parameter(made)
+        initial = {"values": values.detach().clone()}
+        parameter.get_high_precision_init_val = lambda: initial.get("values")
+        parameter.clear_high_precision_init_val = initial.clear
         return parameter
 
     def quantize(self, values: Tensor) -> None:

@@ -263,12 +263,12 @@ class ContextParallelAttention:
         may_keep: bool = False,
         kv_format: MakeFormat | None = None,
     ) -> Passes:
-        _check_sink(sink, q)
-        call = mask, may_keep, kv_format is None, *[(x.shape, x.dtype, x.device) for x in (q, k, v)]
+        mask, tensors = Mask.of(mask), (q, k, v, sink)
+        call = mask, may_keep, kv_format is None, *[(x.shape, x.dtype, x.device) for x in tensors if x is not None]
         if (known := self._checked.get(call)) is not None:
             return known
-        mask = Mask.causal(mask) if isinstance(mask, int) else mask
         self._check(q, k, v, mask)
+        _check_sink(sink, q)
         keep = may_keep and self.keeps_received(mask.length, q.shape[1])
         shapes = shapes_of(q, k, v, kv_format and kv_format(q.shape[3], v.shape[3], q.dtype))
         kind, (expected, varied) = (shapes, keep), self._expected

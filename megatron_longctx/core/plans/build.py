@@ -38,7 +38,7 @@ def build_plan(
         ValueError: the schedule is unknown, it refuses the sizes, options or layout, or the plan has too many messages.
     """
     mode = find_mode(schedule, n, options or ModeOptions()) if isinstance(schedule, str) else schedule
-    mask = Mask.causal(mask) if isinstance(mask, int) else mask
+    mask = Mask.of(mask)
     plan = _build_cached(mode, n, mask, unit, mode.layout_of(mask, layout))
     if backward.keeps_received(keep_received, mode.name, n, mask.length, batch):
         plan = backward.keep_received(plan)

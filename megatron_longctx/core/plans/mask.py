@@ -44,6 +44,13 @@ class Mask:
     name: str = "mask"
 
     @staticmethod
+    def of(mask: Mask | int) -> Mask:
+        """Return a mask as it is, and a causal one of a number of tokens; ValueError for anything else."""
+        if not isinstance(mask, Mask | int):
+            raise refuse("mask", mask, "a Mask, or an int, the tokens of a causal sequence", "Mask.documents makes packs.")
+        return mask if isinstance(mask, Mask) else Mask.causal(mask)
+
+    @staticmethod
     def causal(length: int, window: Window = (None, None)) -> Mask:
         """Return the mask in which token i sees tokens 0..i, or as many as a sliding window holds.
 

@@ -248,7 +248,10 @@ class Rank:
         one_head = [x[:, :, :1] for x in self.shards(case, sharing.layout(case.mask))[0]]
         where = f"because rank {self.rank} of {self.n} holds {s} of {layout.length} tokens in the {layout.name} layout"
         wrong = []
+        attention(q, k, v, mask=case.mask)  # later calls like it are known, and no others
         for text, call, change in (
+            ("mask=[8, 8]: expected a Mask, or an int", attention, {"mask": [8, 8]}),
+            ("sink=torch.float64 [3] on cpu: expected", attention, {"sink": q.new_zeros(3)}),
             (f"q has shape ({s + 1}, 2, 4, 8): expected [{s}, b, heads, d], {where}", attention,
              {"q": more, "k": more[:, :, :2], "v": more[:, :, :2]}),
             (f"expected [{longer.num_tokens(self.rank)}, b, heads, d]", attention, {"mask": longer.length}),
@@ -386,6 +389,15 @@ def test_a_group_ends_when_it_is_destroyed_although_its_attention_remains(ranks:
     """Otherwise gloo's threads run until Python has shut down, where one that frees a message aborts the process."""
     for ended, error in (found["after its group"] for found in ranks):
         assert ended and "the process group of this attention was destroyed" in error
+
+
+def test_a_known_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Mask] = []
+    monkeypatch.setattr(ContextParallelAttention, "_check", lambda self, q, k, v, mask: checked.append(mask))
+    attention, q, one, two = ContextParallelAttention(), torch.zeros(16, 1, 2, 8), Mask.of(16), documents([9, 7])
+    for mask in (one, one, 16, two, two, one, one):  # another mask makes every call new
+        attention(q, q, q, mask=mask)
+    assert checked == [one, two, one]
 
 
 def test_wrong_input_is_refused_on_every_rank(n: int, ranks: list[dict[str, Any]]) -> None:
