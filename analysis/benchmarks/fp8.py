@@ -32,7 +32,7 @@ from megatron_longctx.training.compose import compose_config
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
 from . import prefill
-from .inference_ranks import Benchmark, Sweep, seconds_to_first
+from .inference_ranks import Benchmark, Sweep, randomize, seconds_to_first
 from .report import Report, check_least, numbers, table
 
 KINDS = ("exact", "fp8")
@@ -287,7 +287,7 @@ def _model(job: _Measurement, name: str, config: Config) -> None:
         _compare(job, name, benchmarks)
         _time_prompts(job, name, benchmarks)
         for benchmark in benchmarks.values():
-            benchmark.engine.model.attention.randomize()
+            randomize(benchmark.engine.model.attention)
         cases = [(1, options.lengths[0]), (options.batch, options.lengths[0]), *((1, n) for n in options.lengths[1:])]
         for batch, length in cases:
             if job.has_time(f"{name}, decode, {length:,} cached, batch {batch}"):

@@ -19,9 +19,11 @@ from megatron_longctx.core.errors import refuse
 from megatron_longctx.core.plans import Target
 from megatron_longctx.inference.batch import Batch, ScheduledChunk
 from megatron_longctx.inference.cache_manager import CacheManager
+from megatron_longctx.inference.cached_attention import CachedAttention
 from megatron_longctx.inference.choose_cache_mode import Chooser, Decision, facts_of_rank_0
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.memory import pages_per_rank
+from megatron_longctx.inference.quantize_kv import SCALE_BYTES
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import NextToken, Session
 from megatron_longctx.inference.warm_up import warm_up
@@ -179,7 +181,7 @@ class Benchmark:
                 first.append(self._first_token(session, new))
                 save(first, decoded)
             session.close()
-        self.engine.model.attention.randomize()  # times do not depend on the keys and values
+        randomize(self.engine.model.attention)  # times do not depend on the keys and values
         for length in self._sweep.lengths:
             sessions: list[Session] = []
             for batch in sorted(set(self._sweep.batches)):
@@ -262,6 +264,15 @@ def seconds_to_first(engine: LongContextEngine, session: Session, prompt: list[i
     seconds = time.perf_counter() - start
     _check(generation.finish_reason)
     return seconds
+
+
+def randomize(attention: CachedAttention) -> None:
+    """Fill a cache with random keys and values."""
+    for layer in attention.layers:
+        if attention.shape.int8:
+            layer.random_()[..., -SCALE_BYTES:].view(torch.float32).fill_(1 / 64)
+        else:
+            layer.normal_()
 
 
 def wait_for_all(device: torch.device) -> None:

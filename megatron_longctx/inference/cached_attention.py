@@ -30,7 +30,7 @@ from ..core.kernels import KernelRequest, choose_kernel
 from ..core.plans import Kind, Recorder, Target, Workload
 from .batch import Batch, ScheduledChunk
 from .paged import FUSED_DTYPES, PackedPartials, Pages, attend_pages, attend_splits, has_fused_kernels, merge_ranks
-from .quantize_kv import SCALE_BYTES, Int8KV
+from .quantize_kv import Int8KV
 from .sampling import PromptScorer
 from .states import RecurrentStates
 
@@ -265,14 +265,6 @@ class CachedAttention:
                 one of `unused_slots` for rows that another rank stores.
         """
         self._pages, self._new_slots, self._num_new = pages, slots, slots[0].numel()
-
-    def randomize(self) -> None:
-        """Fill the cache with random keys and values, for measurements."""
-        for layer in self.layers:
-            if self.shape.int8:
-                layer.random_()[..., -SCALE_BYTES:].view(torch.float32).fill_(1 / 64)
-            else:
-                layer.normal_()
 
     @torch.inference_mode()
     def __call__(

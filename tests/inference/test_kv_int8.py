@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from analysis.benchmarks.inference_ranks import randomize
 from megatron_longctx.config import Config
 from megatron_longctx.core.comm import P2PTransport
 from megatron_longctx.core.plans import Kind, Workload
@@ -109,7 +110,7 @@ def through_the_engine(rank: int, configs: list[Config]) -> list[torch.Tensor]:
             found.append(engine.next_logits([session])[0])
             assert bool(sent) == (config.parallelism.context_parallel_size > 1)
             warm_up(engine)
-            engine.model.attention.randomize()
+            randomize(engine.model.attention)
             assert engine.next_logits([session]).isfinite().all()
     return found
 

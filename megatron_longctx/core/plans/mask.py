@@ -47,7 +47,7 @@ class Mask:
     def of(mask: Mask | int) -> Mask:
         """Return a mask as it is, and a causal one of a number of tokens; ValueError for anything else."""
         if not isinstance(mask, Mask | int):
-            raise refuse("mask", mask, "a Mask, or an int, the tokens of a causal sequence", "Mask.documents makes packs.")
+            raise refuse("mask", mask, "a Mask, or an int, the tokens of a causal sequence", "Use Mask.documents.")
         return mask if isinstance(mask, Mask) else Mask.causal(mask)
 
     @staticmethod

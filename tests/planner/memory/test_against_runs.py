@@ -255,8 +255,8 @@ def test_recorded_runs_are_predicted(peak: Peak) -> None:
     assert peak.predicted == pytest.approx(peak.measured, rel=0.03)
 
 
-@pytest.mark.parametrize("name, ranks", [("one GPU", 1), ("contiguous, helper", 2)])
-def test_recorded_steps_of_a_hybrid_model_are_predicted(name: str, ranks: int) -> None:
+@pytest.mark.parametrize("name, ranks, share", [("one GPU", 1, 0.966), ("contiguous, helper", 2, 1.004)])
+def test_recorded_steps_of_a_hybrid_model_are_predicted(name: str, ranks: int, share: float) -> None:
     """Their gradients are in bf16 and begin with the step, so that a layer's backward has those of the layers after."""
     result = json.loads((RESULTS / "hybrid_h200_x2.json").read_text())
     measured = next(cell["peak_bytes"] for cell in result["cells"] if cell["name"] == name)
@@ -268,7 +268,7 @@ def test_recorded_steps_of_a_hybrid_model_are_predicted(name: str, ranks: int) -
     gradients = 2 * (embedding_weights(job) + layer_parameters(job))
     others = resident["weights"] + resident["RoPE table (fp32)"] + resident["attention's buffers"] + gradients
     assert prediction.peak.terms[-1].name == "gradients inside the recurrence"
-    assert 0.96 <= (others + prediction.peak.num_bytes) / measured <= 1.01
+    assert (others + prediction.peak.num_bytes) / measured == pytest.approx(share, rel=0.01)
 
 
 def test_measured_peaks_are_those_of_the_results() -> None:
