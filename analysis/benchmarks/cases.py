@@ -171,12 +171,14 @@ def dataset_documents(kind: str, tokens: int) -> tuple[int, ...]:
 
     Args:
         kind: `log_normal` for the distribution of the pack of 128K tokens, or `long_tail`: most documents have less
-            than 4K tokens, and one in a hundred has 128K; these have two fifths of all tokens.
+            than 4K tokens, and one in a hundred has 128K; these have two fifths of all tokens. `long_tail_64k`: one in
+            two hundred has 64K; these have a quarter.
     """
     draw = random.Random(0)
     kinds: dict[str, Callable[[], int]] = {
         "log_normal": lambda: min(max(int(draw.lognormvariate(8.0, 1.3)), 16), 2**17),
         "long_tail": lambda: 2**17 if draw.random() < 0.01 else draw.randint(UNIT, 4096),
+        "long_tail_64k": lambda: 2**16 if draw.random() < 0.005 else draw.randint(UNIT, 4096),
     }
     if kind not in kinds:
         raise ValueError(f"documents of kind {kind}: expected one of {', '.join(kinds)}. Choose one of these.")
