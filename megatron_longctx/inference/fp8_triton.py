@@ -82,9 +82,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     cols = min(_TILE, triton.next_power_of_2(columns))
     if rows:
-        with torch.cuda.device(x.get_device()):  # the index of a CPU tensor, -1, has no effect
-            constants = {"COLS": cols}
-            launch(_quantize_kernel, (rows,), [x, values, scales, x.stride(0), columns], constants, num_warps=8)
+        launch(_quantize_kernel, (rows,), [x, values, scales, x.stride(0), columns], {"COLS": cols}, num_warps=8)
     return values, scales
 
 
@@ -92,9 +90,8 @@ def vector_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """Return the product `[1, outputs]` of one row `[1, inputs]` with weights `[outputs, inputs]` of these scales."""
     outputs, inputs = values.shape
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
-    with torch.cuda.device(x.get_device()):
-        per, at_once, warps = VECTOR_TILE
-        arguments: list[Tensor | int] = [x, values, scales, out, outputs, inputs]
-        constants = {"OUTPUTS": per, "INPUTS": at_once}
-        launch(_vector_kernel, (-(-outputs // per),), arguments, constants, num_warps=warps)
+    per, at_once, warps = VECTOR_TILE
+    arguments: list[Tensor | int] = [x, values, scales, out, outputs, inputs]
+    constants = {"OUTPUTS": per, "INPUTS": at_once}
+    launch(_vector_kernel, (-(-outputs // per),), arguments, constants, num_warps=warps)
     return out

@@ -78,10 +78,9 @@ def pack_kv(k: Tensor, v: Tensor, packed: Tensor) -> None:
     cols = triton.next_power_of_2(d)
     rows = max(1, _TILE // cols)
     grid = (triton.cdiv(t * batch * heads, rows), 2)
-    with torch.cuda.device(k.get_device()):  # the index of a CPU tensor, -1, has no effect
-        arguments: list[Tensor | int] = [k, v, packed.view(torch.int8), t * batch * heads, batch, heads]
-        arguments += [*row_strides(k), k.stride(-1), *row_strides(v), v.stride(-1)]
-        launch(_pack_kernel, grid, arguments, {"D": d, "ROWS": rows, "COLS": cols}, enable_fp_fusion=False)
+    arguments: list[Tensor | int] = [k, v, packed.view(torch.int8), t * batch * heads, batch, heads]
+    arguments += [*row_strides(k), k.stride(-1), *row_strides(v), v.stride(-1)]
+    launch(_pack_kernel, grid, arguments, {"D": d, "ROWS": rows, "COLS": cols}, enable_fp_fusion=False)
 
 
 def unpack_kv(packed: Tensor, out: Tensor) -> None:
@@ -90,7 +89,6 @@ def unpack_kv(packed: Tensor, out: Tensor) -> None:
     cols = triton.next_power_of_2(d)
     rows = max(1, _TILE // cols)
     grid = (triton.cdiv(t * batch * heads, rows), 2)
-    with torch.cuda.device(packed.get_device()):
-        arguments: list[Tensor | int] = [packed.view(torch.int8), out, t * batch * heads, batch, heads]
-        arguments += packed.stride()[:4]
-        launch(_unpack_kernel, grid, arguments, {"D": d, "ROWS": rows, "COLS": cols}, enable_fp_fusion=False)
+    arguments: list[Tensor | int] = [packed.view(torch.int8), out, t * batch * heads, batch, heads]
+    arguments += packed.stride()[:4]
+    launch(_unpack_kernel, grid, arguments, {"D": d, "ROWS": rows, "COLS": cols}, enable_fp_fusion=False)

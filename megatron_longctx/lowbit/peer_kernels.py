@@ -299,10 +299,9 @@ def _work_split(most: int, groups: int, chunks: int, group_size: int) -> tuple[i
 def _launch(kernel: Any, memory: PeerMemory, x: Tensor, out: Tensor, call: _Call) -> None:
     kinds = call.kinds, specialization_of(x), specialization_of(out)
     arguments: list[Tensor | int] = [x, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes]
-    with torch.cuda.device(x.get_device()):  # a CPU tensor's index, -1, changes nothing
-        # Without fusion, so that the bits equal the kernels' in `quantize_triton`.
-        options = {"num_warps": call.warps, "enable_fp_fusion": False}
-        launch(kernel, (call.blocks,), [*arguments, *call.numbers], call.constants, kinds, **options)
+    # Without fusion, so that the bits equal the kernels' in `quantize_triton`.
+    options = {"num_warps": call.warps, "enable_fp_fusion": False}
+    launch(kernel, (call.blocks,), [*arguments, *call.numbers], call.constants, kinds, **options)
 
 
 def _constants(form: Format) -> dict[str, Any]:

@@ -86,9 +86,7 @@ def rotate_triton(
     arguments += [cos, sin, batch, head_dim, half]
     constants = {"INVERSE": inverse, "INTERLEAVED": interleaved, "HEADS": per_program}
     constants |= {"HALF": triton.next_power_of_2(max(half, 1)), "REST": triton.next_power_of_2(rest) if rest else 0}
-    # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
-    with torch.cuda.device(x.get_device()):
-        launch(_rotate_kernel, (x.shape[0] * batch, blocks), arguments, constants)
+    launch(_rotate_kernel, (x.shape[0] * batch, blocks), arguments, constants)
     return outs
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..comm import BufferPool, Channel, StreamClock, SymmetricExchange, Transport, timed
 from ..kernels import AttentionKernel, CopySum, Partial, merge_partials, sum_partials
-from ..kernels.batched_copy import BatchedCopy, Pair
+from ..kernels.batched_copy import BatchedCopy, Rooted
 from ..plans import Kind, Recorder
 from ..plans import recording as ops
 from ..plans.plan import NUM_FIELDS, Block
 from .kv_format import Fields, Shapes, TensorSpec
-from .registers import EXCHANGE, SCALE, TEMPLATE, Get, Registers, Values
+from .registers import EXCHANGE, SCALE, TEMPLATE, Registers, Values, View
 
 Step = Callable[[Values], object]
 _RESULTS = frozenset({ops.Place.CALL, ops.Place.SUM, ops.Place.RESULT})
@@ -51,7 +51,7 @@ class Pass:
 
     def __init__(self, recorder: Recorder, rank: int, shapes: Shapes, runtime: Runtime, packed: bool = False) -> None:
         self.recording = recorder.record(rank)
-        self._shapes, self._runtime, self._copies = shapes, runtime, BatchedCopy()
+        self._shapes, self._runtime = shapes, runtime
         channel: Channel | None = None
         if runtime.transport is not None:
             channel = runtime.transport.channel(
@@ -113,7 +113,7 @@ class Pass:
                 if memory.place in _RESULTS and not isinstance(op, ops.Compute):  # which allocates its own outputs
                     ready.add(memory)
                     steps.append(self._allocate(memory))
-            steps.append(self._step(op, i))
+            steps.append(self._step(op))
             if i in ended:
                 steps.append(self._clear(ended[i]))
             if i in marks:
@@ -133,10 +133,10 @@ class Pass:
                 ended.setdefault(i, []).append(self._registers.number(memory))
         return ended
 
-    def _step(self, op: ops.Op, i: int) -> Step:
+    def _step(self, op: ops.Op) -> Step:
         match op:
             case ops.Copy():
-                return self._copy(op, i)
+                return self._copy(op)
             case ops.Compute():
                 return self._backward(op) if self.recording.backward else self._forward(op)
             case ops.Merge():
@@ -173,18 +173,26 @@ class Pass:
 
         return allocate
 
-    def _copy(self, op: ops.Copy, i: int) -> Step:
-        registers, copies, both = self._registers, self._copies, list[tuple[Get, Get]]()
-        for into, source in op.pairs:
-            alike = registers.is_packed(into.memory) == registers.is_packed(source.memory)
-            get = registers.raw if alike else registers.fields
-            both.append((get(into), get(source)))
+    def _copy(self, op: ops.Copy) -> Step:
+        registers, copies, sides = self._registers, BatchedCopy(), list[tuple[View, ...]]()
+        for pair in op.pairs:
+            alike = len({registers.is_packed(rows.memory) for rows in pair}) == 1
+            sides.append(tuple([registers.view(x, not alike and registers.is_packed(x.memory)) for x in pair]))
+        moving, fixed = ([*dict.fromkeys(x.number for y in sides for x in y if x.fixed is z)] for z in (False, True))
 
         def copy(values: Values) -> None:
-            pairs: list[Pair] = []
-            for into, source in both:
-                pairs += zip(into(values), source(values), strict=True)
-            copies.copy(i, pairs)
+            first = [x for i in moving for x in values[i]]
+            copies.copy([*first, *[x for i in fixed for x in values[i]]], len(first), lambda: pairs(values))
+
+        def pairs(values: Values) -> list[Rooted]:
+            roots = [(i, field) for i in (*moving, *fixed) for field in range(len(values[i]))]
+
+            def fields(of: View) -> list[tuple[Tensor, int]]:  # packed keys and values have one root
+                last = len(values[of.number]) - 1
+                return [(x, roots.index((of.number, min(i, last)))) for i, x in enumerate(of.get(values))]
+
+            found = [both for pair in sides for both in zip(*map(fields, pair), strict=True)]
+            return [((into, source), (to, of)) for (into, to), (source, of) in found]
 
         return copy
 
@@ -255,7 +263,8 @@ class Pass:
 
     def _send(self, op: ops.Send) -> Step:
         channel, step, overlap, wait = self._channel, op.step, self._runtime.overlap, self._wait
-        passed, receives = self._registers.tensors(self.recording.passed[step]), self._targets(step)
+        into = [cast(ops.Rows, each.into) for each in self.recording.receives[step]]
+        passed, receives = map(self._registers.tensors, (self.recording.passed[step], into))
         mark = self._registers.number(("mark", self.recording.after[step]))
 
         def send(values: Values) -> None:
@@ -272,23 +281,14 @@ class Pass:
                 self._channel.wait(exchange)
             values[EXCHANGE] = None
 
-    def _targets(self, step: int) -> Get:
-        """Return what gets the targets of a step's messages, or their shapes if they are read in the peers' memory."""
-        receives = self.recording.receives[step]
-        if all(each.into is not None for each in receives):
-            return self._registers.tensors([cast(ops.Rows, each.into) for each in receives])
-        specs = [
-            x for each in receives for x in self._shapes.specs(each.block.kind, each.block.tokens, each.block.heads)
-        ]
-        return lambda _: specs
-
     def _acquire(self, op: ops.Acquire) -> Step:
-        channel, receives = self._channel, self._targets(op.step)
-        filled = self._registers.number(("acquired", op.step))
+        channel, filled = self._channel, self._registers.number(("acquired", op.step))
+        blocks = [each.block for each in self.recording.receives[op.step]]
+        specs = [spec for each in blocks for spec in self._shapes.specs(each.kind, each.tokens, each.heads)]
 
         def acquire(values: Values) -> None:
             with timed(self._runtime.waits):
-                found = channel.acquire(op.step, receives(values))
+                found = channel.acquire(op.step, specs)
             if found and values[filled] is not found[0]:  # the first time since memory has moved
                 with torch.inference_mode(False):
                     fill(values, found)

@@ -6,7 +6,7 @@ registers of its rows are filled once. The others are filled by the operations o
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,14 @@ _PACKED = frozenset({Place.HELD, Place.SENT, Place.PEER, Place.KEPT})
 _ALIGNMENT = 256
 TEMPLATE, SCALE, EXCHANGE = range(3)
 """Registers of every pass: what a run begins with, the factor of scores, and the messages in flight."""
+
+
+class View(NamedTuple):
+    """What gets rows, and the register with the tensors of which they are views. fixed: these are in shared memory."""
+
+    get: Get
+    number: int
+    fixed: bool
 
 
 class Registers:
@@ -91,11 +99,11 @@ class Registers:
 
     def raw(self, rows: Rows) -> Get:
         """Return what gets rows with the fields that their memory has."""
-        return self._get(rows, split=False)
+        return self.view(rows, split=False).get
 
     def fields(self, rows: Rows) -> Get:
         """Return what gets rows with keys and values, or their gradients, as separate fields."""
-        return self._get(rows, split=self.is_packed(rows.memory))
+        return self.view(rows, split=self.is_packed(rows.memory)).get
 
     def tensors(self, rows: Sequence[Rows]) -> Get:
         """Return what gets the tensors of messages."""
@@ -107,7 +115,8 @@ class Registers:
         self._fill.append((number, lambda of: [x for memory, cut in cuts for x in cut(self._whole(memory, of))]))
         return itemgetter(number)
 
-    def _get(self, rows: Rows, split: bool) -> Get:
+    def view(self, rows: Rows, split: bool) -> View:
+        """Return what gets rows. split: whether packed keys and values become separate fields."""
         memory, cut = rows.memory, self._cut(rows)
         form = self._shapes.kv if memory.kind is Kind.KV else self._shapes.kv_grad
         if memory.place in (Place.HELD, Place.SENT, Place.PEER) and not memory.is_kept:
@@ -124,11 +133,10 @@ class Registers:
                 self.of_peers.setdefault(memory, []).append((number, view))
             elif new:
                 self._fill.append((number, lambda of: view(self._whole(memory, of))))
-            return (lambda values: form.split(values[number][0])) if decode else itemgetter(number)
+            return View((lambda of: form.split(of[number][0])) if decode else itemgetter(number), number, True)
         number = self.number(memory.kind if memory.place is Place.OWN else memory)
-        if not split:
-            return itemgetter(number) if cut is None else lambda values: cut(values[number])
-        return lambda values: form.split((values[number] if cut is None else cut(values[number]))[0])
+        get: Get = itemgetter(number) if cut is None else lambda values: cut(values[number])
+        return View((lambda values: form.split(get(values)[0])) if split else get, number, False)
 
     def _cut(self, rows: Rows) -> Callable[[Fields], Fields] | None:
         """Return what cuts rows out of the fields of their memory; None if they are all of it."""

@@ -68,6 +68,7 @@ class PeerTransport(Transport):
         self._flags: Any = None
         self._parity = 0
         self._unread: list[FlagOperations | None] = [None, None]
+        self.here: Any = None  # the caller's stream during a pass
         # Allocate now, where the caller can handle a refusal; the memory grows when a pass needs more.
         initial = _INITIAL_BYTES_GROWING if growth > 1 else _INITIAL_BYTES
         self._reallocate(initial, initial, _INITIAL_STEPS)
@@ -103,9 +104,9 @@ class PeerTransport(Transport):
         """
         self._passes += 1
         self._parity = 1 - self._parity
-        before = self._unread[self._parity]
+        before, self.here = self._unread[self._parity], torch.cuda.current_stream(self.device)
         if before is not None:
-            before.issue(torch.cuda.current_stream(self.device))
+            before.issue(self.here)
         self._unread[self._parity] = unread[self._parity]
         return self._parity
 
@@ -157,6 +158,7 @@ class _Step(NamedTuple):
     reusable: FlagOperations | None  # waits until earlier messages whose memory this step reuses have been read
     arrived: FlagOperations  # waits for all senders at once, because a wait per sender costs more than it gains
     sources: list[Tensor]  # the senders' memory
+    exchanged: FlagOperations  # `ready`, then `arrived`, in one call of the driver
     order: list[int]  # in which to copy the sources
     read: FlagOperations  # tells the senders
 
@@ -187,7 +189,7 @@ class SymmetricExchange:
     def begin(self) -> int:
         """Start a pass on the caller's stream, and return its parity. Refuse a capture into a CUDA graph."""
         self._next = self._acquired = None
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if self._transport.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "attention over peer memory was captured into a CUDA graph, which cannot be replayed: passes alternate "
                 "between two memories. Leave attention out of the graph, or choose transport=p2p."
@@ -233,34 +235,32 @@ class SymmetricExchange:
             self._next = step + 1
             return Exchange(arrived=stream.record_event() if used else None)
 
-    def acquire(self, step: int, receives: Sequence[Tensor]) -> list[Tensor]:
+    def acquire(self, step: int, receives: Sequence[Any]) -> list[Tensor]:
         """Send and wait for the messages of a step on the caller's stream, if nothing is computed meanwhile.
 
         Return views of the senders' memory, with the shapes and dtypes of `receives`. They may be read on the caller's
         stream until `release`.
         """
-        here, now = torch.cuda.current_stream(self._transport.device), self._steps[self._parity][step]
+        here, now = self._transport.here, self._steps[self._parity][step]
         if self._started:
             # If streams share a queue, the flags that peers await before they send must be issued first.
             here.wait_stream(self._transport.signals)
         self._next = None
-        now.ready.issue(here)
-        now.arrived.issue(here)
+        now.exchanged.issue(here)
         self._next, self._acquired = step + 1, step
         return [_view_like(now.sources, i, tensor) for i, tensor in enumerate(receives)]
 
     def release(self, step: int) -> None:
         """Tell the senders that the work issued so far to the caller's stream has read the acquired memory."""
         self._acquired = None
-        self._steps[self._parity][step].read.issue(torch.cuda.current_stream(self._transport.device))
+        self._steps[self._parity][step].read.issue(self._transport.here)
 
     def wait(self, exchange: Exchange) -> None:
         if exchange.arrived is not None:
-            torch.cuda.current_stream(self._transport.device).wait_event(exchange.arrived)
+            self._transport.here.wait_event(exchange.arrived)
 
     def finish(self, sizes: Sizes) -> None:
-        stream, signals = self._transport.stream, self._transport.signals
-        here = torch.cuda.current_stream(self._transport.device)
+        stream, signals, here = self._transport.stream, self._transport.signals, self._transport.here
         if self._next is None:
             raise RuntimeError("it failed while messages started")
         if self._acquired is not None:
@@ -298,12 +298,15 @@ class SymmetricExchange:
         senders = sorted({peer for peer, _ in incoming})
         passed = [(self._layout.regions[m.region], m) for m in messages if m.passed]
         reused = self._layout.awaits.get(t)
+        ready = FlagOperations.set([transport.flag(p, parity, t, me, _READY) for p in others])
+        arrived = FlagOperations.wait_and_clear([transport.flag(me, parity, t, p, _READY) for p in senders])
         return _Step(
-            ready=FlagOperations.set([transport.flag(p, parity, t, me, _READY) for p in others]),
+            ready=ready,
             ready_passed=FlagOperations.set([transport.flag(p, parity, t, me, _READY) for p in passed_to]),
             passed=[self._bytes(parity, me, span) for region, m in passed for span in region.spans(0, m.block.tokens)],
             reusable=None if reused is None else self._await_readers(parity, reused),
-            arrived=FlagOperations.wait_and_clear([transport.flag(me, parity, t, p, _READY) for p in senders]),
+            arrived=arrived,
+            exchanged=ready.then(arrived),
             sources=[self._bytes(parity, peer, span) for peer, span in incoming],
             # Each rank begins with another peer, so that they do not all read from the same one.
             order=sorted(range(len(incoming)), key=lambda i: (incoming[i][0] - me) % transport.world),

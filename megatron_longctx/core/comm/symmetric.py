@@ -124,7 +124,7 @@ class FlagOperations:
     """
 
     def __init__(self, operations: Sequence[tuple[int, int, int]]) -> None:
-        self._batches = []
+        self._operations, self._batches = operations, list[tuple[ctypes.c_uint, Any]]()
         for first in range(0, len(operations), _MAX_OPERATIONS):
             some = operations[first : first + _MAX_OPERATIONS]
             batch = (_Operation * len(some))()
@@ -143,6 +143,10 @@ class FlagOperations:
         """Wait until all flags are set, then clear them."""
         waits = [(_WAIT_VALUE_32, address, 1) for address in addresses]
         return cls(waits + [(_WRITE_VALUE_32, address, 0) for address in addresses])
+
+    def then(self, others: FlagOperations) -> FlagOperations:
+        """Return these operations and, behind them, others. A stream runs them in this order."""
+        return FlagOperations([*self._operations, *others._operations])
 
     def issue(self, stream: Any) -> None:
         """Append the operations to a CUDA stream."""

@@ -5,7 +5,7 @@ fills the links between GPUs better.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -47,8 +47,8 @@ class Launch(NamedTuple):
 
     pairs: the index of each copy's pair. table: 16 numbers per copy: base and distance in bytes of source and
     of into, whether the copy is wide, the sizes, the strides of into and of source. anchors: for each base, the
-    tensor whose address it is: 2 * index of its pair, + 1 for a source. columns: the largest power of two of adjacent
-    8-byte words in all wide copies, up to 256. words: the size of the largest copy.
+    root whose address it is. columns: the largest power of two of adjacent 8-byte words in all wide copies, up to 256.
+    words: the size of the largest copy.
     """
 
     pairs: tuple[int, ...]
@@ -58,50 +58,53 @@ class Launch(NamedTuple):
     words: int
 
 
-class _Plan(NamedTuple):
-    """The launches and tables for tensors of these strides and alignments. left: pairs that the kernel cannot copy."""
+Rooted = tuple[Pair, tuple[int, int]]
+"""A pair, and the numbers of the roots, the tensors of which its two are views."""
 
-    strides: tuple[tuple[int, ...], ...]
-    aligned: tuple[int, ...]
+
+class _Plan(NamedTuple):
+    """The launches and tables for roots of these strides and alignments. left: pairs that the kernel cannot copy."""
+
+    geometry: list[tuple[tuple[int, ...], int]]
     launches: tuple[tuple[Launch, Tensor], ...]
     left: tuple[int, ...]
 
 
 class BatchedCopy:
-    """Copies of pairs whose shapes and dtypes are the same for every use of a key; their memory may change."""
+    """Copies of pairs whose shapes, dtypes and roots are the same in every use."""
 
     def __init__(self) -> None:
-        self._plans: dict[Hashable, list[_Plan]] = {}
+        self._plans: list[_Plan] = []
 
     @no_grad
-    def copy(self, key: Hashable, pairs: Sequence[Pair]) -> None:
-        """Copy on the current stream. No two of the copies may write and read the same elements."""
-        impl = _fused() if len(pairs) > 1 and pairs[0][0].is_cuda else None
-        if impl is None:
-            for into, source in pairs:
-                copy(into, source)
-            return
-        plan = self._plan(key, pairs)
-        for launch, table in plan.launches:
-            impl.copy_triton(launch, table, [pairs[anchor // 2][anchor % 2].data_ptr() for anchor in launch.anchors])
-        for number in plan.left:
-            copy(*pairs[number])
+    def copy(self, roots: Sequence[Tensor], moving: int, pairs: Callable[[], Sequence[Rooted]]) -> None:
+        """Copy on the current stream. No two of the copies may write and read the same elements.
 
-    def _plan(self, key: Hashable, pairs: Sequence[Pair]) -> _Plan:
-        tensors = [x for pair in pairs for x in pair]
-        pointers = [x.data_ptr() for x in tensors]
-        strides = tuple([x.stride() for x in tensors])
-        aligned = tuple([pointer % 16 for pointer in pointers])
-        known = self._plans.setdefault(key, [])
-        for plan in known:
-            if plan.strides == strides and plan.aligned == aligned and _has_distances(plan, pointers):
+        moving: how many roots, the first ones, may be anywhere. The others keep their strides and alignment, and their
+            distances within an allocation.
+        pairs: makes the views, which only a new plan and copies that the kernel cannot make need.
+        """
+        impl = _fused() if roots[0].is_cuda else None
+        plan = self._plan(roots, moving, pairs) if impl is not None else None
+        for launch, table in plan.launches if plan else ():
+            impl.copy_triton(launch, table, [roots[anchor].data_ptr() for anchor in launch.anchors])  # type: ignore[union-attr]
+        if plan is None or plan.left:
+            found = pairs()
+            for number in range(len(found)) if plan is None else plan.left:
+                copy(*found[number][0])
+
+    def _plan(self, roots: Sequence[Tensor], moving: int, pairs: Callable[[], Sequence[Rooted]]) -> _Plan:
+        geometry = [(x.stride(), x.data_ptr() % 16) for x in roots[:moving]]
+        for plan in self._plans:
+            if plan.geometry == geometry:
                 return plan
-        new, left = launches(pairs)
+        found = pairs()
+        new, left = launches(found, roots, moving) if len(found) > 1 else ([], [0])
         with torch.inference_mode(False):  # later calls use the tables too
             tables = [torch.tensor(each.table, dtype=torch.int64) for each in new]
-            tables = [table.to(tensors[0].device, non_blocking=True) for table in tables]
-        plan = _Plan(strides, aligned, tuple(zip(new, tables, strict=True)), tuple(left))
-        known[:] = [plan, *known[: _MAX_PLANS - 1]]
+            tables = [table.to(roots[0].device, non_blocking=True) for table in tables]
+        plan = _Plan(geometry, tuple(zip(new, tables, strict=True)), tuple(left))
+        self._plans = [plan, *self._plans[: _MAX_PLANS - 1]]
         return plan
 
 
@@ -144,55 +147,37 @@ def entry(into: Tensor, source: Tensor) -> Entry | None:
     return Entry(wide, sizes, to, of)
 
 
-def launches(pairs: Sequence[Pair]) -> tuple[list[Launch], list[int]]:
+def launches(pairs: Sequence[Rooted], roots: Sequence[Tensor], moving: int) -> tuple[list[Launch], list[int]]:
     """Distribute copies over launches; also return the indices of pairs that the kernel cannot copy."""
-    result: list[Launch] = []
-    left: list[int] = []
-    entries: dict[int, Entry] = {}
-    anchors: dict[int, int] = {}
-    for number, (into, source) in enumerate(pairs):
-        each = entry(into, source)
+    # A moving root is a base, and the others share one for each allocation.
+    bases = [i if i < moving else -x.untyped_storage().data_ptr() for i, x in enumerate(roots)]
+    result, left, entries, anchors = list[Launch](), list[int](), dict[int, Entry](), dict[int, int]()
+
+    def place(x: Tensor, root: int) -> tuple[int, int]:
+        return list(anchors).index(bases[root]), x.data_ptr() - roots[anchors[bases[root]]].data_ptr()
+
+    def launch() -> Launch:
+        table = []
+        for number, each in entries.items():
+            (into, source), (to, of) = pairs[number]
+            places = *place(source, of), *place(into, to)
+            table.append((*places, int(each.wide), *each.sizes, *each.into, *each.source, 0, 0))
+        adjacent = math.gcd(_MAX_COLUMNS, *(each.sizes[2] for each in entries.values() if each.wide))
+        words = max(math.prod(each.sizes) for each in entries.values())
+        return Launch(tuple(entries), tuple(table), tuple(anchors.values()), adjacent & -adjacent, words)
+
+    for number, (pair, of) in enumerate(pairs):
+        each = entry(*pair)
         if each is None:
-            if into.numel():
-                left.append(number)
+            left += [number] * (pair[0].numel() > 0)
             continue
-        storages = {x.untyped_storage().data_ptr(): 2 * number + side for side, x in ((1, source), (0, into))}
-        if len(anchors.keys() | storages.keys()) > MAX_BASES:
-            result.append(_launch(pairs, entries, anchors))
+        needed = {bases[root]: root for root in of}
+        if len(anchors.keys() | needed.keys()) > MAX_BASES:
+            result.append(launch())
             entries, anchors = {}, {}
-        anchors = storages | anchors
+        anchors = needed | anchors
         entries[number] = each
-    if entries:
-        result.append(_launch(pairs, entries, anchors))
-    return result, left
-
-
-def _launch(pairs: Sequence[Pair], entries: dict[int, Entry], anchors: dict[int, int]) -> Launch:
-    numbered = enumerate(anchors.items())
-    bases = {storage: (i, pairs[anchor // 2][anchor % 2].data_ptr()) for i, (storage, anchor) in numbered}
-
-    def place(x: Tensor) -> tuple[int, int]:
-        base, address = bases[x.untyped_storage().data_ptr()]
-        return base, x.data_ptr() - address
-
-    table = []
-    for number, each in entries.items():
-        into, source = pairs[number]
-        table.append((*place(source), *place(into), int(each.wide), *each.sizes, *each.into, *each.source, 0, 0))
-    adjacent = math.gcd(_MAX_COLUMNS, *(each.sizes[2] for each in entries.values() if each.wide))
-    words = max(math.prod(each.sizes) for each in entries.values())
-    return Launch(tuple(entries), tuple(table), tuple(anchors.values()), adjacent & -adjacent, words)
-
-
-def _has_distances(plan: _Plan, pointers: Sequence[int]) -> bool:
-    """Whether tensors that share an allocation have the distances of the plan."""
-    for launch, _ in plan.launches:
-        bases = [pointers[anchor] for anchor in launch.anchors]
-        for number, row in zip(launch.pairs, launch.table, strict=True):
-            into, source = pointers[2 * number : 2 * number + 2]
-            if into - bases[row[2]] != row[3] or source - bases[row[0]] != row[1]:
-                return False
-    return True
+    return [*result, launch()] if entries else result, left
 
 
 def _is_wide(merged: Sequence[tuple[int, int, int]], size: int) -> bool:

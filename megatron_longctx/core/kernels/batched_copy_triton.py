@@ -6,7 +6,6 @@ time.
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -88,6 +87,4 @@ def copy_triton(launch: Launch, table: Tensor, bases: Sequence[int]) -> None:
     grid = count, min(-(-launch.words // _TILE), -(-_PROGRAMS // count))
     bases = [*bases, *[bases[0]] * (MAX_BASES - len(bases))]
     constants = {"TILE": _TILE, "COLS": launch.columns}
-    # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
-    with torch.cuda.device(table.get_device()):
-        fused.launch(_copy_kernel, grid, (table, *bases), constants, (), num_warps=8)
+    fused.launch(_copy_kernel, grid, (table, *bases), constants, (), num_warps=8)

@@ -41,26 +41,27 @@ def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Tensor | int], constants: Mapping[str, int],
     specialization: Hashable = None, **options: int,
 ) -> None:  # fmt: skip
-    """Launch a kernel on the current device and stream; from the second launch on, skip Triton's argument inspection.
+    """Launch a kernel on the device of its first argument, a tensor; skip Triton's argument inspection from then on.
 
     Triton derives the compiled variant from each argument's type and divisibility by 16. With many arguments this takes
     as long as 20 of the launches themselves.
 
-    kernel: a `triton.jit` function whose constants come after its other arguments.
-    constants: in the order of the kernel's arguments.
+    kernel: a `triton.jit` function whose constants come last, in the order of `constants`.
     specialization: a key that differs whenever Triton would compile another variant for these arguments; by default
         `specialization_of` each of them.
     options: compiler options, e.g. num_warps.
     """
     if specialization is None:
-        specialization = tuple([specialization_of(x) for x in arguments])
-    device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+        specialization = tuple([_of_number(x) if type(x) is int else specialization_of(x) for x in arguments])
+    device = arguments[0].get_device()  # type: ignore[union-attr]
     key = kernel, device, specialization, tuple(constants.values()), tuple(options.values())
     known = _compiled.get(key)
-    if known is not None:
-        known[(*grid, *(1,) * (3 - len(grid)))](*arguments, *constants.values())
-        return
-    compiled = kernel[grid](*arguments, **constants, **options)
+    # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
+    with torch.cuda.device(device):
+        if known is not None:
+            known[(*grid, *(1,) * (3 - len(grid)))](*arguments, *constants.values())
+            return
+        compiled = kernel[grid](*arguments, **constants, **options)
     if compiled is not None:  # the interpreter compiles nothing
         _compiled[key] = compiled
 
@@ -70,4 +71,9 @@ def specialization_of(argument: Tensor | int) -> Hashable:
     a multiple of 16, or 64-bit."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
-    return 1 if argument == 1 else 2 * (argument % 16 == 0) + 4 * (not -(2**31) <= argument < 2**31)
+    return _of_number(argument)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _of_number(x: int) -> int:
+    return 1 if x == 1 else 2 * (x % 16 == 0) + 4 * (not -(2**31) <= x < 2**31)

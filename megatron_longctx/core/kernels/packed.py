@@ -129,7 +129,7 @@ class PackedKernel(AttentionKernel):
 
 
 def _batch_first(inputs: BlockInputs) -> BlockInputs:
-    return inputs._replace(q=inputs.q.transpose(0, 1), k=inputs.k.transpose(0, 1), v=inputs.v.transpose(0, 1))
+    return BlockInputs(inputs.q.transpose(0, 1), inputs.k.transpose(0, 1), inputs.v.transpose(0, 1), *inputs[3:])
 
 
 def _sequence(inputs: BlockInputs, number: int) -> BlockInputs:

@@ -124,9 +124,7 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
     # 12 arguments of the result and 12 of each partial; the kernel does not read them for missing partials.
     arguments += arguments[12:24] * (4 - len(partials))
     constants = {"MERGE": lse is not None, "COUNT": len(partials), "ROWS": rows, "COLS": cols}
-    # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
-    with torch.cuda.device(out.get_device()):
-        launch(_combine_kernel, (triton.cdiv(num_rows, rows),), arguments, constants)
+    launch(_combine_kernel, (triton.cdiv(num_rows, rows),), arguments, constants)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -146,5 +144,4 @@ def sum_copies_triton(copies: Tensor, first: Tensor, rows: Tensor, into: Tensor)
     width = into[0].numel()
     cols = min(1024, triton.next_power_of_2(width))
     grid = into.shape[0], triton.cdiv(width, cols)
-    with torch.cuda.device(into.get_device()):
-        launch(_sum_copies_kernel, grid, (copies, first, rows, into, width), {"COLS": cols})
+    launch(_sum_copies_kernel, grid, (copies, first, rows, into, width), {"COLS": cols})

@@ -9,6 +9,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -62,7 +63,7 @@ class Flags:
     state: ClassVar[dict[int, int]] = {}
 
     def __init__(self, addresses: Sequence[int], taken: bool) -> None:
-        self.addresses, self.taken = tuple(addresses), taken
+        self.parts: tuple[tuple[Sequence[int], bool], ...] = ((tuple(addresses), taken),)
 
     @classmethod
     def set(cls, addresses: Sequence[int]) -> Flags:
@@ -72,21 +73,20 @@ class Flags:
     def wait_and_clear(cls, addresses: Sequence[int]) -> Flags:
         return cls(addresses, True)
 
+    def then(self, others: Flags) -> Flags:
+        both = Flags((), False)
+        both.parts = (*self.parts, *others.parts)
+        return both
+
     def issue(self, stream: Stream) -> None:
-        def put() -> None:
-            assert not any(self.state.get(address) for address in self.addresses), "a flag was set twice"
-            self.state.update(dict.fromkeys(self.addresses, 1))
+        def run(addresses: Sequence[int], taken: bool) -> bool:
+            found = [self.state.get(address, 0) for address in addresses]
+            assert taken or not any(found), "a flag was set twice"
+            if not taken or all(found):
+                self.state.update(dict.fromkeys(addresses, 0 if taken else 1))
+            return not taken or all(found)
 
-        def take() -> bool:
-            if not all(self.state.get(address) for address in self.addresses):
-                return False
-            self.state.update(dict.fromkeys(self.addresses, 0))
-            return True
-
-        if self.taken:
-            stream.queue.append(take)
-        else:
-            stream.do(put)
+        stream.queue.extend(partial(run, *part) for part in self.parts)
 
 
 class Bytes:

@@ -84,6 +84,8 @@ def test_all_flags_are_awaited_before_any_is_cleared(driver: Driver) -> None:
     assert driver.calls[1] == [(2, 24, 1, 0)]
     FlagOperations.set([]).issue(Stream())
     assert len(driver.calls) == 2, "no call without operations"
+    FlagOperations.set([24]).then(FlagOperations.wait_and_clear([8])).issue(Stream())
+    assert driver.calls[2:] == [[(2, 24, 1, 0), (1, 8, 1, 1), (2, 8, 0, 0)]], "in order, in one call"
 
 
 def test_many_operations_are_issued_in_batches_that_the_driver_accepts(driver: Driver) -> None:

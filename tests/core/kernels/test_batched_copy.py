@@ -65,16 +65,21 @@ def heads_to_ranks(n: int, s: int = 37, b: int = 2, h: int = 8, g: int = 4, d: i
     return pairs
 
 
+def alone(pairs, moving=0):
+    """Return pairs of which each tensor is its own root, these roots, and how many of them move."""
+    return [(pair, (2 * i, 2 * i + 1)) for i, pair in enumerate(pairs)], sum(pairs, ()), moving
+
+
 def test_launches_return_the_pairs_that_they_cannot_copy() -> None:
     pairs = heads_to_ranks(4)
     odd = torch.zeros(5, 7, dtype=torch.bfloat16), torch.ones(5, 7, dtype=torch.bfloat16)
     nothing = torch.zeros(0, 8), torch.zeros(0, 8)
-    found, left = launches([odd, *pairs, nothing])
+    found, left = launches(*alone([odd, *pairs, nothing]))
     assert left == [0], "an odd number of small elements is copied alone, and nothing is not copied"
     assert [number for launch in found for number in launch.pairs] == list(range(1, len(pairs) + 1))
     assert all(len(launch.anchors) <= MAX_BASES for launch in found)
     many = [(torch.zeros(64), torch.ones(64)) for _ in range(MAX_BASES)]
-    found, left = launches(many)
+    found, left = launches(*alone(many))
     assert [len(launch.pairs) for launch in found] == [MAX_BASES // 2] * 2 and not left
 
 
@@ -139,7 +144,7 @@ def assert_copied(pairs: list[Pair], copy_all: Callable[[Launch, list[int]], Non
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for pair in pairs for x in pair if x.numel()}
     memory = [torch.tensor([], dtype=torch.uint8).set_(storage) for storage in storages.values()]
     before = [each.clone() for each in memory]
-    found, left = launches(pairs)
+    found, left = launches(*alone(pairs, moving=len(pairs) // 2))
     assert all(len(launch.anchors) <= MAX_BASES for launch in found)
     copied = [number for launch in found for number in launch.pairs]
     assert sorted([*copied, *left]) == [number for number, (into, _) in enumerate(pairs) if into.numel()]
@@ -166,7 +171,7 @@ def test_tables_address_all_tensors(pairs: list[Pair], shuffled: random.Random) 
 
 def test_the_kernel_copies_one_dtype_and_counts_in_32_bits() -> None:
     converted = torch.zeros(8, 8, dtype=torch.bfloat16), torch.ones(8, 8)
-    assert launches([converted]) == ([], [0])
+    assert launches(*alone([converted])) == ([], [0])
     copy(*converted)
     assert torch.equal(converted[0], torch.ones(8, 8, dtype=torch.bfloat16))
     one = torch.zeros(4)
@@ -184,28 +189,22 @@ def test_adjacent_dimensions_are_merged() -> None:
     assert entry(torch.zeros(4, 3, dtype=torch.bfloat16), torch.zeros(4, 3, dtype=torch.bfloat16)) is None
 
 
-def test_a_plan_is_reused_for_the_same_strides_alignment_and_distances() -> None:
-    """Memory that differs only in its address uses the same table; anything else gets another one."""
-    copier = BatchedCopy()
-    one, two = heads_to_ranks(2), heads_to_ranks(2)
-    first = copier._plan("pack", one)
-    assert copier._plan("pack", one) is first and copier._plan("pack", two) is first
-    assert copier._plan("other", one) is not first
-    transposed = [(into, source.transpose(0, 1).contiguous().transpose(0, 1)) for into, source in one]
-    assert copier._plan("pack", transposed) is not first
-    shifted = [
-        (into, torch.zeros(source.numel() + 1, dtype=source.dtype)[1:].view(source.shape)) for into, source in one
-    ]
-    assert copier._plan("pack", shifted) is not first, "another alignment"
-    assert copier._plan("pack", one) is first
-    projection, into = torch.randn(6, 1, 12, 16), [torch.zeros(6, 1, 4, 16) for _ in range(3)]
-    parts = list(zip(into, projection.split(4, dim=2), strict=True))
-    apart = [(x, torch.randn(6, 1, 12, 16)[:, :, :4]) for x in into]
-    assert copier._plan("parts", parts) is copier._plan("parts", parts) is not copier._plan("parts", apart)
+def test_a_plan_is_reused_for_moving_roots_of_the_same_strides_and_alignment() -> None:
+    """Only their addresses count, in one allocation or in several."""
+    copier, memory = BatchedCopy(), torch.zeros(3, 6, 1, 4, 16).unbind()
+
+    def plan(q: Tensor, k: Tensor) -> object:
+        pairs = [((memory[i], x), (2 + i, i // 2)) for i, x in enumerate((*q.split(4, dim=2), k))]
+        return copier._plan([q, k, *memory], 2, lambda: pairs)
+
+    one, two, shifted = torch.randn(6, 1, 12, 16), torch.randn(6, 1, 12, 16), torch.randn(6 * 12 * 16 + 1)[1:]
+    first = plan(one[:, :, :8], one[:, :, 8:])
+    assert first is plan(two[:, :, :8], one[:, :, 8:]) is plan(one[:, :, 4:], two[:, :, :4])
+    assert plan(one[:, :, :8].clone(), one[:, :, 8:]) is not first
+    assert plan(shifted.view(one.shape)[:, :, :8], one[:, :, 8:]) is not first, "another alignment"
     for gap in range(20):
-        source = torch.zeros(4, 8 + gap)[:, :8]
-        copier._plan("many", [(torch.zeros(4, 8), source), (torch.zeros(4, 8), source)])
-    assert len(copier._plans["many"]) == 8, "the newest ones"
+        plan(torch.zeros(6, 1, 8 + gap, 16)[:, :, :8], one[:, :, 8:])
+    assert len(copier._plans) == 8, "the newest ones"
 
 
 def copy_in_the_interpreter() -> None:
@@ -222,7 +221,7 @@ def copy_in_the_interpreter() -> None:
         order = rng.sample(range(3), 3)
         cases.append([(parts[0].permute(*order), parts[1].permute(*order)), (torch.zeros(64), torch.randn(64))])
     for pairs in cases:
-        assert not launches(pairs)[1]
+        assert not launches(*alone(pairs))[1]
         assert_copied(pairs, lambda launch, bases: copy_triton(launch, torch.tensor(launch.table), bases))
 
 
@@ -232,9 +231,7 @@ def test_the_kernel_copies_the_same_under_the_interpreter() -> None:
 
 @pytest.mark.gpu
 def test_the_kernel_copies_the_same_on_a_gpu() -> None:
-    """Plans are reused for other memory."""
-    copier = BatchedCopy()
-    for n, s in ((4, 4096), (2, 100), (4, 4096)):
+    for n, s in ((4, 4096), (2, 100)):
         cpu = heads_to_ranks(n, s, 1, 32, 8, 128)
         known: dict[int, Tensor] = {}
 
@@ -247,10 +244,10 @@ def test_the_kernel_copies_the_same_on_a_gpu() -> None:
         gpu = [(there(into), there(source)) for into, source in cpu]
         for into, source in cpu:
             into.copy_(source)
-        copier.copy((n, s), gpu)
+        rooted, *roots = alone(gpu)
+        BatchedCopy().copy(*roots, lambda rooted=rooted: rooted)
         for (into, _), (wanted, _) in zip(gpu, cpu, strict=True):
             assert torch.equal(into.cpu(), wanted)
-        assert len(copier._plans[n, s]) == 1
 
 
 if __name__ == "__main__":

@@ -315,7 +315,7 @@ class StandIn:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def first(*arguments: Any, **constants: int) -> Compiled:
-            self.launches.append(("first", (grid, arguments, constants)))
+            self.launches.append(("first", (grid, arguments[1:], constants)))
             return Compiled(self)
 
         return first
@@ -326,14 +326,14 @@ class Compiled:
         self._kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self._kernel.launches.append(("again", (grid, arguments)))
+        return lambda *arguments: self._kernel.launches.append(("again", (grid, arguments[1:])))
 
 
 def test_each_specialization_is_inspected_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_compiled", {})
     kernel = StandIn()
     for number, rows, warps in ((32, 4, 8), (48, 4, 8), (33, 4, 8), (32, 8, 8), (48, 4, 4), (16, 4, 4)):
-        fused.launch(kernel, (3,), (number,), {"ROWS": rows}, num_warps=warps)
+        fused.launch(kernel, (3,), (torch.zeros(1), number), {"ROWS": rows}, num_warps=warps)
     assert kernel.launches == [
         ("first", ((3,), (32,), {"ROWS": 4, "num_warps": 8})),
         ("again", ((3, 1, 1), (48, 4))),
