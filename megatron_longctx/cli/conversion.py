@@ -191,7 +191,7 @@ def _parameters(
     def value(weight: Weight, layer: int) -> Tensor:
         progress.advance()
         parts = [source.read(name).to(dtype) for name in weight.published_names(layer)]
-        return weight.form.join(parts, dims)
+        return weight.joined(parts, dims)
 
     for weight, layer in in_file_order(weights, dims.model):
         yield Parameter(*weight.place(layer, dims), weight.full_shape(dims), partial(value, weight, layer))
@@ -212,7 +212,7 @@ def _write_weights(
 ) -> None:
     def value(weight: Weight, layer: int) -> dict[str, Tensor]:
         whole = reader.read(*weight.place(layer, dims), weight.full_shape(dims))
-        return dict(zip(weight.published_names(layer), weight.form.split(whole, dims), strict=True))
+        return dict(zip(weight.published_names(layer), weight.form(whole, dims), strict=True))
 
     in_layers = in_file_order(weights, dims.model)
     groups = []

@@ -70,17 +70,12 @@ class Dims:
         }
 
 
-@dataclass(frozen=True)
-class Form:
-    """How a parameter consists of published tensors.
+Form = Callable[[Tensor, Dims], Sequence[Tensor]]
+"""Returns the published tensors of a parameter, in the order of `Weight.published`.
 
-    `join` returns the parameter that parts, in the order of `Weight.published`, make up; `split` returns its parts.
-    They are each other's inverse, bit for bit. Both accept tensors on the meta device, by which shapes are computed.
-    Rows are the first dimension of weights and biases.
-    """
-
-    join: Callable[[Sequence[Tensor], Dims], Tensor]
-    split: Callable[[Tensor, Dims], Sequence[Tensor]]
+They have every value of the parameter once, except for padding, so `Weight.joined` needs no function of its own. It
+accepts tensors on the meta device, by which shapes are computed. Rows are the first dimension of weights and biases.
+"""
 
 
 def _grouped(heads: str, *rows: str) -> Form:
@@ -90,116 +85,74 @@ def _grouped(heads: str, *rows: str) -> Form:
         heads: the key of `ModelConfig` that says their number.
     """
 
-    def by_head(part: Tensor, dims: Dims) -> Tensor:
-        return part.view(getattr(dims.model, heads), -1, *part.shape[1:])
-
-    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        return torch.cat([by_head(part, dims) for part in parts], dim=1).flatten(0, 1)
-
     def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        sizes = [dims.sizes[each] // getattr(dims.model, heads) for each in rows]
-        return [part.flatten(0, 1) for part in torch.split(by_head(whole, dims), sizes, dim=1)]
+        count = getattr(dims.model, heads)
+        sizes = [dims.sizes[each] // count for each in rows]
+        by_head = whole.view(count, -1, *whole.shape[1:])
+        return [part.flatten(0, 1) for part in torch.split(by_head, sizes, dim=1)]
 
-    return Form(join, split)
+    return split
 
 
-def _gated_qkv() -> Form:
+def _gated_qkv(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
     """As `QKV`, with gates: published after each query head's rows, in Megatron after all of a KV head's queries."""
-
-    def swapped(rows: Tensor, dims: Dims, *outer: int) -> Tensor:
-        """Exchange two dimensions of the rows of queries and gates, for every KV head."""
-        split = rows.view(dims.model.num_kv_heads, *outer, dims.model.kv_channels, *rows.shape[1:])
-        return split.transpose(1, 2).flatten(0, 3)
-
-    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        return _GATED_ROWS.join([swapped(parts[0], dims, -1, 2), *parts[1:]], dims)
-
-    def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        queries, *others = _GATED_ROWS.split(whole, dims)
-        return [swapped(queries, dims, 2, -1), *others]
-
-    return Form(join, split)
+    rows, *others = _GATED_ROWS(whole, dims)
+    by_head = rows.view(dims.model.num_kv_heads, 2, -1, dims.model.kv_channels, *rows.shape[1:])
+    return [by_head.transpose(1, 2).flatten(0, 3), *others]
 
 
 def _delta(*others: str) -> Form:
     """One tensor with the rows of queries, of keys and of values, then `others`, grouped by key head."""
-    mixed = ("delta_keys", "delta_keys", "delta_values")
-    grouped = _grouped("linear_num_key_heads", *mixed, *others)
-
-    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        return grouped.join([*torch.split(parts[0], [dims.sizes[rows] for rows in mixed]), *parts[1:]], dims)
+    grouped = _grouped("linear_num_key_heads", "delta_keys", "delta_keys", "delta_values", *others)
 
     def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        parts = grouped.split(whole, dims)
+        parts = grouped(whole, dims)
         return [torch.cat(list(parts[:3])), *parts[3:]]
 
-    return Form(join, split)
+    return split
 
 
 def _mamba(*rows: str, order: Sequence[int]) -> Form:
     """One tensor with these numbers of rows one after another. In Megatron they have another order in every group."""
     grouped = _grouped("linear_num_key_heads", *(rows[i] for i in order))
 
-    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        found = torch.split(parts[0], [dims.sizes[each] for each in rows])
-        return grouped.join([found[i] for i in order], dims)
-
     def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        found = dict(zip(order, grouped.split(whole, dims), strict=True))
+        found = dict(zip(order, grouped(whole, dims), strict=True))
         return [torch.cat([found[i] for i in range(len(rows))])]
 
-    return Form(join, split)
+    return split
 
 
 def _taps(rows: Form) -> Form:
     """The taps of a convolution's channels, published as `[c, 1, taps]`."""
-    return Form(
-        lambda parts, dims: rows.join([parts[0].squeeze(1)], dims),
-        lambda whole, dims: [rows.split(whole, dims)[0].unsqueeze(1)],
-    )
+    return lambda whole, dims: [rows(whole, dims)[0].unsqueeze(1)]
 
 
-def _join_vocabulary(parts: Sequence[Tensor], dims: Dims) -> Tensor:
-    missing = dims.sizes["padded_vocab"] - dims.vocab
-    return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]) if missing else parts[0]
+def _transposed_experts(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+    """A published tensor with the transposed weights of all experts, `[E, in, out]`, or their biases, `[E, out]`."""
+    return (whole.transpose(1, 2) if whole.ndim == 3 else whole,)
 
 
-def _experts(form: Form, count: int) -> Form:
-    """A parameter of all experts, `[E, ...]`. Each expert has `count` published tensors in the form `form`."""
-
-    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        return torch.stack([form.join(parts[i : i + count], dims) for i in range(0, len(parts), count)])
-
-    return Form(join, lambda whole, dims: [part for expert in whole for part in form.split(expert, dims)])
+def _interleaved_experts(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+    """The same with columns of the gate and of the up projection that alternate along `out`."""
+    (part,) = _transposed_experts(whole, dims)
+    return (torch.stack(part.chunk(2, dim=-1), dim=-1).flatten(-2),)
 
 
-def _transposed_experts(interleaved: bool) -> Form:
-    """A published tensor with the transposed weights of all experts, `[E, in, out]`, or their biases, `[E, out]`.
-
-    If `interleaved`, columns of the gate and of the up projection alternate along `out`.
-    """
-
-    def transposed(tensor: Tensor) -> Tensor:
-        return tensor.transpose(1, 2).contiguous() if tensor.ndim == 3 else tensor
-
-    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        (whole,) = parts
-        return transposed(torch.cat([whole[..., ::2], whole[..., 1::2]], dim=-1) if interleaved else whole)
-
-    def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        part = transposed(whole)
-        return (torch.stack(part.chunk(2, dim=-1), dim=-1).flatten(-2) if interleaved else part,)
-
-    return Form(join, split)
+def _experts(form: Form) -> Form:
+    """A parameter of all experts, `[E, ...]`. Each expert has the published tensors of `form`."""
+    return lambda whole, dims: [part for expert in whole for part in form(expert, dims)]
 
 
-UNCHANGED = Form(lambda parts, dims: parts[0], lambda whole, dims: (whole,))
+UNCHANGED: Form = lambda whole, dims: (whole,)  # noqa: E731
 # The rows of a gated MLP's gate, then its up projection's.
-GATE_UP = Form(lambda parts, dims: torch.cat(list(parts)), lambda whole, dims: whole.chunk(2))
+GATE_UP: Form = lambda whole, dims: whole.chunk(2)  # noqa: E731
+# A row for every token, padded with zeros to the rows of Megatron's embedding.
+VOCAB: Form = lambda whole, dims: (whole[: dims.vocab],)  # noqa: E731
 # Megatron groups rows by KV head: its queries, its key, its value.
 QKV = _grouped("num_kv_heads", "query", "key_value", "key_value")
 _GATED_ROWS = _grouped("num_kv_heads", "queries_and_gates", "key_value", "key_value")
-GATED_QKV = _gated_qkv()
+GATED_QKV: Form = _gated_qkv
 # Of gated delta nets: published as one projection with the rows of each key head together, and one of gates.
 DELTA = _grouped("linear_num_key_heads", "delta_qkvz", "delta_gates")
 # The same published as four projections: queries, keys and values; output gates; each of the two gates of the rule.
@@ -209,10 +162,8 @@ DELTA_CONVOLUTION = _taps(_delta())
 MAMBA = _mamba("delta_values", "delta_values", "delta_keys", "delta_keys", "delta_heads", order=(3, 2, 1, 0, 4))
 MAMBA_BIAS = _mamba("delta_values", "delta_keys", "delta_keys", order=(2, 1, 0))
 MAMBA_CONVOLUTION = _taps(MAMBA_BIAS)
-# A row for every token, padded with zeros to the rows of Megatron's embedding.
-VOCAB = Form(_join_vocabulary, lambda whole, dims: (whole[: dims.vocab],))
-EXPERTS, EXPERTS_GATE_UP = _experts(UNCHANGED, 1), _experts(GATE_UP, 2)
-TRANSPOSED_EXPERTS, TRANSPOSED_EXPERTS_GATE_UP = _transposed_experts(False), _transposed_experts(True)
+EXPERTS, EXPERTS_GATE_UP = _experts(UNCHANGED), _experts(GATE_UP)
+TRANSPOSED_EXPERTS, TRANSPOSED_EXPERTS_GATE_UP = _transposed_experts, _interleaved_experts
 
 
 @dataclass(frozen=True)
@@ -266,8 +217,14 @@ class Weight:
         return tuple(dims.sizes[name] for name in self.shape)
 
     def published_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
-        parts = self.form.split(torch.empty(self.full_shape(dims), device="meta"), dims)
+        parts = self.form(torch.empty(self.full_shape(dims), device="meta"), dims)
         return tuple(tuple(part.shape) for part in parts)
+
+    def joined(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        """Return the parameter that published tensors make up: `form` transposed, which moves values unchanged."""
+        whole = torch.empty(self.full_shape(dims), dtype=parts[0].dtype, requires_grad=True)
+        with torch.enable_grad():
+            return torch.autograd.grad(self.form(whole, dims), whole, parts)[0].contiguous()
 
 
 def in_file_order(weights: Sequence[Weight], model: ModelConfig) -> list[tuple[Weight, int]]:

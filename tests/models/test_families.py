@@ -24,7 +24,7 @@ from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 from megatron_longctx.config import ModelConfig, RopeScaling
 from megatron_longctx.models import FAMILIES, Dims, Family, family_of_model, family_of_source, in_file_order
 from megatron_longctx.models.fields import HARMLESS
-from megatron_longctx.models.weights import GATE_UP, QKV, UNCHANGED, VOCAB
+from megatron_longctx.models.weights import GATE_UP, QKV, VOCAB, Weight
 
 MODEL = ModelConfig(
     num_layers=3,
@@ -363,18 +363,20 @@ def test_weights_use_every_published_tensor_once_and_convert_back(family: Family
         assert len(names) == len(set(names))
         for weight, _ in weights:
             assert all(("{layer}" in name) == weight.per_layer for name in weight.published)
-            parts = [torch.randn(shape) for shape in weight.published_shapes(dims)]
-            assert len(parts) == len(weight.published)
-            whole = weight.form.join(parts, dims)
-            assert tuple(whole.shape) == weight.full_shape(dims)
-            again = weight.form.split(whole, dims)
-            assert all(torch.equal(a, b) for a, b in zip(again, parts, strict=True)), weight.name
+            # any bits: also negative zeros, infinities and NaNs
+            bits = [torch.randint(-(2**31), 2**31, shape, dtype=torch.int32) for shape in weight.published_shapes(dims)]
+            assert len(bits) == len(weight.published)
+            whole = weight.joined([part.view(torch.float32) for part in bits], dims)
+            assert tuple(whole.shape) == weight.full_shape(dims) and whole.is_contiguous()
+            again = [part.contiguous().view(torch.int32) for part in weight.form(whole, dims)]
+            assert all(torch.equal(a, b) for a, b in zip(again, bits, strict=True)), weight.name
 
 
 def test_forms_arrange_rows_as_megatron_does() -> None:
     dims = Dims(replace(MODEL, hidden_size=8, vocab_size=4), vocab=3)  # 4 query and 2 KV heads of 2 elements
-    q, k, v = torch.arange(8), torch.arange(8, 12), torch.arange(12, 16)
-    assert QKV.join([q, k, v], dims).tolist() == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
-    assert GATE_UP.join([torch.tensor([1, 2]), torch.tensor([3, 4])], dims).tolist() == [1, 2, 3, 4]
-    assert VOCAB.join([torch.ones(3, 2)], dims).tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
-    assert UNCHANGED.join([q], dims) is q
+    q, k, v = (torch.arange(*rows).float() for rows in ((8,), (8, 12), (12, 16)))
+    qkv = Weight("x", ("q", "k", "v"), ("qkv",), QKV).joined([q, k, v], dims)
+    assert qkv.tolist() == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
+    table = Weight("x", ("x",), ("padded_vocab", "one"), VOCAB).joined([torch.ones(3, 1)], dims)
+    assert table.tolist() == [[1], [1], [1], [0]]
+    assert [part.tolist() for part in GATE_UP(torch.arange(4), dims)] == [[0, 1], [2, 3]]
