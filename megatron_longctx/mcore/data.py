@@ -224,14 +224,6 @@ class _Source:
         return spans._replace(documents=spans.documents + self._first)
 
 
-def _lengths(data: DataConfig, prefix: str, part: int) -> numpy.ndarray:
-    """Return the lengths of the documents in a part of `data.split`, and refuse a part without a label."""
-    dataset = TokenDataset(prefix)  # its end unmaps its arrays, so copy
-    lengths = numpy.array(dataset.sequence_lengths)
-    check_labels(data, prefix, lengths, part)
-    return lengths[split_part(data, part, len(lengths))]
-
-
 def check_samples(config: Config, part: int, count: int, key: str) -> None:
     """Refuse a part of `data.split` whose first `count` samples are not all different, or have no label.
 
@@ -241,10 +233,9 @@ def check_samples(config: Config, part: int, count: int, key: str) -> None:
     blend = Blend(weights)
     requested = Counter(blend.locate(sample)[0] for sample in range(count))
     for number, prefix in enumerate(prefixes):
-        tokens = int(_lengths(config.data, prefix, part).sum(dtype=numpy.int64))
-        least = 2 if config.data.packing == "best_fit" else config.data.seq_length + 1
-        size = _Source(config.data, prefix, config.train.seed, part).order.size if tokens >= least else 0
-        if size < requested[number]:
+        source = _Source(config.data, prefix, config.train.seed, part)
+        check_labels(config.data, prefix, source.tokens.sequence_lengths, part)
+        if (size := source.order.size) < requested[number]:
             text = f"{size} sequences of {config.data.seq_length} tokens in {prefix}"
             most = size * count // requested[number]
             expected = f"at most {most}: part {part + 1} of data.split={config.data.split} has {text}"

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy
@@ -87,7 +87,7 @@ class Stream(SampleOrder):
         super().__init__(seed)
         self._lengths, self._seq_length = lengths, seq_length
         self._tokens = int(lengths.sum(dtype=numpy.int64))
-        self.size = (self._tokens - 1) // seq_length
+        self.size = max(0, self._tokens - 1) // seq_length
 
     def _spans(self, index: int) -> Spans:
         documents, cuts, shuffled = self._pass
@@ -249,7 +249,7 @@ def best_fit(lengths: numpy.ndarray, capacity: int) -> numpy.ndarray:
     rooms: list[int] = []  # in ascending order
     by_room: dict[int, list[numpy.ndarray]] = {}
     begins = numpy.flatnonzero(numpy.diff(lengths, prepend=capacity + 1)).tolist()
-    for at, end in zip(begins, [*begins[1:], len(lengths)], strict=True):
+    for at, end in pairwise([*begins, len(lengths)]):
         length = int(lengths[at])
         while at < end:
             if (place := bisect_left(rooms, length)) < len(rooms):
