@@ -123,60 +123,40 @@ class TrainingData(Dataset[TrainingBatch]):
                 )
 
     def _row(self, sample: int) -> tuple[dict[str, numpy.ndarray], tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Return a sample's tensors, named as in `TrainingBatch`, and the lengths and parents of its documents."""
+        """Return a sample's tensors, named as in `TrainingBatch`, and the lengths and parents of its documents.
+
+        The label of a document's last token is the first token of its first child, if there is one.
+        """
         dataset, sample = self._blend.locate(sample)
         source = self._sources[dataset]
         spans = source.spans(sample)
         text = read_tokens(source.tokens, spans).astype(numpy.int64)
         _check_ids(text, spans, source.prefix, self._vocab_size)
-        if spans.parents is not None:
-            return self._tree_row(source, spans, text)
-        tokens, following = text[: self._data.seq_length], text[1 : self._data.seq_length + 1]
-        labels, mask = numpy.zeros_like(tokens), numpy.zeros(len(tokens), dtype=numpy.float32)
-        labels[: len(following)] = following
-        learned = source.sides.get("mask")
-        mask[: len(following)] = 1 if learned is None else read_tokens(learned, spans)[1 : len(following) + 1]
-        if self._data.mask_eod_loss:
-            mask[tokens == self._eod] = 0
-        if self._data.packing == "none":
-            return _named(tokens, labels, mask, numpy.arange(len(tokens))), None, None
-        ends = numpy.cumsum(spans.lengths)
-        lasts = ends[ends <= len(tokens)] - 1  # the tokens after these belong to other documents
-        labels[lasts], mask[lasts] = 0, 0
-        if padding := -len(tokens) % self._unit:
-            tokens = numpy.append(tokens, numpy.full(padding, self._eod))
-            labels, mask = (numpy.append(x, numpy.zeros(padding, x.dtype)) for x in (labels, mask))
-        documents, _ = _documents(spans, self._data.seq_length, self._unit)
-        positions = numpy.concatenate([numpy.arange(length) for length in documents])
-        return _named(tokens, labels, mask, positions), documents, None
-
-    def _tree_row(
-        self, source: _Source, spans: Spans, text: numpy.ndarray
-    ) -> tuple[dict[str, numpy.ndarray], tuple[int, ...], tuple[int, ...]]:
-        """Return the row of a pack of trees. The label of a node's last token is its first child's first token."""
-        documents, parents = _documents(spans, self._data.seq_length, self._unit)
-        assert parents is not None
-        padding = sum(documents) - len(text)
-        places = following(documents, parents)
-        tokens = numpy.append(text, numpy.full(padding, self._eod))
-        learns = numpy.append(numpy.repeat(~numpy.array(spans.repeated), spans.lengths), numpy.zeros(padding, bool))
+        own, packed = min(len(text), self._data.seq_length), self._data.packing != "none"
+        documents, parents = _documents(spans, own, self._unit) if packed else ((own,), None)
+        above = parents or [-1] * len(documents)
+        places = following(documents, above)
+        places[own:] = -1  # padding learns nothing
+        if len(text) > own and not (packed and own in numpy.cumsum(spans.lengths)):
+            places[own - 1] = own  # the last document goes on in another sample
+        learns = numpy.repeat(~numpy.array(spans.repeated), spans.lengths) if spans.repeated else 1
 
         def of_labels(values: numpy.ndarray) -> numpy.ndarray:
-            padded = numpy.append(values, numpy.zeros(padding, values.dtype)) * learns
-            return numpy.where(places < 0, 0, padded[places]).astype(numpy.float32)
+            return numpy.where(places < 0, 0, values[places])
 
-        sides = {name: of_labels(read_tokens(dataset, spans)) for name, dataset in source.sides.items()}
-        mask = sides.pop("mask")
+        values = {name: read_tokens(dataset, spans) for name, dataset in source.sides.items()}
+        values = {"mask": numpy.ones(len(text)), **values}
+        sides = {name: of_labels(each * learns).astype(numpy.float32) for name, each in values.items()}
+        row = {"tokens": numpy.append(text[:own], numpy.full(len(places) - own, self._eod)), "labels": of_labels(text)}
+        row["loss_mask"] = sides.pop("mask")
         if self._data.mask_eod_loss:
-            mask[tokens == self._eod] = 0
-        nodes = pack_mask(documents, parents=parents).documents
-        positions = numpy.concatenate([numpy.arange(stop - start) + first for start, stop, first in nodes])
-        labels = numpy.where(places < 0, 0, tokens[places])
-        return _named(tokens, labels, mask, positions) | sides, documents, parents
-
-
-def _named(*arrays: numpy.ndarray) -> dict[str, numpy.ndarray]:
-    return dict(zip(("tokens", "labels", "loss_mask", "position_ids"), arrays, strict=True))
+            row["loss_mask"][row["tokens"] == self._eod] = 0
+        firsts: list[int] = []
+        for parent in above:
+            firsts.append(0 if parent < 0 else firsts[parent] + documents[parent])
+        positions = [numpy.arange(first, first + size) for first, size in zip(firsts, documents, strict=True)]
+        row["position_ids"] = numpy.concatenate(positions)
+        return row | sides, documents if packed else None, parents
 
 
 def _check_ids(text: numpy.ndarray, spans: Spans, prefix: str, vocab_size: int) -> None:
