@@ -93,10 +93,9 @@ def begin(
             None: one tensor at a time is copied.
 
     Raises:
-        ValueError: ``extra`` or the fingerprint is not JSON-able.
         OSError: a rank cannot write; what has been written is deleted.
     """
-    extra, fingerprint = _jsonable("extra", extra), _jsonable("fingerprint", state.fingerprint)
+    extra, fingerprint = (json.loads(json.dumps(dict(each))) for each in (extra, state.fingerprint))  # as it is read
     final = iteration_directory(directory, iteration)
     partial = final.with_name(final.name + ".partial")
     on_rank_0(lambda: checkpoint_folder.start(partial))
@@ -133,13 +132,13 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
     Raises:
         ValueError: the checkpoint is missing, damaged, of another model or of another optimizer; raised on every rank.
     """
-    directory, fingerprint = Path(directory), _jsonable("fingerprint", state.fingerprint)
+    directory = Path(directory)
     number = on_rank_0(lambda: latest(directory)) if iteration is None else iteration
     if number is None:
         raise ValueError(f"{directory} has no {TRACKER}, expected a checkpoint: give the directory of a finished save")
     path, common = examine(directory, number, collective=True)
     content = common["content_metadata"]
-    _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer), ignore)
+    _check_content(path, content, state.fingerprint, checkpoint_optimizer.kind(state.optimizer), ignore)
     with_rng = content["layout"] == _layout()
     sharded = sharded_state_dict(state, is_loading=True, with_rng=with_rng)
     # State of layers that the checkpoint lacks: it has weights alone, or its layers were Megatron's local ones.
@@ -192,7 +191,7 @@ def check(
         return None
     path, common = examine(directory, number, collective=False, tensor_files=tensor_files)
     content = common["content_metadata"]
-    _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"], ignore)
+    _check_content(path, content, fingerprint, content["optimizer"], ignore)
     return Saved(number, common["extra"], content["optimizer"], content["fingerprint"])
 
 
@@ -200,7 +199,7 @@ def _check_content(
     path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None, ignore: tuple[str, ...]
 ) -> None:
     """Refuse another model or optimizer; all ranks have the same arguments, so all raise or none."""
-    saved = content["fingerprint"]
+    saved, fingerprint = content["fingerprint"], json.loads(json.dumps(dict(fingerprint)))
     missing = "(absent)"
     differing = [
         f"{key}: checkpoint {saved.get(key, missing)!r}, model {fingerprint.get(key, missing)!r}"
@@ -283,14 +282,3 @@ def _set_rng(states: Mapping[str, Any]) -> None:
     if states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"])
     get_cuda_rng_tracker().set_states(states["tracker"])
-
-
-def _jsonable(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy as JSON would load it, so that what is compared is what was stored."""
-    try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(value)))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{name} is {value!r} ({error}), expected JSON values: convert it to numbers, strings, lists and dicts"
-        ) from error
-    return copy

@@ -95,11 +95,6 @@ class Retention:
     every: int | None = None
     kept: frozenset[int] = frozenset()
 
-    def __post_init__(self) -> None:
-        for name, number in (("last", self.last), ("every", self.every)):
-            if number is not None and number < 1:
-                raise ValueError(f"{name} is {number}, expected at least 1: give a number, or None")
-
     def expired(self, iterations: list[int]) -> list[int]:
         """Return which of `iterations`, in ascending order, are to be deleted."""
         old = iterations[: -self.last] if self.last is not None else []

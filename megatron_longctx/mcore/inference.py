@@ -63,10 +63,7 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
     def __init__(self, original: Any, layer: int, attention: CachedAttention, shares: SharedWeights | None) -> None:
         super().__init__(config=original.config)
         self.layer = layer
-        window, expected = original.window[0], attention.shape.window(self.layer)
-        if window != expected:
-            remedy = "Build the cache with the windows of the model's layers."
-            raise refuse("window", window, f"{expected}, the window of the cache's layer {self.layer}", remedy)
+        assert original.window[0] == attention.shape.window(layer), "the cache has the windows of the model's layers"
         self.softmax_scale = original.softmax_scale
         sinks = original.softmax_offset
         self.softmax_offset = sinks if shares is None else shares.all_heads(sinks)

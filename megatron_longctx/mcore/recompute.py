@@ -120,20 +120,13 @@ class TiledMLP(MLP):  # type: ignore[misc]
     Attributes:
         tile_tokens: the most tokens (times sequences) in a tile, but at least one of every sequence and
             sequence-parallel rank. It belongs to the class, because Megatron builds an MLP with its own arguments only.
-
-    Raises:
-        ValueError: the linear layers accumulate gradients themselves, or FP8 scales are of whole tensors.
     """
 
     tile_tokens: int
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        if config.gradient_accumulation_fusion:
-            expected = "False with recompute.mlp_tile_tokens"
-            raise refuse("gradient_accumulation_fusion", True, expected, "Set it to False.")
-        if config.fp8 and config.fp8_recipe == "delayed":
-            remedy = "A delayed scale is of whole tensors: choose another recipe, or no tiles."
-            raise refuse("fp8_recipe", "delayed", "another one with recompute.mlp_tile_tokens", remedy)
+        assert not config.gradient_accumulation_fusion, "tiles accumulate gradients themselves"
+        assert not (config.fp8 and config.fp8_recipe == "delayed"), "a delayed scale is of whole tensors"
         super().__init__(config, *args, **kwargs)
         self._shape_only = False
 

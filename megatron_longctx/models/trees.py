@@ -144,7 +144,7 @@ def parts(lengths: Sequence[int], parents: Sequence[int], capacity: int) -> list
     """Divide a tree, in the order of its branches, into parts of at most `capacity` tokens. One part if it fits.
 
     Raises:
-        ValueError: a branch alone is longer; the error's `tokens` are its length.
+        ValueError: a branch alone is longer.
     """
     if sum(lengths) <= capacity:
         return [Part(tuple(range(len(lengths))), tuple(parents), (False,) * len(lengths))]

@@ -15,7 +15,6 @@ from megatron_longctx.config import TrainConfig
 from megatron_longctx.mcore import checkpoint, checkpoint_reader, fp8, groups
 from megatron_longctx.mcore.fp8 import fp8_settings
 from megatron_longctx.mcore.model import build_model, transformer_config
-from megatron_longctx.mcore.recompute import TiledMLP
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.step import EvalStep
 from megatron_longctx.testing.distributed import run_distributed
@@ -207,12 +206,6 @@ def test_readers_take_scales_and_nothing_else() -> None:
     check("layer", {"scale_fwd": torch.ones(3)})
     with pytest.raises(Exception, match="layer holds a dict, expected a tensor or nothing"):
         check("layer", {"scale_fwd": [1.0]})
-
-
-def test_delayed_scales_and_tiles_are_refused() -> None:
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, fp8="hybrid", fp8_recipe="delayed")
-    with pytest.raises(ValueError, match=r"fp8_recipe=delayed: expected another one with recompute\.mlp_tile_tokens"):
-        TiledMLP(config)
 
 
 def test_an_old_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,13 +287,6 @@ def test_other_settings_that_save_activations_are_refused(name: str, value: Any)
         RecomputedLayer(config, None, store=Store())
 
 
-def test_gradients_that_linear_layers_accumulate_are_refused() -> None:
-    config = _config()
-    config.gradient_accumulation_fusion = True
-    with pytest.raises(ValueError, match="gradient_accumulation_fusion=True: expected False with"):
-        TiledMLP(config)
-
-
 @pytest.mark.parametrize(
     "layer",
     [

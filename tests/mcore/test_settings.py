@@ -12,9 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_longctx.core.attention import ContextParallelAttention
-from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.mcore.core_attention import REFUSED, ContextParallelCoreAttention
-from megatron_longctx.mcore.inference import CachedCoreAttention
 from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
 from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.mcore.version import RELEASE
@@ -187,12 +185,3 @@ def test_other_kinds_of_rope_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
             ShardedRotaryEmbedding(other, sequence_of())
     unchanged = type("Other", (RotaryEmbedding,), {"__doc__": "A subclass that overrides nothing."})
     ShardedRotaryEmbedding(unchanged(16, 1.0, use_cpu_initialization=True), sequence_of())
-
-
-@pytest.mark.parametrize(("of_model", "of_cache"), [(4, None), (None, 4), (4, 3)])
-def test_a_cache_with_other_windows_is_refused(of_model: int | None, of_cache: int | None) -> None:
-    core = _core({"window_size": None if of_model is None else (of_model, 0)})
-    shape = CacheShape(1, 4, 2, 8, torch.float32, windows=(of_cache,))
-    attention = CachedAttention(None, shape, 8, torch.device("cpu"))
-    with pytest.raises(ValueError, match=f"window={of_model}: expected {of_cache}, the window of the cache's layer 0"):
-        CachedCoreAttention(core, 0, attention, None)
