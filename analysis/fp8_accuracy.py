@@ -1,7 +1,7 @@
 """What weights in FP8 cost a model: `python -m analysis.fp8_accuracy RUN --texts FOLDER --out FILE.json [WORDS...]`.
 
 Computes, with the weights of an imported or trained run as they are and in FP8: the loss of the beginnings of texts
-(the `.txt` files of FOLDER), how often the likeliest next token is the same, and `eval`'s needles in these texts.
+(the `.txt` files of FOLDER), how often the likeliest next token is the same, and needles in these texts.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from analysis.benchmarks.report import Report, check_least, paired, table
+from analysis.needles.questions import Haystack, Question, make_questions, score
 from megatron_longctx.config import Config
 from megatron_longctx.config.progress import Progress
-from megatron_longctx.inference.evaluation import Haystack, Question, make_questions, score
 from megatron_longctx.inference.sampling import PromptScores, Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, inference_config

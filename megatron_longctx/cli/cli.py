@@ -212,12 +212,11 @@ def _add_models(verbs: _Verbs) -> None:
 
     evaluate = verbs.add_parser(
         "eval",
-        help="evaluate a run's checkpoint on long texts: losses by position, needles, RULER's tasks",
-        description="Writes eval.json, eval.md and pictures. docs/evaluation.md explains the arguments.",
+        help="compute a run's losses of long texts by position",
+        description="Writes eval.json, eval.md and a picture. docs/evaluation.md explains the arguments.",
     )
     evaluate.add_settings(
-        "[checkpoint=]RUN, iteration=N, tasks=NAME,…, lengths=N,…, samples=N, depths=X,…, seed=N, data=PREFIX, "
-        "haystack=FOLDER, chat=true, out=FOLDER, and settings over the run's"
+        "[checkpoint=]RUN, iteration=N, lengths=N,…, samples=N, data=PREFIX, out=FOLDER, and settings over the run's"
     )
 
     logprobs = verbs.add_parser(

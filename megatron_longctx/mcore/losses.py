@@ -16,7 +16,7 @@ from torch import Tensor
 from ..config import Config, RecomputeConfig
 from ..config.progress import Progress
 from ..core.errors import refuse
-from ..inference.evaluation.results import Losses, edges
+from ..inference.loss_ranges import Losses, edges
 from .data import TrainingBatch, TrainingData
 from .fp8 import check_fp8
 from .head import ChunkedHead, Head, chunked_entropy

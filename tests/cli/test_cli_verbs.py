@@ -109,7 +109,7 @@ def test_the_examples_in_the_help_can_be_composed() -> None:
 @pytest.mark.parametrize("verb", ["train", "plan", "generate", "demo", "calibrate"])
 def test_help_lists_the_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, verb, "--help")
-    assert code == 0 and "reduction=        auto, int4" in out
+    assert code == 0 and "reduction=        int4, int4_down8" in out
     assert "experiment=       ablation_distflashattn, ablation_tasp, compare_modes, demo" in out
 
 
@@ -300,7 +300,7 @@ def test_keys_are_printed_with_default_bounds_and_meaning(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["eval", "runs/a", "sample=4"], "key of the configuration, or one of checkpoint, iteration, tasks,"),
+        (["eval", "runs/a", "sample=4"], "key of the configuration, or one of checkpoint, iteration, lengths,"),
         (["eval", "runs/a", "sample=4"], "there is none of this name. Nearest: samples,"),
         (["generate", "runs/a", "promt=x"], "Nearest: prompt, prompt_file"),
         (["export", "runs/a", "oot=x"], "oot: expected a key of the configuration, or one of checkpoint, out,"),

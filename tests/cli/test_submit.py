@@ -115,8 +115,8 @@ def test_own_recipes_and_a_login_node_without_gpus(place: Path) -> None:
     [
         (["serve", "-p", "gpu", "checkpoint=runs/first"], "serve", ["checkpoint=runs/first"]),
         (["run", "serve", "checkpoint=runs/first"], "serve", ["checkpoint=runs/first"]),
-        (["run", "--time=5", "eval", "checkpoint=runs/first", "tasks=loss_by_position", "samples=1"], "run",
-         ["eval", "checkpoint=runs/first", "tasks=loss_by_position", "samples=1"]),
+        (["run", "--time=5", "eval", "checkpoint=runs/first", "samples=1"], "run",
+         ["eval", "checkpoint=runs/first", "samples=1"]),
         (["run", "export", "checkpoint=runs/first", "out=new"], "run", ["export", "checkpoint=runs/first", "out=new"]),
         (["run", "-p", "gpu", "calibrate", "experiment=demo"], "run", ["calibrate", "experiment=demo"]),
         (["run", "data", "--source", "stdlib", "--out", "new"], "run", ["data", "--source", "stdlib", "--out", "new"]),
@@ -147,7 +147,7 @@ SETTINGS = {
     "@70b": "model=llama3_70b parallelism=cp8 parallelism.cluster=h200_x8 data.prefix=corpus",
     "@demo": "experiment=demo data.prefix=corpus",
     "@init": "train.init_from=runs/first run.name=new data.prefix=corpus data.seq_length=96 train.global_batch_size=8",
-    "@losses": "checkpoint=runs/first tasks=loss_by_position samples=1",
+    "@losses": "checkpoint=runs/first samples=1",
 }
 Change = Callable[[Path, pytest.MonkeyPatch], None]
 MISTAKES: dict[str, tuple[str, str] | tuple[str, str, Change]] = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.inference.evaluation import DEPTHS, TASKS, Haystack, Question, make_questions, score
+from analysis.needles.questions import DEPTHS, TASKS, Haystack, Question, make_questions, score
 
 COUNTS = {
     "bytes": lambda text: len(text.encode()),

@@ -21,8 +21,9 @@ from operator import itemgetter
 from os import cpu_count
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
-from ...core.errors import refuse
+from megatron_longctx.core.errors import refuse
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 _DEPTHS = tuple(i / 39 for i in range(40))  # where RULER puts needles
@@ -273,6 +274,21 @@ class Question:
     prompt_tokens: int
     answers: tuple[str, ...]
     answer_tokens: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model's answer to a question, and the share of the expected answers that it contains, 0 to 1."""
+
+    question: Question
+    answer: str
+    share: float
+
+
+def score(question: Question, answer: str) -> Score:
+    """Score an answer as RULER's `string_match_all`: the share of expected answers that occur in it, in any case."""
+    text = answer.lower()
+    return Score(question, answer, fmean(expected.lower() in text for expected in question.answers))
 
 
 def make_questions(
