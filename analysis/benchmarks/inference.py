@@ -4,7 +4,6 @@ Weights are random. The benchmark starts its ranks itself, for one context-paral
 """
 
 import argparse
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -12,21 +11,15 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from megatron_longctx.config import Config
 from megatron_longctx.core.errors import refuse
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES
-from megatron_longctx.inference.choose_cache_mode import calibration_file, find_facts
 from megatron_longctx.mcore.inference import inference_config
-from megatron_longctx.training.calibration import calibrate
 from megatron_longctx.training.compose import compose_config
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
 
 from .inference_ranks import Decoded, FirstToken, Sweep, measure
 from .report import Report, check_least, numbers, table
-
-logger = logging.getLogger(__name__)
 
 Results = tuple[Sequence[FirstToken], Sequence[Decoded]]
 
@@ -46,10 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure; write JSON and a Markdown report after every measurement.
-
-    Links that are not calibrated for the heads of the model are calibrated first.
-    """
+    """Measure; write JSON and a Markdown report after every measurement."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise refuse("RANK", os.environ["RANK"], "to be started once", "Run it without torchrun: it starts its ranks.")
     sweep, config = sweep_of(arguments), inference_config(compose_config(arguments.settings))
@@ -58,8 +48,6 @@ def run(arguments: argparse.Namespace) -> None:
         sizes = numbers("--context", arguments.context, 1)
     jobs = [_sized(config, sweep, n) for n in sizes]
     ranks_of_jobs = [_ranks(job) for job in jobs]
-    for job in () if sweep.decode_only else jobs:
-        _calibrate_missing(job)
     what = "inference over a sharded cache: random weights, times of the slowest rank in seconds"
     tp = config.parallelism.tensor_parallel_size
     about = f"{config.model.name}, {config.train.precision}, TP {tp}"
@@ -123,16 +111,6 @@ def _ranks(config: Config) -> Ranks:
     return Ranks.of(count, config.train.device, least=1)
 
 
-def _calibrate_missing(config: Config) -> None:
-    """Calibrate this device for the simulator unless that was done before."""
-    n, device = config.parallelism.context_parallel_size, config.train.device
-    ranks = Ranks.of(n, device, least=1)
-    if n > 1 and find_facts(config, torch.device(ranks.device)).costs is None:
-        logger.info("%s is missing: calibrating", calibration_file(config, torch.device(ranks.device)))
-        attention = replace(config.attention, transport=config.inference.transport)
-        calibrate(ranks, replace(config, attention=attention, data=replace(config.data, seq_length=1)))
-
-
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """Return the mean, and the 50th, 90th and 99th percentile by nearest rank."""
     ranked = sorted(seconds)
@@ -148,7 +126,7 @@ def as_data(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> dict[str
                 **{"context_parallel_size": m.ranks, "tokens": m.length, "new": m.new, "cached": m.cached},
                 "miss_rate": m.new / m.length,
                 "seconds": {mode: {**percentiles(s), "all": s} for mode, s in m.seconds.items()},
-                **{"auto": m.auto, "slower": m.slower, "predicted_layer_s": m.predicted},
+                **{"auto": m.auto, "slower": m.slower},
             }
             for m in first
         ],

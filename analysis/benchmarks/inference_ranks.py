@@ -16,11 +16,10 @@ from megatron_longctx.config import Config, InferenceConfig
 from megatron_longctx.core.comm import gather_objects
 from megatron_longctx.core.comm.device import synchronize
 from megatron_longctx.core.errors import refuse
-from megatron_longctx.core.plans import Target
 from megatron_longctx.inference.batch import Batch, ScheduledChunk
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention
-from megatron_longctx.inference.choose_cache_mode import Chooser, Decision, facts_of_rank_0
+from megatron_longctx.inference.choose_cache_mode import Chooser
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.memory import pages_per_rank
 from megatron_longctx.inference.quantize_kv import SCALE_BYTES
@@ -73,7 +72,6 @@ class FirstToken:
     # of all iterations, without the first if there are others, by mode
     seconds: dict[str, list[float]] = field(default_factory=dict)
     auto: str | None = None  # the mode that `auto` chooses, for prompts that are computed in one pass
-    predicted: dict[str, float] = field(default_factory=dict)  # simulated seconds of one layer, by mode
 
     @property
     def length(self) -> int:
@@ -100,12 +98,12 @@ class Decoded:
 class _RecordingChooser(Chooser):
     """Remembers the latest batch and the mode chosen for it."""
 
-    latest: tuple[Batch, Target | None, str] | None = None
+    latest: tuple[Batch, str] | None = None
 
-    def choose(self, batch: Batch, target: Target | None = None) -> Decision:
-        decision = super().choose(batch, target)
-        self.latest = batch, target, decision.mode
-        return decision
+    def choose(self, batch: Batch) -> str:
+        mode = super().choose(batch)
+        self.latest = batch, mode
+        return mode
 
 
 class RewindableCacheManager(CacheManager):
@@ -162,7 +160,7 @@ class Benchmark:
         self._sweep, self._n = sweep, config.parallelism.context_parallel_size
         self._chunk = config.inference.prefill_chunk
         self._device = engine.model.attention.device
-        self._chooser = _RecordingChooser(facts_of_rank_0(config, self._device), config.inference.mode)
+        self._chooser = _RecordingChooser(engine.model.attention.shape.workload, config.inference.mode)
         self._modes = sweep.modes if self._n > 1 else sweep.modes[:1]
         self._cache_manager = RewindableCacheManager(self._n, pages_per_rank(config), config.inference.page_tokens)
         settings = InferenceConfig(decode=engine.settings.decode, cuda_graphs=engine.settings.cuda_graphs)
@@ -216,10 +214,9 @@ class Benchmark:
                 self._cache_manager.rewind([session])
         result.seconds = {mode: self._slowest(seconds[1:] or seconds) for mode, seconds in times.items()}
         assert self._chooser.latest is not None
-        batch, target, _ = self._chooser.latest
+        batch = self._chooser.latest[0]
         if batch.new == new and self._n > 1:
-            decision = self._chooser.choose(batch, target)
-            result.auto, result.predicted = decision.mode, decision.seconds
+            result.auto = self._chooser.choose(batch)
         medians = ", ".join(f"{mode} {statistics.median(s) * 1e3:.2f} ms" for mode, s in result.seconds.items())
         self._print(f"{new:,} new tokens over {result.cached:,}: {medians}")
         return result
@@ -240,7 +237,7 @@ class Benchmark:
         self._cache_manager.rewind(sessions)
         mode = self.engine.decoding
         if not mode.startswith("replicated") and self._chooser.latest is not None:
-            mode = self._chooser.latest[2]
+            mode = self._chooser.latest[1]
         seconds = self._slowest([b - a for a, b in pairwise(times)])
         mean = sum(seconds) / len(seconds) * 1e3
         self._print(f"batch {len(sessions)} over {length:,}: {mean:.2f} ms per token, {mode}")

@@ -22,7 +22,7 @@ from megatron_longctx.core.comm.device import synchronize
 from megatron_longctx.core.errors import refuse
 from megatron_longctx.inference.batch import ScheduledChunk
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.choose_cache_mode import Chooser, facts_of_rank_0
+from megatron_longctx.inference.choose_cache_mode import Chooser
 from megatron_longctx.inference.decode import Decoder
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.memory import pages_per_rank
@@ -180,13 +180,12 @@ def measure(
     par = config.parallelism
     collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
     engine, tokenizer = build_engine(config, collection, checkpoints)
-    model, device = engine.model, engine.model.attention.device
-    facts = facts_of_rank_0(config, device)
+    model = engine.model
     engines = {}
     for count in (0, *limits.drafts):
         settings = replace(config.inference, speculate=count)
         manager = CacheManager(par.context_parallel_size, pages_per_rank(config), settings.page_tokens)
-        engines[count] = LongContextEngine(model, manager, Chooser(facts, "auto"), settings)
+        engines[count] = LongContextEngine(model, manager, Chooser(model.attention.shape.workload), settings)
         if not checkpoints:
             engines[count]._decoder = _Recorded(model, manager, settings, "auto")
     stop: tuple[int, ...] = ()

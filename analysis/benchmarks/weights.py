@@ -23,7 +23,7 @@ from megatron_longctx.config import Config
 from megatron_longctx.config.cluster import GIB
 from megatron_longctx.core.comm import gather_objects
 from megatron_longctx.inference.cached_attention import CachedAttention
-from megatron_longctx.inference.choose_cache_mode import Chooser, LinkFacts
+from megatron_longctx.inference.choose_cache_mode import Chooser
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import NextToken, Session
@@ -292,7 +292,7 @@ class _Benchmark:
             pages = int(needed // n // page) - 1
             _use(engine.model.attention, self._pool, pages * page)
             self._managers[way] = manager = RewindableCacheManager(n, pages, page)
-            chooser = Chooser(LinkFacts(engine.model.attention.shape.workload))
+            chooser = Chooser(engine.model.attention.shape.workload)
             self._engines[way] = LongContextEngine(engine.model, manager, chooser, engine.settings)
 
     @contextmanager

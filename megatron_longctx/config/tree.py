@@ -168,9 +168,7 @@ class InferenceConfig(Switches):
     top_k: int | None = number(None, 1, _MAX_COUNT)  # number of most likely tokens to draw from; null: all
     top_p: float = number(1.0, 0, 1, above=True)  # 1: draw from all tokens
     seed: int = number(0, -(2**63), 2**63 - 1)  # seed of the draws
-    # How ranks share attention over the cache: auto | pass_kv | pass_q | one_hop. auto simulates all three if the
-    # links between ranks are known from a calibration (`megatron-longctx calibrate` with attention.transport as
-    # `transport` below) or from parallelism.cluster; otherwise it sends the smaller messages.
+    # How ranks share attention over the cache: auto | pass_kv | pass_q | one_hop. auto sends the smaller messages.
     mode: str = choice("auto", CACHE_MODES, "auto")
     # How small numbers of new tokens are computed: single tokens of several sequences, and prompts of up to 512 tokens
     # together. replicated: every rank computes the whole model for all of them but attends only to its part of the

@@ -8,7 +8,7 @@ for users; `mcore.inference` builds it from a run.
 from .batch import Batch, ScheduledChunk
 from .cache_manager import CacheFull, CacheManager
 from .cached_attention import CachedAttention, CachedModel, CacheShape
-from .choose_cache_mode import Chooser, Decision, LinkFacts
+from .choose_cache_mode import Chooser
 from .engine import LongContextEngine
 from .sampling import Sampling
 from .session import Session

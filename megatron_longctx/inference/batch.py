@@ -24,9 +24,8 @@ MAX_CONTIGUOUS = 512
 
 The last rank then sees more of the new tokens than the first: at most `MAX_CONTIGUOUS` times `n * MAX_CONTIGUOUS / 2`
 pairs more than the mean, or 0.03 ms in FlashAttention-2 with 32 heads of 128 on 4 H200s (330 TFLOP/s). Two parts per
-rank need more kernel calls and merges for the same keys, and the host takes about 0.15 ms for each
-(`schedules.Costs.of_cluster`): for 66 tokens over a long cache, 15 operations per layer instead of 9, with `one_hop` on
-4 ranks."""
+rank need more kernel calls and merges for the same keys, and the host takes about 0.15 ms for each: for 66 tokens over
+a long cache, 15 operations per layer instead of 9, with `one_hop` on 4 ranks."""
 
 
 @dataclass(frozen=True)

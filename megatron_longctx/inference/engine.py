@@ -380,7 +380,7 @@ class LongContextEngine:
         exact, widest = self.settings.exact_reuse, self._attention.shape.widest_window
         slots, windowed_slots = self._attention.unused_slots
         batch = Batch(self._attention.world, slots, chunks, windowed_slots=windowed_slots)
-        mode = self._chooser.choose(batch.with_window(widest), self._attention.target(exact, widest)).mode
+        mode = self._chooser.choose(batch.with_window(widest))
         self._attention.begin(batch, mode, joined=exact)
         self.mode_counts[mode] += 1
         tokens, positions = local_rows(chunks, texts, rank)

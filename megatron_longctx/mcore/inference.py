@@ -26,7 +26,7 @@ from ..core.errors import refuse
 from ..core.plans.mask import Window
 from ..inference.cache_manager import MAX_CONTIGUOUS, CacheManager
 from ..inference.cached_attention import CachedAttention
-from ..inference.choose_cache_mode import Chooser, facts_of_rank_0
+from ..inference.choose_cache_mode import Chooser
 from ..inference.engine import LongContextEngine
 from ..inference.memory import cache_shape, free_pages, pages_per_rank, state_shape, windows_of, with_shared_weights
 from ..inference.sampling import PromptScorer
@@ -345,8 +345,7 @@ def build_engine(
         logger.info("weights: %.2f GiB on each rank%s", stored_bytes(gpt) / GIB, by)
     shares = None if shared is None else SharedWeights(gpt, shared, inference.transport)
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, most, shares)
-    chooser = Chooser(facts_of_rank_0(config, device), inference.mode)
-    return LongContextEngine(cached, manager, chooser, inference), tokenizer
+    return LongContextEngine(cached, manager, Chooser(shape.workload, inference.mode), inference), tokenizer
 
 
 def load_model(

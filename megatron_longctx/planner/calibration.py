@@ -60,7 +60,9 @@ def load_calibration(path: Path) -> Calibration:
         data = json.loads(path.read_text())
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']}")
-        found, costs = {each.name: data[each.name] for each in fields(Calibration)}, {"modes": (), **data["costs"]}
+        found = {each.name: data[each.name] for each in fields(Calibration)}
+        known = {each.name for each in fields(Costs)}
+        costs = {"modes": ()} | {name: value for name, value in data["costs"].items() if name in known}
         for name, kind in (("kernels", KernelSample), ("messages", MessageSample), ("modes", ModeSample)):
             costs[name] = tuple(kind(*sample) for sample in costs[name])
         parts = {"cluster": cluster_from(found["cluster"]), "workload": Workload(**found["workload"])}

@@ -62,9 +62,6 @@ class Costs:
     blocking: float = 0.0
     """The share of a message's time, including the wait for the peer, by which it slows down a kernel call beside it.
     NCCL's kernels occupy processors that the call could use."""
-    host_operation_s: float = 0.0
-    """The time in which the host issues one operation of an attention pass (`Simulation.operations`). 0 for a host that
-    is never waited for."""
     kernels: tuple[KernelSample, ...] = ()
     """Measured calls of the workload at hand, used instead of the rates. Times between them are interpolated."""
     messages: tuple[MessageSample, ...] = ()
@@ -82,7 +79,7 @@ class Costs:
         """Return the costs that a cluster file describes; backward is assumed 0.87 times as fast, like cuDNN's.
 
         The latencies of links include the start of a step's messages; each further one costs what `calibrate` measured
-        on H200s. No cluster file describes the host. `calibrate` measured 0.15 ms per operation on a host of H200s.
+        on H200s.
 
         Raises:
             ValueError: the description has no figures.
@@ -97,7 +94,6 @@ class Costs:
             merge_gibps=device.memory_gibps or cls.merge_gibps,
             step_s=0.0,
             message_s=3.3e-6,
-            host_operation_s=1.5e-4,
             messages=tuple(MessageSample(int(size), peers, s) for size, peers, s in cluster.intra.messages)
             if cluster.intra
             else (),

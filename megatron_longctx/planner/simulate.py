@@ -44,8 +44,6 @@ class Simulation:
     links: dict[Resource, float] = field(repr=False)  # the share of the time that each resource is busy
     peak_bytes: int
     """The most memory of a rank for this call, with its own tensors and send memory but without kernel workspaces."""
-    operations: int
-    """Kernel calls, merges and steps with messages that a host issues, on the rank with the most."""
     spans: tuple[Span, ...] = field(default=(), repr=False)  # the timeline, if it was recorded
 
     @property
@@ -110,7 +108,7 @@ class _Simulator:
         self.blocked = [0.0] * n  # until when this step's messages occupy processors of each rank
         self.spans: list[Span] | None = [] if timeline else None
         self._call_seconds: dict[object, float] = {}
-        self.operations = self.peak_bytes = 0
+        self.peak_bytes = 0
         self._events: list[list[list[_Event]]] = []
         self._marks: list[list[float]] = [[] for _ in range(n)]
         recorder = Recorder(plan, target)
@@ -141,7 +139,6 @@ class _Simulator:
             exposed_s=tuple(self.exposed),
             links={resource: used / end for resource, used in messages.used.items()} if end else {},
             peak_bytes=self.peak_bytes,
-            operations=self.operations,
             spans=tuple(self.spans or ()),
         )
 
@@ -152,13 +149,11 @@ class _Simulator:
         """
         sum_up = self.spans is None and not self.costs.blocking
         events: list[list[_Event]] = [[] for _ in range(len(recording.receives) + 1)]
-        operations = 0
         t, seconds, marks, after = 0, 0.0, dict[int, int](), -1
         for number, op in _in_device_order(recording):
             if isinstance(op, Release):
                 continue
             event = _Event(_Mark) if isinstance(op, _Mark) else self._event(op, recording)
-            operations += not isinstance(op, Copy | Wait | _Mark)
             if sum_up and event.op is None:
                 seconds += event.seconds
                 continue
@@ -182,7 +177,6 @@ class _Simulator:
                 events[t].append(_Event(Wait))
         if seconds:
             events[t].append(_Event(None, seconds))
-        self.operations = max(self.operations, operations)
         self.peak_bytes = max(self.peak_bytes, footprint(recording, self.workload).total)
         return events
 

@@ -18,11 +18,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..config import Config
-from ..config.cluster import load_cluster
 from ..config.gpus import for_other_nodes, max_gpu_ranks
 from ..config.progress import Progress
 from ..core.errors import JobFailed, refuse
-from ..inference.choose_cache_mode import calibration_file
 from ..inference.engine import LongContextEngine
 from ..inference.memory import check_cache
 from ..mcore import checkpoint_folder, groups
@@ -48,7 +46,7 @@ _POLL_S = 0.2
 _STOPPED, _ENDED = "longctx/stopped", "longctx/ended"
 """Keys of the store: rank 0 has been stopped, and how many other ranks know."""
 _SIZES = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-_READ = tuple(f"parallelism.{key}" for key in (*_SIZES, "cluster", "timeout_s"))
+_READ = tuple(f"parallelism.{key}" for key in (*_SIZES, "timeout_s"))
 """The keys of `parallelism` that inference reads."""
 _UNREAD = ("optim.", "logging.", "run.", "train.steps=", "train.save")
 """Beginnings of settings that only training reads."""
@@ -171,9 +169,6 @@ def build_job(
     device = device_type(config)
     check_kernel(config, device)
     check_delta_kernels(config, device, backward=False)
-    cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
-    if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
-        load_cluster(cluster).resized(n)  # the choice of modes will need it: refuse it here if it cannot be read
     alone = RankInfo.from_environment(os.environ) is None and not for_other_nodes()
     if device == "cuda" and job.world_size > max_gpu_ranks() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"

@@ -1,4 +1,4 @@
-"""The `calibrate` verb: measures links, messages, kernels, the host's speed and whole steps of modes on this machine.
+"""The `calibrate` verb: measures links, messages, kernels and whole steps of modes on this machine.
 
 Messages are measured through the channel of a pass that does nothing else, kernels in the shapes that modes need, and
 modes in whole training steps. The file that `planner.calibration` reads gets the results.
@@ -6,7 +6,6 @@ modes in whole training steps. The file that `planner.calibration` reads gets th
 
 import logging
 import os
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,24 +20,17 @@ from ..config.cluster import Cluster, Device, save_cluster
 from ..config.environment import environment
 from ..config.gpus import RANKS_PER_GPU, ranks_per_gpu, refuse_peer
 from ..core.attention import ContextParallelAttention
-from ..core.attention.execute import Pass, Runtime
-from ..core.attention.kv_format import Shapes
-from ..core.comm import BufferPool, choose_transport, gather_objects
+from ..core.comm import choose_transport, gather_objects
 from ..core.errors import refuse
 from ..core.kernels import Partial, dense_call, merge_partials
 from ..core.kernels.interface import sum_dtype
 from ..core.layout import contiguous
 from ..core.plans import Attend, Block, Heads, Kind, Move, Plan, Recorder, Step, Target, Workload
-from ..core.plans.cache_modes import CACHE_MODES
 from ..core.plans.mask import causal, full
-from ..inference.batch import Batch
-from ..inference.cache_manager import CacheManager
-from ..inference.cached_attention import CacheShape
 from ..planner.calibration import Calibration, calibration_path, save_calibration
 from ..planner.choose_mode import Candidate, Problem, rank_modes
 from ..planner.cost import GIB, Costs, KernelSample, MessageSample, ModeSample, attention_flops
 from ..planner.measure_links import measure_links, to_cluster
-from ..planner.simulate import simulate
 from .compose import compose_config
 from .measure import (
     Effort,
@@ -111,9 +103,8 @@ def _measure(rank: int, ranks: Ranks, config: Config, max_tokens: int | None = N
     cluster = measured_cluster(group, device)
     messages, message_s = message_costs(testbed)
     costs = replace(kernel_costs(testbed, effort), message_s=message_s, messages=messages)
-    if device.type == "cuda":  # on CPUs the host computes as well, so times of calls and messages include issuing them
-        host_operation_s = host_operation_seconds(testbed, cluster, costs)
-        costs = replace(costs, blocking=blocking_share(testbed), host_operation_s=host_operation_s)
+    if device.type == "cuda":
+        costs = replace(costs, blocking=blocking_share(testbed))
     if cluster.nodes == 1:
         costs = replace(costs, modes=mode_samples(testbed, cluster, costs, effort.mode_lengths(device, cluster.n)))
     facts = environment()
@@ -292,56 +283,12 @@ def _doubled(first: int, last: int) -> list[int]:
     return [first << i for i in range(max(1, (last // first).bit_length()))]
 
 
-_CACHED, _NEW = 64, 16  # Tokens per rank of the pass that measures the host: kernel calls are as short as possible
-_PASSES = 30
 _CLOSE, _MAX_MODES = 1.3, 8
 """Modes are measured if their simulated time is at most this factor above the fastest; this many at most."""
 _LONG_S = 0.2
 _STEPS, _STEPS_OF_LONG, _ALL_STEPS = 6, 3, 10
 """Timed steps in a row, of short and of long steps; the last includes those that warm up."""
 _BUDGET_S = 20.0  # Seconds per length. Modes that exceed it are not measured.
-
-
-def host_operation_seconds(testbed: Testbed, cluster: Cluster, costs: Costs) -> float:
-    """Return the host's seconds per operation (`Simulation.operations`), for the median rank and inference mode.
-
-    They are measured by passes that need almost no device time. The host's work for the rest of a layer, or for a
-    prompt as a whole, is not included. All ranks call this together and get the same result.
-    """
-    assert testbed.transport is not None
-    n, work = testbed.n, testbed.workload
-    manager = CacheManager(n, (_CACHED + _NEW) // _NEW, _NEW)
-    session = manager.open()
-    manager.append({session: n * _CACHED})
-    batch = Batch(n, manager.slots_per_rank, manager.append({session: n * _NEW}))
-    shape = CacheShape(1, work.num_heads, work.num_kv_heads, work.head_dim, testbed.dtype)
-    runtime = Runtime(testbed.choose_kernel(packed=True), testbed.transport, BufferPool(testbed.device))
-    target = Target(shape.workload, runtime.kernel.takes, runtime.over_peers)
-
-    def measure() -> list[float]:
-        seconds = []
-        for mode in CACHE_MODES:
-            recorder = Recorder(batch.plan(mode), target)
-            operations = simulate(recorder.plan, cluster, target, costs).operations
-            seconds.append(_pass_seconds(testbed, batch, recorder, shape, runtime) / operations)
-        return [statistics.median(seconds)]
-
-    return median_over_ranks(testbed.group, measure)[0]
-
-
-@torch.inference_mode()
-def _pass_seconds(testbed: Testbed, batch: Batch, recorder: Recorder, shape: CacheShape, runtime: Runtime) -> float:
-    rank = torch.distributed.get_rank(testbed.group)
-    shapes = Shapes(shape.workload, shape.dtype, testbed.device, shape.kv, shape.kv)
-    each = Pass(recorder, rank, shapes, runtime, packed=True)
-    q = testbed.random(batch.num_rows(rank), shape.num_heads)
-    cache = shape.kv.spec(batch.slots, 1, shape.num_kv_heads, testbed.device).empty().normal_()
-
-    def run() -> None:
-        each.run({Kind.Q: (q,), Kind.KV: (cache,)}, shape.head_dim**-0.5)
-
-    mean_seconds(run, testbed.device, 3)
-    return statistics.median(mean_seconds(run, testbed.device, _PASSES) for _ in range(3))
 
 
 def modes_to_measure(ranking: Sequence[Candidate]) -> list[Candidate]:

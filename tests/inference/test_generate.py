@@ -104,7 +104,7 @@ def test_a_chat_with_a_template_computes_only_what_is_not_cached(trained: Config
         (["prompt=a", "inference.cache_tokens=10000000000"], "inference.cache_tokens=10000000000: expected at most "),
         (["prompt=a", "inference.max_new_tokens=1000000000"], "expected at most 100000 tokens"),
         (["prompt=abc", TRAINED], "and inference.max_new_tokens=131: expected at most 96 tokens"),
-        (["prompt=a", "parallelism.cluster=nowhere"], "parallelism.cluster=nowhere: expected a .yaml file or one of "),
+        (["prompt=a", "parallelism.cluster=tcp"], "parallelism.cluster=tcp: expected one of parallelism.context_"),
         (["prompt=a", "parallelism.tensor_parallel_size=3"], "=3: expected one of 1, 2, 4 with 4 query heads and 2"),
         (["prompt=a", "parallelism.schedule=ring"], "parallelism.schedule=ring: expected one of parallelism.context_"),
         (["prompt=a", "parallelism.pipeline_parallel_size=2"], "expected 1 for inference"),

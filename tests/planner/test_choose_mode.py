@@ -130,11 +130,12 @@ def test_calibrations_round_trip(tmp_path: Path, calibration: Calibration) -> No
     assert calibration_path("NVIDIA H200", 8, replace(GQA, batch=4), "peer", tmp_path / "cache") == path
 
 
-def test_calibrations_without_measured_modes_are_read(tmp_path: Path, calibration: Calibration) -> None:
+def test_older_calibrations_are_read(tmp_path: Path, calibration: Calibration) -> None:
     path = tmp_path / "old.json"
     save_calibration(calibration, path)
     data = json.loads(path.read_text())
-    del data["costs"]["modes"], data["costs"]["host_operation_s"]
+    del data["costs"]["modes"]
+    data["costs"]["host_operation_s"] = 1e-4  # nothing uses it now
     path.write_text(json.dumps(data))
     assert load_calibration(path) == replace(calibration, costs=replace(calibration.costs, modes=()))
 

@@ -6,18 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from analysis.benchmarks.__main__ import main
 from analysis.benchmarks.inference import percentiles, tables
 from analysis.benchmarks.inference_ranks import Decoded, FirstToken, Sweep, measure
-from megatron_longctx.config import workload_of
-from megatron_longctx.config.cluster import Cluster, Network
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.choose_cache_mode import calibration_file
 from megatron_longctx.mcore.inference import inference_config
-from megatron_longctx.planner.calibration import Calibration, save_calibration
-from megatron_longctx.planner.cost import Costs
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.compose import compose_config
 
@@ -25,11 +19,6 @@ SETTINGS = ["parallelism=cp2", "train.device=cpu", "train.precision=fp32", "mode
 
 
 def test_first_tokens_of_all_modes_and_decoding_are_measured(tmp_path: Path) -> None:
-    config = compose_config(SETTINGS)
-    # Links so slow that the fewest bytes are fastest. The benchmark must use this file instead of calibrating.
-    cluster = Cluster("slow", 2, 1, network=Network(1, 1e-4, 1e-6))
-    path = calibration_file(config, torch.device("cpu"))
-    save_calibration(Calibration("cpu", "cpu", "p2p", cluster, workload_of(config), Costs(100.0, 100.0)), path)
     out = tmp_path / "inference.json"
     words = "--context 1,2 --lengths 96 --miss-rates 0.05,1 --batches 2,1 --iterations 2 --tokens 3"
     words += " --modes pass_kv,pass_q,one_hop"
@@ -42,8 +31,7 @@ def test_first_tokens_of_all_modes_and_decoding_are_measured(tmp_path: Path) -> 
         assert set(m["seconds"]) - {"replicated"} == (modes if m["context_parallel_size"] == 2 else {"pass_kv"})
         assert all(len(s["all"]) == 2 and 0 < s["p50"] <= s["p99"] for s in m["seconds"].values())
         if m["context_parallel_size"] == 2:
-            assert m["auto"] == min(m["predicted_layer_s"], key=m["predicted_layer_s"].__getitem__)
-            assert set(m["predicted_layer_s"]) == modes and m["slower"] >= 0
+            assert m["auto"] in modes and m["slower"] >= 0
         else:
             assert m["auto"] is m["slower"] is None
     fresh, warm = data["first_token"][2:]
@@ -51,7 +39,7 @@ def test_first_tokens_of_all_modes_and_decoding_are_measured(tmp_path: Path) -> 
     assert [(m["context_parallel_size"], m["batch"]) for m in data["decode"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert all(m["mode"].startswith("replicated") and 0 < m["p50"] <= m["p99"] for m in data["decode"])
     assert data["model"]["num_layers"] == 2 and data["environment"]["commit"]
-    assert "| 2 | 96 | 5 | 5.21% |" in out.with_suffix(".md").read_text() and list(path.parent.iterdir()) == [path]
+    assert "| 2 | 96 | 5 | 5.21% |" in out.with_suffix(".md").read_text()
 
 
 def _append_counts(path: Path, first: list[FirstToken], decoded: list[Decoded]) -> None:
@@ -68,14 +56,14 @@ def test_results_are_written_after_every_measurement_and_the_first_time_may_coun
     assert [len(m.seconds["pass_q"]) for m in first] == [1, 1]
 
 
-def test_decoding_alone_needs_no_calibration_and_no_prompts(cache: Path, tmp_path: Path) -> None:
+def test_decoding_alone_needs_no_prompts(tmp_path: Path) -> None:
     out = tmp_path / "decode.json"
     settings = [*SETTINGS, "inference.decode=plan", "inference.mode=one_hop"]
     words = "--decode-only --context 2 --lengths 3000 --batches 3 --tokens 3"
     assert main(["inference", *settings, *words.split(), "--out", str(out)]) == 0
     data = json.loads(out.read_text())
     (found,) = data["decode"]
-    assert not cache.exists() and data["first_token"] == []
+    assert data["first_token"] == []
     assert found["mode"] == "one_hop" and found["cached"] == 3000
 
 

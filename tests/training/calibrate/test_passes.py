@@ -1,4 +1,4 @@
-"""Whole passes: the lengths and modes of measured steps, the host's time, and warming up before measuring."""
+"""Whole passes: the lengths and modes of measured steps, and warming up before measuring."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from megatron_longctx.core.plans.mask import causal
 from megatron_longctx.planner.choose_mode import Problem, rank_modes
 from megatron_longctx.planner.cost import Costs, ModeSample
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.calibration import host_operation_seconds, mode_samples, modes_to_measure
+from megatron_longctx.training.calibration import mode_samples, modes_to_measure
 from megatron_longctx.training.measure import Effort, Testbed, num_warm_up_calls, sustained_seconds, warm_up
 from megatron_longctx.training.ranks import world_group
 
@@ -82,18 +82,6 @@ def test_steps_of_any_length_are_measured_unless_they_take_too_long(n: int) -> N
     both = {(sample.mode, sample.length): sample.ratio for sample in first if not sample.backward}
     assert both == {(sample.mode, sample.length): sample.ratio for sample in first if sample.backward}
     assert len(first) == 2 * len(both) and all(sample.ratio > 0 for sample in first)
-
-
-def _host_seconds(rank: int) -> float:
-    group = world_group()
-    testbed = Testbed(group, CPU, SMALL, transport=choose_transport("p2p", group, CPU))
-    return host_operation_seconds(testbed, Cluster("one", 1, testbed.n, Mesh(10.0)), Costs(1.0, 1.0))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_all_ranks_get_the_same_time_of_the_host(n: int) -> None:
-    first, *others = run_distributed(_host_seconds, n)
-    assert 0 < first < 1 and set(others) == {first}
 
 
 def test_many_short_calls_or_few_long_ones_warm_a_gpu_up() -> None:
