@@ -298,8 +298,7 @@ def measure_pack(
 def _batch(documents: Sequence[int], vocabulary: int) -> TrainingBatch:
     generator = torch.Generator().manual_seed(sum(documents))
     words = torch.randint(vocabulary, (2, sum(documents)), generator=generator)
-    positions = torch.cat([torch.arange(length) for length in documents])[None]
-    return TrainingBatch(words[:1], words[1:], torch.ones(1, sum(documents)), positions, tuple(documents))
+    return TrainingBatch(words[:1], words[1:], torch.ones(1, sum(documents)), tuple(documents))
 
 
 def _step(one: Contender, batch: TrainingBatch, values: bool = False) -> tuple[float | None, float | None]:

@@ -202,8 +202,7 @@ def _rows(tree: Rollouts, vocab_size: int) -> tuple[list[Tensor], list[int]]:
 
 def _in_tree(rows: Sequence[Tensor], prompts: Sequence[int]) -> list[TrainingBatch]:
     batch = to_tree([row.tolist() for row in rows], prompt_lengths=prompts, multiple=dist.get_world_size())
-    parts = batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.documents, batch.parents
-    return [TrainingBatch(*parts)]
+    return [TrainingBatch(batch.tokens, batch.labels, batch.loss_mask, batch.documents, batch.parents)]
 
 
 def _apart(rows: Sequence[Tensor], prompts: Sequence[int], most: int) -> list[TrainingBatch]:
@@ -220,7 +219,6 @@ def _apart(rows: Sequence[Tensor], prompts: Sequence[int], most: int) -> list[Tr
         for each in masks:
             each[-1] = False
         labels = torch.cat([torch.cat([row[1:], row.new_zeros(1)]) for row in some])
-        positions = torch.cat([torch.arange(len(row)) for row in some])
         tokens, mask = torch.cat(some), torch.cat(masks).float()
-        found.append(TrainingBatch(tokens[None], labels[None], mask[None], positions[None], tuple(map(len, some))))
+        found.append(TrainingBatch(tokens[None], labels[None], mask[None], tuple(map(len, some))))
     return found

@@ -34,7 +34,7 @@ from .tokenizer import add_files, tokenizer_digest
 class TrainingBatch:
     """One whole micro-batch, before it is sharded.
 
-    tokens, labels, position_ids: int64 `[b, S]`. Labels are the next tokens of the same document.
+    tokens, labels: int64 `[b, S]`. Labels are the next tokens of the same document.
     loss_mask: fp32 `[b, S]`.
     documents: the lengths of a pack's documents, which sum to S; b is 1. None: every row is one causal sequence.
     parents: for each document, the number of an earlier one that it continues, or -1; None: none does.
@@ -44,7 +44,6 @@ class TrainingBatch:
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
-    position_ids: Tensor
     documents: tuple[int, ...] | None = None
     parents: tuple[int, ...] | None = None
     advantages: Tensor | None = None
@@ -134,8 +133,7 @@ class TrainingData(Dataset[TrainingBatch]):
         _check_ids(text, spans, source.prefix, self._vocab_size)
         own, packed = min(len(text), self._data.seq_length), self._data.packing != "none"
         documents, parents = _documents(spans, own, self._unit) if packed else ((own,), None)
-        above = parents or [-1] * len(documents)
-        places = following(documents, above)
+        places = following(documents, parents or [-1] * len(documents))
         places[own:] = -1  # padding learns nothing
         if len(text) > own and not (packed and own in numpy.cumsum(spans.lengths)):
             places[own - 1] = own  # the last document goes on in another sample
@@ -151,11 +149,6 @@ class TrainingData(Dataset[TrainingBatch]):
         row["loss_mask"] = sides.pop("mask")
         if self._data.mask_eod_loss:
             row["loss_mask"][row["tokens"] == self._eod] = 0
-        firsts: list[int] = []
-        for parent in above:
-            firsts.append(0 if parent < 0 else firsts[parent] + documents[parent])
-        positions = [numpy.arange(first, first + size) for first, size in zip(firsts, documents, strict=True)]
-        row["position_ids"] = numpy.concatenate(positions)
         return row | sides, documents if packed else None, parents
 
 

@@ -209,24 +209,24 @@ def _forward_step(
 def _forward_alone(
     batches: Iterator[TrainingBatch], model: Any, sequence: ShardedSequence, edges: Sequence[int]
 ) -> tuple[Tensor, Any]:
-    losses, local, _ = token_losses(next(batches), model, sequence)
-    return losses, partial(_loss_by_position, local, edges)
+    losses, local, pack = token_losses(next(batches), model, sequence)
+    return losses, partial(_loss_by_position, local["loss_mask"], pack.positions(losses.device), edges)
 
 
 def token_losses(batch: TrainingBatch, model: Any, sequence: ShardedSequence) -> tuple[Tensor, dict[str, Tensor], Pack]:
     """Return the losses of this rank's tokens `[b, s]` (on the last stage), its part of the batch, and the pack."""
     device, pack = local_device(), sequence.pack(batch.lengths, batch.parents)
     local = {name: x.to(device, non_blocking=True) for name, x in sequence.shard_batch(batch.tensors, pack).items()}
-    losses = model(local["tokens"], local["position_ids"], None, labels=local["labels"], packed_seq_params=pack)
+    positions = pack.positions(device).expand(len(local["tokens"]), -1)
+    losses = model(local["tokens"], positions, None, labels=local["labels"], packed_seq_params=pack)
     return losses, local, pack
 
 
 def _loss_by_position(
-    batch: Mapping[str, Tensor], edges: Sequence[int], losses: Tensor
+    mask: Tensor, positions: Tensor, edges: Sequence[int], losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return a loss in Megatron's three-part form. Ranges are summed one by one, so the result is deterministic."""
-    mask, positions = batch["loss_mask"].double(), batch["position_ids"]
-    values = torch.stack((losses.double() * mask, mask))
+    values = torch.stack((losses.double() * mask, mask.double()))
     sums = [(values * ((first <= positions) & (positions < stop))).sum((1, 2)) for first, stop in pairwise(edges)]
     return losses.sum(), torch.zeros((), dtype=torch.int), {"loss": torch.stack(sums)}
 

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _RANK_BYTES = 256 * 2**20  # host memory that a rank needs at least, before its model
 # Recipes that need another GPU than Ada: its name, the least compute capability, and the first one that has it not.
 _FP8_DEVICES = {"blockwise": ("Hopper", (9, 0), (99, 0)), "mxfp8": ("Blackwell", (10, 0), (12, 0))}
-_SAMPLE_BYTES = 28  # host memory of a batch's token: its id, label, mask and position
+_SAMPLE_BYTES = 20  # host memory of a batch's token: its id, label and mask
 
 
 def device_type(config: Config) -> str:

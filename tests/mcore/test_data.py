@@ -65,13 +65,12 @@ def test_samples_are_the_text(root: Path) -> None:
     config = changed(_config(root), {"data.mask_eod_loss": True})
     batch = _data(config)[range(10)]
     assert batch.documents is None
-    assert {x.dtype for x in (batch.tokens, batch.labels, batch.position_ids)} == {torch.int64}
+    assert {x.dtype for x in (batch.tokens, batch.labels)} == {torch.int64}
     assert batch.loss_mask.dtype == torch.float32
-    for tokens, labels, mask, positions in zip(*(x.tolist() for x in batch.tensors.values()), strict=True):
+    for tokens, labels, mask in zip(*(x.tolist() for x in batch.tensors.values()), strict=True):
         assert labels[:-1] == tokens[1:], "the label is the next token"
         assert (*tokens, labels[-1]) in windows, "the last label is the text's next token too"
         assert mask == [float(token != BYTE_LEVEL_EOD) for token in tokens]
-        assert positions == list(range(LENGTH))
     assert 0 < float(batch.loss_mask.mean()) < 1
     unmasked = _data(_config(root))[range(10)]
     assert torch.equal(unmasked.tokens, batch.tokens) and bool((unmasked.loss_mask == 1).all())
@@ -142,11 +141,11 @@ def _check_pack(batch: TrainingBatch, documents: list[list[int]], learned: list[
     assert batch.documents is not None and sum(batch.documents) == batch.tokens.shape[1]
     at, counted = 0, []
     where = {token: (number, i) for number, document in enumerate(documents) for i, token in enumerate(document)}
-    tokens, labels, mask, positions = (x[0].tolist() for x in batch.tensors.values())
+    tokens, labels, mask = (x[0].tolist() for x in batch.tensors.values())
     for length in batch.documents:
         number, begin = where[tokens[at]]
         for i in range(length):
-            assert (tokens[at], positions[at]) == (documents[number][begin + i], i)
+            assert tokens[at] == documents[number][begin + i]
             following = documents[number][begin + i + 1 : begin + i + 2]
             if following and (i + 1 < length or labels[at]):
                 assert labels[at] == following[0], "the label is of the same document"
@@ -258,7 +257,7 @@ def test_packs_are_padded_for_sequence_parallelism(root: Path) -> None:
         assert one.documents is not None and other.documents is not None
         assert other.documents == (*one.documents, *([1] if length % 2 else []))
         assert torch.equal(other.tokens[:, :length], one.tokens) and other.tokens.shape[1] % 2 == 0
-        assert not other.loss_mask[:, length:].any() and not other.position_ids[:, length:].any()
+        assert not other.loss_mask[:, length:].any()
         added += length % 2
     (line,) = data.describe()
     assert added and f"; {added} tokens of padding, " in line and "% full" in line

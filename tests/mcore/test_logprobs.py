@@ -29,7 +29,7 @@ SEQUENCES = [[*PROMPT, 7, 9, 2], [*PROMPT, 7, 9, 4, 5, 5, 1], [*PROMPT, 30], [*P
 
 def batch_of(sequences: list[list[int]]) -> TrainingBatch:
     tree = to_tree(sequences, prompt_lengths=[len(PROMPT)] * len(sequences))
-    return TrainingBatch(tree.tokens, tree.labels, tree.loss_mask, tree.position_ids, tree.documents, tree.parents)
+    return TrainingBatch(tree.tokens, tree.labels, tree.loss_mask, tree.documents, tree.parents)
 
 
 def _compute(rank: int, root: Path, world: int) -> tuple[Any, ...]:

@@ -74,8 +74,7 @@ def _batch(documents: tuple[int, ...]) -> TrainingBatch:
     last = torch.tensor(documents).cumsum(0) - 1
     mask = torch.rand(1, length, generator=generator)
     mask[0, last] = 0
-    places = torch.cat([torch.arange(each) for each in documents])[None]
-    return TrainingBatch(tokens, tokens.roll(-1, 1).index_fill(1, last, 0), mask, places, documents)
+    return TrainingBatch(tokens, tokens.roll(-1, 1).index_fill(1, last, 0), mask, documents)
 
 
 def _config(root: Path, model: str, settings: dict[str, Any]) -> Config:

@@ -40,8 +40,7 @@ def _steps_at(root: Path, context: int) -> dict[str, tuple[float, float, float]]
     tokens = torch.randint(256, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(3))
     results = {}
     for name, mask in MASKS.items():
-        positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-        batch = TrainingBatch(tokens[:, :-1], tokens[:, 1:], mask, positions)
+        batch = TrainingBatch(tokens[:, :-1], tokens[:, 1:], mask)
         for model in trainer.models:
             model.zero_grad_buffer()
         trainer.optimizer.zero_grad()
@@ -58,11 +57,11 @@ def _step_without_labels(rank: int, root: Path) -> tuple[LossSum, list[str], boo
     """Return the result of a step whose mask is 0, what was logged, and whether all gradients are 0."""
     settings = {"data.seq_length": LENGTH, "train.global_batch_size": BATCH, "train.micro_batch_size": BATCH}
     trainer = RecordingTrainer(Job(tiny_config(root, "nothing", settings)))
-    tokens, positions = torch.zeros(BATCH, LENGTH, dtype=torch.int64), torch.arange(LENGTH).expand(BATCH, LENGTH)
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step.logger, "warning", messages.append)
-        loss = trainer.train_step.run(iter([TrainingBatch(tokens, tokens, torch.zeros(BATCH, LENGTH), positions)]))
+        loss = trainer.train_step.run(iter([TrainingBatch(tokens, tokens, torch.zeros(BATCH, LENGTH))]))
     return loss, messages, not any(gradient.any() for gradient in trainer.gradients().values())
 
 

@@ -86,10 +86,8 @@ def in_tree(tree: Tree) -> TrainingBatch:
     tokens = torch.randint(VOCABULARY, (1, length), generator=generator)
     last = torch.tensor(tree.lengths).cumsum(0) - 1
     mask = torch.rand(1, length, generator=generator).index_fill(1, last, 0)
-    places = torch.cat([torch.arange(n) + first for (_, _, first), n in zip(
-        documents(tree.lengths, parents=tree.parents).documents, tree.lengths, strict=True)])[None]  # fmt: skip
     labels = tokens.roll(-1, 1).index_fill(1, last, 0)
-    return TrainingBatch(tokens, labels, mask, places, tree.lengths, tree.parents)
+    return TrainingBatch(tokens, labels, mask, tree.lengths, tree.parents)
 
 
 def apart(tree: Tree) -> TrainingBatch:

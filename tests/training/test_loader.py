@@ -41,7 +41,7 @@ class Numbers(Dataset[TrainingBatch]):
             if sample in self.failures:
                 raise self.failures[sample]
         numbers = torch.tensor([list(samples)])
-        return TrainingBatch(numbers, numbers, numbers.float(), numbers, documents=(1, 1))
+        return TrainingBatch(numbers, numbers, numbers.float(), documents=(1, 1))
 
 
 @pytest.fixture
@@ -257,5 +257,5 @@ def test_workers_do_not_report_the_end_of_their_rank(make_loader: Any, capfd: py
 def test_all_tensors_of_a_batch_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 100)
     pinned = pin_memory(Numbers()[range(2)])
-    assert all(int(tensor[0, 0]) == 100 for tensor in pinned.tensors.values()) and len(pinned.tensors) == 4
+    assert all(int(tensor[0, 0]) == 100 for tensor in pinned.tensors.values()) and len(pinned.tensors) == 3
     assert pinned.documents == (1, 1)

@@ -43,7 +43,6 @@ def learned(batches: list[TrainingBatch]) -> list[tuple[str, int, tuple[float, .
             before = tokens_before(batch.tokens[0].tolist(), batch.documents, batch.parents, node)
             for at in range(start, stop):
                 before.append(int(batch.tokens[0, at]))
-                assert int(batch.position_ids[0, at]) == len(before) - 1
                 if weight := float(batch.loss_mask[0, at]):
                     text = "".join(map(_letter, [*before, int(batch.labels[0, at])]))
                     values = (batch.advantages, batch.old_logprobs, batch.ref_logprobs)
