@@ -156,8 +156,8 @@ def version_of(x: Any) -> Any:
     return None if x is None else tuple(x)
 
 
-def document_lengths(params: PackedSeqParams) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the padded lengths of documents in Megatron's own parameters, and the padding in each.
+def document_lengths(params: PackedSeqParams) -> list[tuple[int, int]]:
+    """Return the number of tokens of each document in Megatron's own parameters, and the padding after them.
 
     Both are read from the device once. Tokens between the end of a document and the padded start of the next one belong
     to it, so a rank's tokens are those of TransformerEngine's `thd_get_partitioned_indices`.
@@ -177,15 +177,11 @@ def document_lengths(params: PackedSeqParams) -> tuple[tuple[int, ...], tuple[in
     if len(stops) < 2 or len(padded) != len(stops) or stops[0] != 0 or padded[0] != 0:
         expected = "sums of lengths that begin with 0, and padded ones of as many documents or None"
         raise refuse("packed_seq_params.cu_seqlens_q", f"{stops}, padded {padded}", expected, "Correct them.")
-    lengths = []
-    for (start, stop), (first, last) in zip(pairwise(stops), pairwise(padded), strict=True):
-        if not 0 <= stop - start <= last - first:
-            expected = "lengths from 0 on, each at most its padded one"
-            raise refuse("packed_seq_params.cu_seqlens_q", f"{stops}, padded {padded}", expected, "Correct them.")
-        if last > first:
-            lengths.append((last - first, last - first - (stop - start)))
-    documents, padding = zip(*lengths, strict=True) if lengths else ((), ())
-    return documents, padding
+    lengths, whole = ([stop - start for start, stop in pairwise(each)] for each in (stops, padded))
+    if not all(0 <= own <= most for own, most in zip(lengths, whole, strict=True)):
+        expected = "lengths from 0 on, each at most its padded one"
+        raise refuse("packed_seq_params.cu_seqlens_q", f"{stops}, padded {padded}", expected, "Correct them.")
+    return [(own, most - own) for own, most in zip(lengths, whole, strict=True)]
 
 
 def tree_of(params: PackedSeqParams, parents: Sequence[int] | Tensor) -> tuple[list[int], list[int]]:
@@ -200,24 +196,21 @@ def tree_of(params: PackedSeqParams, parents: Sequence[int] | Tensor) -> tuple[l
     Raises:
         ValueError: as `document_lengths`, or a parent that is not an earlier document.
     """
-    document_lengths(params)
-    stops = _cu_seqlens(params, "")
-    padded = _cu_seqlens(params, "_padded") or stops
+    documents = document_lengths(params)
     given = parents.tolist() if isinstance(parents, Tensor) else list(parents)
-    if len(given) != len(stops) - 1:
-        expected = f"{len(stops) - 1}, one for each document of cu_seqlens_q"
+    if len(given) != len(documents):
+        expected = f"{len(documents)}, one for each document of cu_seqlens_q"
         raise refuse("packed_seq_params.parents", f"{len(given)} numbers", expected, "Correct it.")
     lengths: list[int] = []
     above: list[int] = []
     numbers: list[int] = []  # of each given document, or of its parent's if it has no tokens
-    bounds = zip(pairwise(stops), pairwise(padded), given, strict=True)
-    for number, ((start, stop), (first, last), parent) in enumerate(bounds):
+    for number, ((own, padding), parent) in enumerate(zip(documents, given, strict=True)):
         if not -1 <= parent < number:
             expected = f"-1 to {number - 1}"
             raise refuse(f"packed_seq_params.parents[{number}]", parent, expected, "A parent is an earlier document.")
         continued = numbers[parent] if parent >= 0 else -1
-        numbers.append(len(lengths) if stop > start else continued)
-        for length, each in ((stop - start, continued), (last - first - (stop - start), -1)):
+        numbers.append(len(lengths) if own else continued)
+        for length, each in ((own, continued), (padding, -1)):
             lengths += [length] * (length > 0)
             above += [each] * (length > 0)
     return lengths, above

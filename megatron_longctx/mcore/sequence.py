@@ -141,8 +141,9 @@ class ShardedSequence:
             if parents is not None:
                 pack = self.pack(*tree_of(params, parents))
             else:
-                documents, padding = document_lengths(params)
-                pack = Pack(self.attention, documents, padding) if any(padding) else self.pack(documents)
+                given = [each for each in document_lengths(params) if any(each)]
+                lengths, padding = [sum(each) for each in given], [each[1] for each in given]
+                pack = Pack(self.attention, lengths, padding) if any(padding) else self.pack(lengths)
             parsed = params._longctx = _ParsedParams(self, _versions(params), pack)
         return parsed.pack
 
