@@ -200,7 +200,6 @@ class InferenceConfig(Switches):
     # States of recurrent layers that every context-parallel rank holds, beside the cache. A sequence takes up to three
     # while it is computed; the others are for prefixes that later prompts may continue.
     recurrent_states: int = number(48, 4, 10**6)
-    evict: bool = False  # if the cache is full, drop idle sessions and recompute them later, instead of refusing
     # A file with a Jinja template for chats; null: the tokenizer's own, else plain text with one message per line.
     chat_template: str | None = path(None)
     # Give a prompt bit-identical logits whether or not its prefix is in the cache: only whole chunks of prefill_chunk

@@ -342,22 +342,9 @@ class CacheManager:
         for group, shards in zip(self.groups, held.groups, strict=True):
             group.release(shards)
 
-    def evict(self, session: int) -> Held:
-        """Release a session's pages and return what it held. It stays open, with nothing cached."""
-        held = self._held(session)
-        self._release(held)
-        self._sessions[session] = self._empty(held.opened, held.salt)
-        return held
-
-    def restore(self, session: int, held: Held) -> None:
-        """Undo an `evict`, after every later placement was undone without having been computed."""
-        for group, shards in zip(self.groups, held.groups, strict=True):
-            group.hold(shards)
-        self._sessions[session] = held
-
     def close(self, session: int) -> None:
         """Release a session's pages and remove it. Complete ones can be found until their room is needed."""
-        self.evict(session)
+        self._release(self._held(session))
         del self._sessions[session]
 
     def _held(self, session: int) -> Held:

@@ -5,7 +5,7 @@ All ranks make the same calls with the same arguments, as in training, and get t
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
 import torch
@@ -15,12 +15,12 @@ from ..config import InferenceConfig, check_inference
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
 from .batch import Batch, ScheduledChunk
-from .cache_manager import CacheFull, CacheManager
+from .cache_manager import CacheManager
 from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
 from .decode import Decoder
 from .sampling import PromptScorer, Sampling, Score, no_token, not_finite
-from .session import Evicted, Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
+from .session import Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
 from .states import StateRows
 
 MAX_RANK_TOKENS = 65536
@@ -39,7 +39,7 @@ class LongContextEngine:
         model: its attention holds the cache's tensors.
         manager: with as many slots per rank as the attention.
         chooser: chooses the mode of every batch.
-        settings: of these the engine reads `prefill_chunk`, `evict`, `exact_reuse`, `decode` and `cuda_graphs`.
+        settings: of these the engine reads `prefill_chunk`, `exact_reuse`, `decode` and `cuda_graphs`.
 
     Raises:
         ValueError: a setting is out of range, `exact_reuse` is set without `prefill_chunk`, or slots differ.
@@ -59,7 +59,6 @@ class LongContextEngine:
         self._attention = model.attention
         self._chooser = chooser
         self._open: dict[int, Session] = {}
-        self._clock = 0
         self._max_tokens = model.max_positions or math.inf
         self._states = StateRows(0) if model.attention.states is None else model.attention.states.rows
         self._decoder = Decoder(model, manager, self.settings, chooser.mode)
@@ -122,7 +121,7 @@ class LongContextEngine:
             raise refuse("tokens", count, f"at most the {len(session.tokens)} of session {session.number}", "Lower it.")
         cached = min(count, session.cached_tokens if self.exact_chunk is None else session.exact_tokens)
         fork = self._new_session(self.cache_manager.fork(session.number, cached, self.unit), session.salt)
-        fork.tokens, fork.last_used = session.tokens[:count], session.last_used
+        fork.tokens = session.tokens[:count]
         return fork
 
     def close(self, session: Session) -> None:
@@ -218,7 +217,7 @@ class LongContextEngine:
         # The last token is returned and not computed.
         ends = {s: min(len(s.tokens) + sampling.max_new_tokens, self._max_tokens) - 1 for s in sessions}
         more = {s: int(end) - s.cached_tokens for s, end in ends.items() if end > s.cached_tokens}
-        self._place(more, sessions, later=True)
+        self._place(more, later=True)
         while active:
             emitted = self.step(active)
             if failed := [each for each in active if each.finish_reason == "error"]:
@@ -255,9 +254,9 @@ class LongContextEngine:
             raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
 
     def _compute_pending(self, sessions: Sequence[Session], drafts: Mapping[Session, list[int]] | None = None) -> None:
-        """Compute the tokens that are not cached: those generated last, all tokens of an evicted session, those of a
-        fork after its shared pages, and the last page of one without any, whose logits no rank has. Then also drafts,
-        the tokens that may follow, if each session has a single token to compute."""
+        """Compute the tokens that are not cached: those generated last, those of a fork after its shared pages, and the
+        last page of one without any, whose logits no rank has. Then also drafts, the tokens that may follow, if each
+        session has a single token to compute."""
         pending: dict[Session, list[int]] = {}
         for session in sessions:
             if session.tokens and session.next_token is None and session.cached_tokens == len(session.tokens):
@@ -273,45 +272,21 @@ class LongContextEngine:
     def _verify(self, drafts: Mapping[Session, list[int]]) -> None:
         """Compute every session's last token and its draft, and keep what follows each."""
         texts = [[session.tokens[-1], *draft] for session, draft in drafts.items()]
-        chunks = self._place({session: len(text) for session, text in zip(drafts, texts, strict=True)}, drafts)
+        chunks = self._place({session: len(text) for session, text in zip(drafts, texts, strict=True)})
         try:
             found = self._decoder.verify(chunks, texts)
         except BaseException:
             self.cache_manager.undo(chunks)
             raise
         self.mode_counts["replicated"] += 1
-        self._clock += 1
         for (session, draft), following in zip(drafts.items(), found, strict=True):
             session.next_token = following[0]
             session.ahead = list(zip(draft, following[1:], strict=True))
-            session.last_used = self._clock
             self.cache_manager.name_pages(session.number, session.tokens, len(session.tokens))
 
-    def _place(
-        self,
-        counts: Mapping[Session, int],
-        busy: Collection[Session],
-        evicted: list[Evicted] | None = None,
-        later: bool = False,
-    ) -> tuple[ScheduledChunk, ...]:
-        """Place new tokens, and evict sessions that are not `busy` until they fit, if evicting is allowed.
-
-        They are added to `evicted`, for the caller to restore; without it, they are restored here if nothing fits.
-        later: see `CacheManager.append`.
-        """
-        lost = [] if evicted is None else evicted
-        while True:
-            try:
-                return self.cache_manager.append({session.number: count for session, count in counts.items()}, later)
-            except CacheFull:
-                idle = [s for s in self._open.values() if s not in busy and s.cached_tokens]
-                if not (self.settings.evict and idle):
-                    for each in reversed(lost if evicted is None else ()):
-                        each.restore(self.cache_manager)
-                    raise
-                oldest = min(idle, key=lambda session: session.last_used)
-                lost.append(Evicted(oldest, self.cache_manager.evict(oldest.number), oldest.next_token))
-                oldest.next_token = None
+    def _place(self, counts: Mapping[Session, int], later: bool = False) -> tuple[ScheduledChunk, ...]:
+        """Place new tokens. later: see `CacheManager.append`."""
+        return self.cache_manager.append({session.number: count for session, count in counts.items()}, later)
 
     def _compute(self, new: Mapping[Session, list[int]]) -> None:
         """Compute every session's tokens that are not cached and then its new ones, all of them or none."""
@@ -322,15 +297,13 @@ class LongContextEngine:
         exact = {session: session.exact_tokens for session in new}
         cuts = {s: s.cut(len(pending[s]), self.unit) for s in new} if self._states.total else {}
         placed: list[tuple[list[Session], tuple[ScheduledChunk, ...]]] = []
-        evicted: list[Evicted] = []
         try:
             if self.cache_manager.windows is not None:  # nothing is lost then if a later pass does not fit
-                self._place({session: len(tokens) for session, tokens in pending.items()}, new, evicted, later=True)
+                self._place({session: len(tokens) for session, tokens in pending.items()}, later=True)
             for counts in passes(self.settings, new, pending, self.rank_tokens * self.cache_manager.n, cuts):
-                placed.append((list(counts), self._place(counts, new, evicted)))
+                placed.append((list(counts), self._place(counts)))
             kept_at = {session.number: reused[session] + cut for session, cut in cuts.items() if cut}
-            self._states.begin([chunks for _, chunks in placed], kept_at, [lost.session.number for lost in evicted])
-            evicted = []  # they cannot be restored any more: their pages are overwritten from here on
+            self._states.begin([chunks for _, chunks in placed], kept_at)
             next_tokens: dict[Session, NextToken] = {}
             for sessions, chunks in placed:
                 texts = [pending[s][c.cached - reused[s] :][: c.new] for s, c in zip(sessions, chunks, strict=True)]
@@ -344,16 +317,12 @@ class LongContextEngine:
         except BaseException:
             for _, chunks in reversed(placed):
                 self.cache_manager.undo(chunks)
-            for lost in reversed(evicted):
-                lost.restore(self.cache_manager)
             self._states.end(False, self.cache_manager)
             raise
-        self._clock += 1
         for session, tokens in new.items():
             session.tokens += tokens
             session.next_token = next_tokens.get(session, NextToken())
             session.exact_chunks = exact[session] // (self.settings.prefill_chunk or 1)
-            session.last_used = self._clock
             self.cache_manager.name_pages(session.number, session.tokens, exact[session] if self.exact_chunk else None)
             if tokens:
                 session.reused_tokens = reused[session]

@@ -184,11 +184,6 @@ class Group:
         """The number of pages that no session holds and later ones may find."""
         return sum(pool.num_cached for pool in self.pools)
 
-    def hold(self, shards: Sequence[Shard]) -> None:
-        """Add a holder to the pages of every rank's shard."""
-        for pool, shard in zip(self.pools, shards, strict=True):
-            pool.hold(shard.pages)
-
     def release(self, shards: Sequence[Shard]) -> None:
         """Remove it again."""
         for pool, shard in zip(self.pools, shards, strict=True):

@@ -5,7 +5,7 @@ Every rank runs the same scheduler on the same requests in the same order, so th
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..core.errors import refuse
 from .engine import LongContextEngine
@@ -131,9 +131,6 @@ class Scheduler:
     than half a round's work are computed in at most half of the places, so that short ones find one; without limit,
     short ones overtake a prompt that waits for such a place.
 
-    The engine stops evicting: it would take pages of active sequences, which are promised to them, and pages that these
-    shared until then would no longer count once.
-
     Attributes:
         max_active: the most sequences computed together.
         prefill_chunk: the most prompt tokens computed between two decodes, without a `pace`.
@@ -160,7 +157,6 @@ class Scheduler:
         self._work = 0.0  # on prompts, of the latest round
         self._timed = False  # whether it computed anything, and copied nothing from the host
         self._stuck = False  # no waiting request could be admitted, and nothing has changed since
-        self.engine.settings = replace(self.engine.settings, evict=False)
         self._exact_chunk = self.engine.exact_chunk
         manager, model = self.engine.cache_manager, self.engine.model
         # Ranks may differ by a page (`CacheManager.max_pages`).

@@ -20,7 +20,6 @@ from ..config import InferenceConfig
 from ..core.comm import all_reduce_sum
 from ..core.errors import refuse
 from .cache_manager import CacheManager
-from .pages import Held
 from .sampling import PromptScores, Sampling, Score, sample, score_table
 
 NOT_FINITE = -1
@@ -72,7 +71,6 @@ class Session:
         self.closed = False
         self.finish_reason: str | None = None  # of the latest generation: stop or length
         self.reused_tokens = 0  # cached before the latest append
-        self.last_used = 0
         self.next_token: NextToken | None = None  # None: no rank has its logits
         self.ahead: list[tuple[int, NextToken]] = []  # drafted tokens that are cached, and what follows each
         self.exact_chunks = 0  # see `exact_tokens`
@@ -131,19 +129,6 @@ class Session:
     def close(self) -> None:
         """Free the session's pages unless other sessions share them. Closing twice has no effect."""
         self._engine.close(self)
-
-
-class Evicted(NamedTuple):
-    """An evicted session and its state before."""
-
-    session: Session
-    held: Held
-    next_token: NextToken | None
-
-    def restore(self, manager: CacheManager) -> None:
-        """Undo the eviction. Nothing was computed since then, so the keys and values are still in the pages."""
-        manager.restore(self.session.number, self.held)
-        self.session.next_token = self.next_token
 
 
 @dataclass(eq=False)

@@ -51,13 +51,12 @@ class StateRows:
         self._found: dict[int, int] = {}  # the rows of states after the sessions' first `cuts` tokens
         self.moves: dict[int, tuple[int, int]] = {}
 
-    def begin(self, passes: Sequence[Sequence[ScheduledChunk]], cuts: Mapping[int, int], lost: Sequence[int]) -> None:
+    def begin(self, passes: Sequence[Sequence[ScheduledChunk]], cuts: Mapping[int, int]) -> None:
         """Take the rows that passes over these chunks write.
 
         Args:
             cuts: the number of first tokens, at the end of one of these passes, whose state may be found later,
                 keyed by session.
-            lost: sessions whose tokens are no longer cached.
 
         Raises:
             CacheFull: there are too few.
@@ -75,8 +74,6 @@ class StateRows:
                 f"{len(self._free)} of {self.total} that are free. Close sessions, or raise inference.recurrent_states."
             )
         self._targets = {s: [self._held(self._free.pop()) for _ in range(count)] for s, count in counts.items()}
-        for session in lost:
-            self.close(session)
         self._cuts, self._found, self.moves = cuts, {}, {}
 
     def move(self, chunks: Sequence[ScheduledChunk]) -> None:

@@ -119,7 +119,7 @@ def test_few_pages_are_contiguous_and_more_are_even_work() -> None:
     assert [len(chunk.new_spans[0]) for chunk in chunks] == [1, 2]
 
 
-OPERATIONS = ("open", "undo", "truncate", "fork", "evict", *2 * ("append", "decode", "find", "close"))
+OPERATIONS = ("open", "undo", "truncate", "fork", *2 * ("append", "decode", "find", "close"))
 
 
 @settings(max_examples=100, deadline=None)
@@ -175,10 +175,7 @@ def test_random_operations_neither_leak_nor_corrupt(
                     texts += [list(memory.tokens[s]) for s in some]
         except CacheFull:
             assert before == state()
-        if operation == "evict":
-            manager.evict(chosen)
-            memory.tokens[chosen], memory.spread[chosen] = [], 1
-        elif operation == "close":
+        if operation == "close":
             manager.close(chosen)
             del memory.tokens[chosen]
         if step % 5 == 0:
@@ -319,7 +316,7 @@ def test_errors_name_what_was_expected() -> None:
     with pytest.raises(ValueError, match="new tokens=0: expected 1 or more"):
         manager.append({session: 0})
     manager.close(session)
-    for use in (manager.length, manager.close, manager.evict, lambda s: manager.append({s: 1})):
+    for use in (manager.length, manager.close, lambda s: manager.append({s: 1})):
         with pytest.raises(ValueError, match=r"session=0: expected an open session"):
             use(session)
     with pytest.raises(ValueError, match="page_tokens=0"):

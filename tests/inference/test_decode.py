@@ -154,7 +154,7 @@ def tiles_do_not_matter(engine: LongContextEngine, prompts: list[list[int]]) -> 
 
 
 def in_chunks(engine: LongContextEngine, prompts: list[list[int]]) -> torch.Tensor:
-    """Return logits of sessions that share pages, one of them evicted: all chunks are placed before the first runs.
+    """Return logits of sessions that share pages, one with nothing cached: all chunks are placed before the first runs.
 
     After their shared pages of 4 tokens, the forks compute 3 and 2 of their tokens again."""
     own = engine.settings
@@ -163,7 +163,7 @@ def in_chunks(engine: LongContextEngine, prompts: list[list[int]]) -> torch.Tens
     engine.append(dict(zip(sessions, prompts[:3], strict=True)))
     sessions += [sessions[1].fork(11), sessions[1].fork()]
     engine.append({sessions[0]: prompts[3], sessions[3]: [1, 2, 3], sessions[4]: [4]})
-    engine.cache_manager.evict(sessions[1].number)
+    engine.cache_manager.truncate(sessions[1].number, 0)
     found = engine.next_logits(sessions)
     for session in sessions:
         session.close()

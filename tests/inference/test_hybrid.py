@@ -90,7 +90,7 @@ def forks_and_dropped_sessions_go_on_from_a_state_that_is_kept(engine: LongConte
     fresh.append(at_page.tokens)
     torch.testing.assert_close(engine.next_logits([at_page]), engine.next_logits([fresh]))
     torch.testing.assert_close(engine.next_logits([fork]), logits)
-    engine.cache_manager.evict(parent.number)
+    engine.cache_manager.truncate(parent.number, 0)
     parent.next_token = None
     torch.testing.assert_close(engine.next_logits([parent]), logits)
     shorter.append(parent.tokens[31:])
@@ -173,7 +173,7 @@ def test_rows_are_written_once_and_the_least_recent_prefix_gives_way() -> None:
     for first in (0, 50):
         session = manager.open()
         chunks = [manager.append({session: count}) for count in (8, 1, 1)]
-        rows.begin(chunks, {session: 8}, ())
+        rows.begin(chunks, {session: 8})
         moves = []
         for chunk in chunks:
             rows.move(chunk)
@@ -193,18 +193,13 @@ def test_rows_are_written_once_and_the_least_recent_prefix_gives_way() -> None:
         manager.close(session)
         rows.close(session)
     sessions = [manager.open() for _ in range(4)]
-    rows.begin([manager.append(dict.fromkeys(sessions, 1))], {}, ())  # takes the three free rows and one of the others
+    rows.begin([manager.append(dict.fromkeys(sessions, 1))], {})  # takes the three free rows and one of the others
     for first, place in ((0, 8), (50, 0)):
         session = manager.open(range(first, first + 10))
         rows.adopt(session, manager)
         assert manager.length(session) == place
         rows.close(session)
     rows.end(False, manager)
-    for lost in ((), sessions[:1]):
-        rows.begin([chunks := manager.append({sessions[0 if not lost else 1]: 1})], {}, lost)
-        rows.move(chunks)
-        rows.end(True, manager)
-    assert list(rows._rows) == sessions[1:2], "an evicted session gives its state up"
 
 
 def test_the_server_answers_as_transformers(tmp_path: Path, on_cpu: None) -> None:

@@ -195,9 +195,9 @@ def other_clients_caches_are_not_found(engine: LongContextEngine) -> None:
         assert {event.cached_tokens for event in finish(scheduler)[6]} == {0}
 
 
-def promised_pages_are_not_evicted(engine: LongContextEngine) -> None:
+def promised_pages_are_kept(engine: LongContextEngine) -> None:
     """Two sequences wait behind a long prompt; all that they have was shared with one that ended before others."""
-    assert engine.settings.evict and engine.cache_manager.slots_per_rank * engine.cache_manager.n == 600
+    assert engine.cache_manager.slots_per_rank * engine.cache_manager.n == 600
     source = random.Random(2)
     document, other, long = (tuple(source.randrange(97, 105) for _ in range(size)) for size in (200, 150, 280))
     prompts = (document, other, long, (*document[:190], 1), (*document[:190], 2))
@@ -300,7 +300,7 @@ def exact_reuse_takes_whole_chunks(engine: LongContextEngine) -> None:
         assert torch.equal(seen[-1], truth)
 
 
-def with_every_engine(rank: int, plain: Config, evicting: Config, learned: Config, exact: Config) -> list[list[int]]:
+def with_every_engine(rank: int, plain: Config, small: Config, learned: Config, exact: Config) -> list[list[int]]:
     with engine_of(plain) as engine:
         found = [*concurrent_requests_get_their_own_answers(engine), *questions_about_one_document_share_it(engine)]
         a_long_prompt_stalls_no_other_request(engine)
@@ -314,8 +314,8 @@ def with_every_engine(rank: int, plain: Config, evicting: Config, learned: Confi
         shared_pages_are_promised_once(engine)
         no_request_waits_for_a_short_prefix(engine)
         answers_to_one_prompt_compute_it_once(engine)
-    with engine_of(evicting) as engine:
-        promised_pages_are_not_evicted(engine)
+    with engine_of(small) as engine:
+        promised_pages_are_kept(engine)
     with engine_of(learned) as engine:
         prompts_that_leave_no_room_for_their_answers_are_refused(engine)
     with engine_of(exact) as engine:
@@ -327,10 +327,10 @@ def with_every_engine(rank: int, plain: Config, evicting: Config, learned: Confi
 def test_requests_are_served_as_if_alone(tmp_path: Path, n: int) -> None:
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
     # Ranks may differ by a page.
-    evicting = parallel(config, n, evict=True, cache_tokens=600 - (n - 1) * 4)
+    small = parallel(config, n, cache_tokens=600 - (n - 1) * 4)
     learned = parallel(changed(config, {"model.position_embedding": "learned", "data.seq_length": 24}), n)
     exact = parallel(config, n, prefill_chunk=16, exact_reuse=True)
-    found = run_distributed(with_every_engine, n, parallel(config, n), evicting, learned, exact)
+    found = run_distributed(with_every_engine, n, parallel(config, n), small, learned, exact)
     assert all(tokens == found[0] for tokens in found) and len(found[0]) == 16
 
 

@@ -1,4 +1,4 @@
-"""Sessions beyond the right numbers: harmless errors, ends, seeds, forks, eviction, warm-up, and no leaks."""
+"""Sessions beyond the right numbers: harmless errors, ends, seeds, forks, warm-up, and no leaks."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -146,7 +146,7 @@ def forks_continue_independently(engine: LongContextEngine) -> None:
     assert engine.cache_manager.used_pages() == 0
 
 
-def requests_that_can_never_fit_evict_nothing(engine: LongContextEngine) -> None:
+def requests_that_cannot_fit_change_nothing(engine: LongContextEngine) -> None:
     """However they arise, and in however many passes."""
     own, manager = engine.settings, engine.cache_manager
     room = manager.n * manager.slots_per_rank
@@ -175,7 +175,7 @@ def requests_that_can_never_fit_evict_nothing(engine: LongContextEngine) -> None
     assert manager.used_pages() == 0
 
 
-def a_batch_does_not_evict_its_own_sessions(engine: LongContextEngine) -> None:
+def a_batch_that_does_not_fit_is_undone(engine: LongContextEngine) -> None:
     """The short sequence is placed before the long one's later chunks find no room."""
     own, manager = engine.settings, engine.cache_manager
     engine.settings = replace(own, prefill_chunk=8)
@@ -184,7 +184,7 @@ def a_batch_does_not_evict_its_own_sessions(engine: LongContextEngine) -> None:
     with pytest.raises(CacheFull, match="new tokens need"):
         engine.append({short: [1, 2, 3, 4], long: [5] * (manager.n * manager.slots_per_rank + 50)})
     assert (short.cached_tokens, long.cached_tokens, manager.used_pages()) == (0, 0, pages)
-    assert idle.tokens == [1, 2, 3] and idle.cached_tokens == 3  # evicted for the batch, and restored
+    assert idle.tokens == [1, 2, 3] and idle.cached_tokens == 3
     short.append([1, 2, 3, 4])
     close(idle, short, long)
     engine.settings = own
@@ -207,21 +207,15 @@ def warm_up_computes_two_lengths_in_every_mode(engine: LongContextEngine) -> Non
 
 
 def warm_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
-    """However much of the cache they hold, and even if the engine may evict them."""
-    own, manager = engine.settings, engine.cache_manager
-    session = engine.open()
-    engine.settings = replace(own, evict=True)
-    try:
-        for pages in (1, 24, 2):
-            room = min(map(manager.free_pages, range(manager.n))) - pages
-            session.append([97] * room * manager.n * manager.page_tokens)
-            before = manager.used_pages()
-            warm_up(engine)
-            assert session.cached_tokens == len(session.tokens) > 0 and manager.used_pages() == before
-            manager.evict(session.number)
-            session.tokens.clear()
-    finally:
-        engine.settings = own
+    """However much of the cache they hold."""
+    manager = engine.cache_manager
+    for pages in (1, 24, 2):
+        session = engine.open()
+        room = min(map(manager.free_pages, range(manager.n))) - pages
+        session.append([97] * room * manager.n * manager.page_tokens)
+        before = manager.used_pages()
+        warm_up(engine)
+        assert session.cached_tokens == len(session.tokens) > 0 and manager.used_pages() == before
         session.close()
 
 
@@ -280,10 +274,9 @@ def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
         errors_change_nothing(engine)
         bad_logits_are_reported_on_all_ranks(engine)
         forks_continue_independently(engine)
+        requests_that_cannot_fit_change_nothing(engine)
+        a_batch_that_does_not_fit_is_undone(engine)
         logits = engine.next_logits([opened(engine, PROMPTS[2])])
-    with engine_of(changed(config, {"inference.evict": True})) as engine:
-        requests_that_can_never_fit_evict_nothing(engine)
-        a_batch_does_not_evict_its_own_sessions(engine)
     learned = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}
     with engine_of(changed(config, learned)) as engine:
         learned_positions_end(engine)

@@ -20,7 +20,7 @@ from tests.inference.histories import slots_of
 from tests.shared.training import tiny_config
 
 LONGEST = 110
-OPERATIONS = ("open", "append", "append", "generate", "generate", "stop", "fork", "fork", "close", "evict", "bad")
+OPERATIONS = ("open", "append", "append", "generate", "generate", "stop", "fork", "fork", "close", "drop", "bad")
 
 
 @dataclass
@@ -72,8 +72,7 @@ class Soak:
             self.seen[operation] += 1
         except CacheFull:
             self.seen["full"] += 1
-            if not self.engine.settings.evict:
-                assert self._state() == before
+            assert self._state() == before
             self._free()
         except ValueError as error:
             assert operation == "bad" and "expected" in str(error)
@@ -129,9 +128,11 @@ class Soak:
             session.close()
             self._sessions.remove(session)
 
-    def _evict(self, some: list[Session]) -> None:
+    def _drop(self, some: list[Session]) -> None:
+        """Drop what is cached of a session, which is then computed again."""
         for session in some[:1]:
-            self.engine.cache_manager.evict(session.number)
+            self.engine.cache_manager.truncate(session.number, 0)
+            self._cached.pop(session, None)
 
     def _bad(self, some: list[Session]) -> None:
         good = self._source.choice(self._sessions)
@@ -161,13 +162,13 @@ class Soak:
         return torch.stack([layer[slots] for layer in attention.layers])
 
     def _check_caches(self) -> None:
-        """Check that cached tokens have not changed, unless a session was evicted, and no page leaked."""
+        """Check that cached tokens have not changed, unless a session's were dropped, and no page leaked."""
         manager = self.engine.cache_manager
         kept: dict[Session, tuple[object, Tensor]] = {}
         for session in self._sessions:
             shards, now = manager.shards(session.number), self._contents(session)
             before, old = self._cached.get(session, (None, now))
-            if shards is before:  # not evicted since
+            if shards is before:  # the same cached tokens, and more
                 assert now.shape[1] >= old.shape[1] and torch.equal(now[:, : old.shape[1]], old), "a cache has changed"
                 self.seen["watched"] += 1
             # The last page of a fork whose tokens are all cached is computed again, for the logits after it.
@@ -206,9 +207,9 @@ def dense_texts(rank: int, config: Config, texts: list[list[int]]) -> list[Tenso
 
 SETTINGS = (
     {},
-    {"evict": True, "prefill_chunk": 8},
+    {"prefill_chunk": 8},
     {"exact_reuse": True, "prefill_chunk": 16},
-    {"decode": "replicated", "evict": True, "prefill_chunk": 24},
+    {"decode": "replicated", "prefill_chunk": 24},
 )
 
 
@@ -231,6 +232,6 @@ def test_random_operations_leak_and_corrupt_nothing(tmp_path: Path, n: int, whic
             assert [sample.tokens for sample in mine] == [sample.tokens for sample in same]
     if n == 1:
         for _, seen in first:
-            for what in ("fork", "generate", "stop", "evict", "close", "refused", "watched"):
+            for what in ("fork", "generate", "stop", "drop", "close", "refused", "watched"):
                 assert seen[what] > 20, (what, seen)
         assert first[0][1]["full"] > 20
