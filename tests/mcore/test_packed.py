@@ -58,7 +58,6 @@ CASES: dict[int, dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]] = {
         "cp4 all_gather": ("off by one", ODD, {CP: 4, SCHEDULE: "all_gather"}),
         "dp2 cp2": ("windows", EVEN, {CP: 2, RECOMPUTE: "attention_output+offload"}),
         "tp2 cp2": ("windows", EVEN, {TP: 2, CP: 2}),
-        "pp2 cp2": ("plain", ODD, {PP: 2, CP: 2}),
         "pp2 cp2 layer": ("windows", ODD, {PP: 2, CP: 2, RECOMPUTE: "layer"}),
         "pp2 cp2 offload": ("windows", ODD, {PP: 2, CP: 2, RECOMPUTE: "attention_output+offload"}),
         "tp2 pp2": ("windows", EVEN, {TP: 2, PP: 2, RECOMPUTE: "attention_output"}),

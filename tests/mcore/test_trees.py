@@ -46,11 +46,9 @@ CASES: dict[int, dict[str, tuple[str, int, dict[str, Any]]]] = {
     },
     4: {
         "cp4 helper": ("windows", FEW, {CP: 4, SCHEDULE: "helper", LAYOUT: "per_document"}),
-        "cp4 ulysses": ("latents", FEW, {CP: 4, SCHEDULE: "ulysses"}),
         "tp2 cp2": ("windows", FEW, {TP: 2, CP: 2, RECOMPUTE: "attention_output"}),
-        "tp2 cp2 latents": ("latents", FEW, {TP: 2, CP: 2}),
+        "tp2 cp2 latents": ("latents", FEW, {TP: 2, CP: 2, SCHEDULE: "ulysses"}),
         "pp2 cp2": ("windows", FEW, {PP: 2, CP: 2, RECOMPUTE: "attention_output+offload"}),
-        "tp2 pp2": ("windows", FEW, {TP: 2, PP: 2, RECOMPUTE: "layer"}),
         "ep2 cp2 dp2": ("experts", FEW, {EP: 2, CP: 2}),
     },
     8: {"cp8": ("windows", 2, {CP: 8})},  # also a tree of one node of 9 tokens

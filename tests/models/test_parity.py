@@ -65,6 +65,8 @@ CASES: dict[int, tuple[dict[str, int], int]] = {
     3: ({"context": 3}, 12),
     4: ({"tensor": 2, "context": 2}, 12),
 }
+# On an odd number of ranks: families with layers that depend on the context-parallel ranks in a way of their own.
+ODD = ("llama", "gemma3_text", "qwen3_next", "bamba", "gpt_oss")
 # Layers with windows free pages, and have few.
 FREEING = {
     "inference.page_tokens": 1,
@@ -121,7 +123,7 @@ def run_all(rank: int, runs: dict[str, Config], world: int) -> dict[str, Any]:
         results[family] = whole_logits(run, sizes)
         others = FREEING if "sliding_window" in MODELS[family] else {}
         results[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), count, sizes, others)
-        if world == 4 and not any({"experts", "linear", "mamba"} & {*key.split("_")} for key in MODELS[family]):
+        if world == 4 and family in ("qwen3", "gemma3_text"):
             shared = {"inference.shard_weights": True}
             results[f"{family} shares"] = ours(rank, run, TOKENS[0].tolist(), count, sizes, shared)
     return results
@@ -139,9 +141,10 @@ def test_all_families_are_tested() -> None:
 
 @pytest.mark.parametrize("world", CASES)
 def test_logits_and_tokens_are_those_of_transformers(world: int, published: dict[str, tuple[Config, Any]]) -> None:
-    runs = {family: run for family, (run, _) in published.items()}
+    runs = {family: run for family, (run, _) in published.items() if world != 3 or family in ODD}
     ranks = run_distributed(run_all, world, runs, world)
-    for family, (_, model) in published.items():
+    for family in runs:
+        model = published[family][1]
         with torch.no_grad():
             expected = model(TOKENS).logits[0]
         rows = torch.cat([rank[family] for rank in ranks])

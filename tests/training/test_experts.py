@@ -39,16 +39,12 @@ RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "alone": (1, "alone", SAVED),
     "shared": (1, "shared", {**SHARED, **SAVED}),
     "biases": (1, "biases", {**BIASES, **SAVED}),
-    "tp2": (2, "alone", {TP: 2}),
-    "tp2 ep2": (2, "alone", {TP: 2, EP: 2, ETP: 1}),
     "biases tp2 ep2": (2, "biases", {**BIASES, **SAVED, TP: 2, EP: 2, ETP: 1}),
-    "cp2 ep2": (2, "alone", {CP: 2, EP: 2}),
     "shared cp3": (3, "shared", {**SHARED, CP: 3, "recompute.mode": "attention_output"}),
     "shared cp4 ep2": (4, "shared", {**SHARED, CP: 4, EP: 2, "parallelism.schedule": "ulysses"}),
     "dp2 cp2 ep4": (4, "alone", {CP: 2, EP: 4, **SAVED}),
     "tp2 cp2 ep2": (4, "alone", {TP: 2, CP: 2, EP: 2, "optim.distributed": False, "recompute.mode": "layer"}),
     "tp2 cp2 ep4": (4, "alone", {TP: 2, CP: 2, EP: 4, ETP: 1}),
-    "biases tp2 dp2 ep4": (4, "biases", {**BIASES, TP: 2, EP: 4, ETP: 1, "optim.distributed": False}),
     "pp2 cp2 ep2": (4, "pp2 cp2 ep2", {**SHARED, **SAVED, PP: 2, CP: 2, EP: 2, "optim.distributed": False}),
 }  # fmt: skip
 # Keyed by ranks: runs that resume from one of their checkpoints, the step, and settings. The first pipeline stage has

@@ -58,6 +58,7 @@ def _run(rank: int, root: Path) -> dict[str, list[Record]]:
                 *(
                     job(f"init {name}", own | SHORT | {"train.init_from": str(root / f"{kind}-device")})
                     for name, own in (("device", {}), ("host", ON_HOST))
+                    if kind == "bf16"
                 ),
             )
         ]
@@ -81,12 +82,11 @@ def test_training_resumes_bit_identically_on_device_or_host(runs: dict[str, list
     assert all((parts[-1].gradients[5][name] == x).all() for name, x in whole.gradients[5].items())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_follow_the_weights_of_init_from(runs: dict[str, list[Record]], kind: str) -> None:
+def test_states_follow_the_weights_of_init_from(runs: dict[str, list[Record]]) -> None:
     """Main parameters are copied from the weights after these have been loaded."""
-    device, host = runs[kind][4:]
+    whole, *_, device, host = runs["bf16"]
     assert (host.losses, host.grad_norms) == (device.losses, device.grad_norms)
-    assert len(host.losses) == SHORT["train.steps"] and host.losses[0] < runs[kind][0].losses[0]
+    assert len(host.losses) == SHORT["train.steps"] and host.losses[0] < whole.losses[0]
 
 
 class _CountsInGroups(torch.optim.AdamW):

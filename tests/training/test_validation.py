@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, dict[str, Any]]] = {
     "packed, alone": (1, PACKED),
     "packed, cp": (2, {**CP, **PACKED}),
 }  # fmt: skip
-TRAINED = ("cp", "dp", "tp", "pp", "packed, alone")
+TRAINED = ("cp", "tp", "pp", "packed, alone")
 
 
 def _jobs(root: Path, world: int) -> dict[str, Job]:

@@ -88,9 +88,8 @@ def cases(n: int) -> list[Case]:
             Case(schedule, (max(n - 1, 1),), mha),
             Case(schedule, (0,), mha),
         ]
-        for dtype in (torch.float32, torch.bfloat16):
-            found += [Case(schedule, (16 * n + 5,), gqa, kernel="cpu", dtype=dtype)]
-            found += [Case(schedule, (16 * n,), gqa, causal=False, kernel="cpu", dtype=dtype)]
+        found += [Case(schedule, (16 * n + 5,), gqa, kernel="cpu", dtype=torch.bfloat16)]
+        found += [Case(schedule, (16 * n,), gqa, causal=False, kernel="cpu", dtype=torch.float32)]
     return found
 
 
@@ -287,7 +286,7 @@ def _run(number: int, n: int) -> dict[str, Any]:
     found["again"] = [
         same(rank.case(case), found["cases"][i]) for i, case in enumerate(cases(n)) if case.kernel == "cpu"
     ]
-    for schedule in FEW:
+    for schedule in FEW if n == 3 else ():  # what no number of ranks changes
         for keep in (False, True):
             found["in flight", schedule, keep] = rank.in_flight(schedule, keep)
             found["gradients", schedule, keep] = rank.gradients_of_all_kinds(schedule, keep)
@@ -295,7 +294,7 @@ def _run(number: int, n: int) -> dict[str, Any]:
     found["int8"] = [rank.int8(schedule) for schedule in FEW]
     found["after its group"] = rank.after_its_group()
     found["refusals"] = rank.wrong_refusals()
-    found["buffers"] = {schedule: rank.buffers(schedule) for schedule in MODES}
+    found["buffers"] = {schedule: rank.buffers(schedule) for schedule in MODES} if n == 3 else {}
     return found
 
 
@@ -348,6 +347,7 @@ def test_runs_are_bit_equal(ranks: list[dict[str, Any]]) -> None:
     assert all(all(found["again"]) for found in ranks)
 
 
+@pytest.mark.parametrize("n", [3], indirect=True)
 @pytest.mark.parametrize("schedule", FEW)
 def test_calls_in_flight_do_not_disturb_each_other(schedule: str, ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
@@ -355,6 +355,7 @@ def test_calls_in_flight_do_not_disturb_each_other(schedule: str, ranks: list[di
             assert found["in flight", schedule, keep] == [True] * 9
 
 
+@pytest.mark.parametrize("n", [3], indirect=True)
 @pytest.mark.parametrize("schedule", MODES)
 def test_buffers_are_reused_and_grow_only_for_more_tokens(schedule: str, ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
@@ -362,6 +363,7 @@ def test_buffers_are_reused_and_grow_only_for_more_tokens(schedule: str, ranks: 
         assert first == second == shorter < longer
 
 
+@pytest.mark.parametrize("n", [3], indirect=True)
 @pytest.mark.parametrize("schedule", FEW)
 def test_gradients_and_inputs_of_all_kinds(schedule: str, ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(ranks):

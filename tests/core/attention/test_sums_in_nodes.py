@@ -29,10 +29,11 @@ def options(node: int) -> ModeOptions:
 
 
 def cases(node: int) -> list[Case]:
-    """Return causal and full attention and packed documents in a window, with GQA and MHA; in small nodes more."""
+    """Return causal and full attention and packed documents in a window, with GQA and MHA. In nodes of an odd size few
+    modes: tests/core/plans/test_node_sums.py proves the plans of all."""
     n = 2 * node
     found = []
-    for schedule in SCHEDULES:
+    for schedule in SCHEDULES if node == 2 else ("zigzag", "double_ring", "helper"):
         of_mode = [
             Case(schedule, (8 * n + 3,), (2 * n, n)),
             Case(schedule, (8 * n,), (n, n), causal=False, keep=True),
