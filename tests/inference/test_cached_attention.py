@@ -121,10 +121,9 @@ def chat(attention: CachedAttention, mode: str, case: Case) -> None:
     assert [manager.length(session) for session in sessions] == lengths
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("peers", [False, True], ids=["p2p", "peer"])
+@pytest.mark.parametrize(("n", "peers"), [(1, False), (2, True), (3, False), (3, True), (4, False)])
 def test_every_round_equals_dense_attention(n: int, peers: bool) -> None:
-    cases = [Case(heads) for heads in HEADS]
+    cases = [Case(heads) for heads in HEADS[: None if n == 3 else 1]]
     if n == 3:
         cases.append(Case(HEADS[0], torch.bfloat16))
     for mode, case in product(CACHE_MODES, cases):

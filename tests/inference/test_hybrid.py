@@ -145,7 +145,7 @@ def found_by(rank: int, configs: list[Config]) -> list[Logits]:
     for config in configs:
         with engine_of(config) as engine:
             found.append(logits_in(engine))
-            if config is configs[0]:
+            if config is configs[0] and config.model.pattern[0] == "G":  # rows of states are the same for all kinds
                 a_pass_that_fails_changes_nothing(engine)
                 forks_and_dropped_sessions_go_on_from_a_state_that_is_kept(engine)
                 requests_reuse_whole_prompts(engine)
@@ -154,13 +154,14 @@ def found_by(rank: int, configs: list[Config]) -> list[Logits]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tensor", "n"),
-    [("G", 1, 1), ("G", 1, 2), ("G", 1, 3), ("G", 2, 2), ("M", 1, 3), ("M", 2, 2), ("K", 1, 3), ("K", 2, 2)],
+    ("kind", "tensor", "n"), [("G", 1, 1), ("G", 1, 3), ("G", 2, 2), ("M", 1, 3), ("M", 2, 2), ("K", 1, 3), ("K", 2, 2)]
 )
 def test_every_way_equals_the_training_forward_pass(
     kind: str, tensor: int, n: int, config: Config, truth: dict[str, list[torch.Tensor]]
 ) -> None:
-    ways = list(WAYS.values())[: None if tensor == 1 else 2]
+    ways = list(WAYS.values())
+    if kind != "G" or tensor > 1:
+        ways = ways[::3] if tensor == 1 else ways[:2] if kind == "G" else ways[1:2]
     configs = [parallel(of_kind(config, kind), n, tensor, recurrent_states=12, **way) for way in ways]
     for rank in run_distributed(found_by, tensor * n, configs):
         for found in rank:

@@ -56,8 +56,9 @@ def compare_step_by_step() -> None:
     from megatron_longctx.inference.peer_merge import MERGE, PUSH, merge_over_peers
     from tests.core.comm.simulated_peers import one_process
 
-    for number, (shape, dtype) in enumerate(itertools.product(SHAPES, (torch.float32, torch.bfloat16))):
-        world, half_bytes = 2 + number % 3, 2**18
+    half_bytes = 2**18
+    for number, shape in enumerate((*SHAPES, SHAPES[1])):
+        world, dtype = 2 + number % 3, (torch.float32, torch.bfloat16)[number % 2]
         memories = one_process(world, half_bytes)
         for call in range(3):
             every = [
@@ -76,7 +77,7 @@ def compare_step_by_step() -> None:
             assert bool(expected.isnan().any()) == (call == 2)
             if shape[0] > 1:
                 assert not expected[shape[0] // 2].any()
-        divides = number in (0, 4)
+        divides = number in (0, 1)
         if divides:
             parts_of_heads(memories, (shape[0], shape[1] * world, shape[2]), dtype, row)
         assert [memory.state.tolist() for memory in memories] == [[3 + divides, 0]] * world
@@ -102,7 +103,7 @@ def _calls(rank: int, folder: Path, world: int) -> None:
 
     merge, same, own = PeerMerge(mapped(folder, rank, world, 2**17)), random.Random(0), random.Random(rank + 1)
     dist.barrier()
-    for number in range(12):
+    for number in range(8):
         shape = same.choice(SHAPES)
         every = [random_partials(shape, same.choice((1, 3, 20)), 100 * number + r) for r in range(world)]
         assert merge.fits(*shape)

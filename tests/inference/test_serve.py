@@ -69,12 +69,12 @@ class Client:
 
 @contextmanager
 def serving(
-    config: Config, folder: Path, *settings: str, name: str = "trained", quick: bool = True, **environment: str
+    config: Config, folder: Path, *settings: str, name: str = "trained", **environment: str
 ) -> Iterator[Client]:
     """Run a server of the run, which has to end without an error."""
     words = [f"checkpoint={Path(config.run.root, config.run.name)}", "serve.port=0", "inference.page_tokens=8"]
     environment = clean_environment(CUDA_VISIBLE_DEVICES="", **environment)
-    with started(folder, [*CLI, "serve", *words, *settings], environment, quick=quick) as job:
+    with started(folder, [*CLI, "serve", *words, *settings], environment, quick=True) as job:
         job.wait_for(f"serving {name} at http://127.0.0.1:")
         found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", job.out.read_text())
         assert found is not None
@@ -90,7 +90,7 @@ def client(trained: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """A server on 2 context-parallel ranks."""
     settings = ["parallelism=cp2", "serve.max_body_bytes=5000", "inference.cache_tokens=400", "serve.max_active=3"]
     folder = tmp_path_factory.mktemp("serve")
-    with serving(trained, folder, *settings, quick=False, MEGATRON_LONGCTX_API_KEY=KEY) as found:
+    with serving(trained, folder, *settings, MEGATRON_LONGCTX_API_KEY=KEY) as found:
         yield found
 
 

@@ -77,10 +77,10 @@ def a_fork_and_an_end_inside_a_draft(engine: LongContextEngine) -> None:
     assert engine.cache_manager.used_pages() == 0
 
 
-@pytest.mark.parametrize(("context", "tensor"), [(1, 1), (2, 1), (3, 1), (2, 2)])
-def test_drafts_change_no_token(tmp_path: Path, context: int, tensor: int) -> None:
-    config = parallel(tiny_config(tmp_path, "x", {"data.seq_length": 128}), context, tensor)
-    results = run_distributed(with_and_without, context * tensor, config, changed(config, {"inference.speculate": 7}))
+@pytest.mark.parametrize("n", [1, 3])
+def test_drafts_change_no_token(tmp_path: Path, n: int) -> None:
+    config = parallel(tiny_config(tmp_path, "x", {"data.seq_length": 128}), n)
+    results = run_distributed(with_and_without, n, config, changed(config, {"inference.speculate": 7}))
     found, passes = results[0]
     assert all(result == results[0] for result in results) and [len(events) for events in found][3] == 1
     assert passes[2] < 0.8 * passes[0] and passes[3] < passes[1], "the model repeats itself"

@@ -24,7 +24,7 @@ from megatron_longctx.testing.distributed import run_distributed
 from tests.core.kernels.interpreter import hopper_code, run_forked, run_interpreted
 
 BITS = (8, 6, 4, None)
-FORMS = list(itertools.product(BITS, (32, 128), (False, True), (torch.bfloat16, torch.float16, torch.float32)))[::2]
+FORMS = list(itertools.product(BITS, (32, 128), (False, True), (torch.bfloat16, torch.float16, torch.float32)))[::5]
 
 
 def tensors(count: int, numel: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
@@ -55,7 +55,7 @@ def in_rank_order(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
 
 
 def compare_step_by_step() -> int:
-    """Compare all formats, numbers of ranks and odd sizes with the functions of `lowbit.quantize`."""
+    """Compare formats, numbers of ranks and odd sizes with the functions of `lowbit.quantize`."""
     from megatron_longctx.lowbit.peer_kernels import PUSH, SUM, UNPACK, one_step, two_step
     from tests.core.comm.simulated_peers import one_process
 
@@ -110,7 +110,7 @@ def _calls_in_any_order(rank: int, folder: Path, world: int) -> list[str]:
     reduction = PeerReduction(mapped(folder, rank, world, 2**13))
     dist.barrier()
     same, own = random.Random(0), random.Random(rank + 1)
-    for number in range(14):
+    for number in range(10):
         bits, group_size = same.choice(BITS), same.choice((32, 64, 128))
         numel = same.choice((1, 100, 1500, 4000, 9000))  # the largest take several pieces
         dtype, kind = same.choice((torch.float16, torch.float32)), same.choice(("all", "all", "one", "scatter"))
@@ -321,5 +321,5 @@ def test_calls_in_cuda_graphs_and_beside_computation(calls) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig()
-    assert compare_step_by_step() == len(FORMS) == 24
+    assert compare_step_by_step() == len(FORMS) == 10
     compare_between_processes()

@@ -39,8 +39,7 @@ def _reductions(rank: int) -> list[str]:
     world, group, wrong = dist.get_world_size(), dist.group.WORLD, []
     cases = itertools.product(SHAPES, DTYPES, (8, 6, 4), ((32, False), (128, True)), (False, True))
     for number, (shape, dtype, bits, (group_size, symmetric), outliers) in enumerate(cases):
-        part = 3 if world < 8 else 9  # a sample of every kind
-        if number % part != sum(shape) % part:
+        if number % 3 != sum(shape) % 3:  # a sample of every kind
             continue
         settings = {"bits": bits, "group_size": group_size, "symmetric": symmetric}
         xs = inputs(shape, world, dtype, outliers)
@@ -71,7 +70,7 @@ def _reductions(rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("world", [1, 2, 5])
 def test_sums_are_within_the_error_bound_and_equal_on_all_ranks(world):
     assert run_distributed(_reductions, world) == [[]] * world
 

@@ -19,7 +19,7 @@ from tests.mcore.tiny_gpt import FINGERPRINT, Layout, Trainer
 from tests.shared import fp8_tensor
 from tests.shared.fp8_tensor import Fp8Tensor, rounded
 
-LAYOUTS = {"dp2": Layout(bf16=True), "overlap": Layout(bf16=True, overlap=True), "tp2": Layout(bf16=True, tensor=2)}
+LAYOUTS = {"dp2": Layout(bf16=True, overlap=True), "tp2": Layout(bf16=True, tensor=2)}
 
 
 class Quantized(Trainer):

@@ -70,7 +70,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "tp2 without sequence parallelism": {**WITHOUT_SP, **LEARNED},
         **{mode: {CP: 2, SCHEDULE: mode} for mode in ("zigzag", "helper")},
     },
-    6: {"cp3": {CP: 3, SCHEDULE: "helper"}, "cp3 tp2": {CP: 3, TP: 2, "dropout": 0.2}},
+    6: {"cp3 tp2": {CP: 3, TP: 2, "dropout": 0.2}},
 }
 """Settings of models, keyed by the number of ranks."""
 
@@ -200,8 +200,6 @@ def test_other_uses(root: Path) -> None:
 
 TILED_CASES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gpt2": GPT2,
-    "tp2": {TP: 2},
     "gpt2 tp2": {**GPT2, **WITHOUT_SP},
     "layer": {MODE: "layer"},
     "attention_output": {MODE: "attention_output"},
@@ -260,7 +258,7 @@ def test_tiles_compute_what_the_whole_mlp_does(root: Path) -> None:
                     assert relative_error(found["values"][key], exact) < allowed, (where, key)
                 else:
                     assert relative_error(found["values"][key], value) < 2e-6, (where, key)
-            ranks = 2 if name in ("tp2", "offload tp2") else 1  # of sequence parallelism
+            ranks = 2 if name == "offload tp2" else 1  # of sequence parallelism
             rows, size = LENGTH // ranks, max(1, tile // (BATCH * ranks))
             count = LAYERS * -(-rows // size)
             # Megatron's own recomputation does not know that the second run's output is not read.
