@@ -102,7 +102,7 @@ def with_engines(rank: int, config: Config, exact: Config) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("n", "window"), [(1, None), (2, None), (2, 10)])
+@pytest.mark.parametrize(("n", "window"), [(1, None), (2, 10)])
 def test_prompts_find_what_rests_on_the_host(tmp_path: Path, n: int, window: int | None) -> None:
     windows = {} if window is None else {"model.window": window, "model.window_pattern": 2, "serve.max_active": 2}
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128, **windows})

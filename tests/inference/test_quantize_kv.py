@@ -7,7 +7,6 @@ import torch
 
 from megatron_longctx.inference import quantize_kv
 from megatron_longctx.inference.quantize_kv import packed_shape
-from tests.core.kernels.interpreter import run_interpreted
 
 SHAPES = [(7, 2, 3, 64), (33, 1, 2, 128), (5, 1, 1, 72), (3, 2, 1, 4)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,10 +52,6 @@ def compare(device: str) -> int:
             torch.testing.assert_close(there.cpu(), outs[0], rtol=rtol, atol=0, equal_nan=True)
         compared += 1
     return compared
-
-
-def test_fused_kernels_equal_torch_under_the_interpreter():
-    run_interpreted(__name__)
 
 
 @pytest.mark.gpu

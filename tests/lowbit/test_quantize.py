@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_longctx.lowbit import quantize as plain
 from megatron_longctx.lowbit.quantize import QuantFormat, dequantize, quantize, requantize_sum, sum_quantized
-from tests.core.kernels.interpreter import hopper_code, run_interpreted
+from tests.core.kernels.interpreter import hopper_code
 from tests.lowbit.bounds import error_bound
 
 FORMS = [
@@ -223,10 +223,6 @@ def compare_fused_with_torch() -> None:
         assert_same_messages(summed, reference, chunk, to)
         compared += 1
     assert compared == len(KERNEL_FORMS) * len(sizes)
-
-
-def test_fused_kernels_equal_torch_in_the_interpreter():
-    run_interpreted(__name__)
 
 
 @pytest.mark.parametrize(("bits", "symmetric", "short"), [(4, False, True), (8, True, False)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.core.kernels.interpreter import hopper_code, run_interpreted
+from tests.core.kernels.interpreter import hopper_code
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((1, 1, 2, 4, 16, 8), (5, 2, 3, 1, 20, 6), (3, 1, 8, 4, 128, 64), (7, 3, 5, 3, 24, 1))
@@ -55,10 +55,6 @@ def compare(device: str) -> int:
             torch.testing.assert_close(one.cpu(), other, rtol=rtol, atol=1e-5 if dtype == torch.float32 else 1e-3)
         compared += 1
     return compared
-
-
-def test_fused_kernel_equals_torch_under_the_interpreter() -> None:
-    run_interpreted(__name__)
 
 
 @pytest.mark.parametrize(("rest", "interleaved"), [(0, True), (64, False)])

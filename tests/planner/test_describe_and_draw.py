@@ -60,12 +60,9 @@ def test_windows_documents_and_kept_blocks():
     "plan",
     [
         build_plan("zigzag", 4, 64),
-        build_plan("all_gather", 8, 8192),
-        build_plan("ring", 1, 5),
         build_plan("ring", 3, full(2)),
         build_plan("zigzag", 2, 0),
         helper_plan(3, 12),
-        build_plan("striped", 3, 10),
         build_plan("ring", 18, 512),
         build_plan("usp", 4, documents([100, 28, 900], window=(64, 0))),
     ],

@@ -91,7 +91,7 @@ def marked(text: str) -> list[str]:
     return ["<s>", *words(f" {text}")]
 
 
-@pytest.mark.parametrize("encode", [characters, words, marked])
+@pytest.mark.parametrize("encode", [words, marked])
 @pytest.mark.parametrize(
     ("template", "messages"),
     [

@@ -18,8 +18,8 @@ from megatron_longctx.testing.distributed import PATIENCE_S
 from megatron_longctx.training.ranks import run_ranks
 
 
-def run_interpreted(module: str, *arguments: str) -> None:
-    """Run a module as `__main__`, with these arguments, under Triton's interpreter.
+def run_interpreted(*modules: str) -> None:
+    """Run modules as `__main__` in forks of a process under Triton's interpreter.
 
     The interpreter can only be switched on before triton is imported. Skips the test if triton is not installed.
     """
@@ -27,7 +27,7 @@ def run_interpreted(module: str, *arguments: str) -> None:
         pytest.skip("triton is not installed")
     root = Path(__file__).parents[3]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", __name__, module, *arguments]
+    command = [sys.executable, "-m", __name__, *modules]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -62,5 +62,9 @@ if __name__ == "__main__":
     # In every call of a function of a kernel it replaces those of the language, for a third of the time: here, once.
     replace, done = interpreter._patch_lang, SimpleNamespace(restore=lambda: None)
     interpreter._patch_lang = functools.cache(lambda fn: (replace(fn), done)[1])
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    for module in sys.argv[1:]:
+        if os.fork() == 0:
+            sys.argv[:] = [module]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            sys.exit()
+        assert os.wait()[1] == 0, module

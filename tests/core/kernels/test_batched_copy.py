@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_longctx.core.kernels.batched_copy import MAX_BASES, BatchedCopy, Launch, Pair, copy, entry, launches
-from tests.core.kernels.interpreter import run_interpreted
 
 SIZES = st.integers(1, 24)
 
@@ -223,10 +222,6 @@ def copy_in_the_interpreter() -> None:
     for pairs in cases:
         assert not launches(*alone(pairs))[1]
         assert_copied(pairs, lambda launch, bases: copy_triton(launch, torch.tensor(launch.table), bases))
-
-
-def test_the_kernel_copies_the_same_under_the_interpreter() -> None:
-    run_interpreted(__name__)
 
 
 @pytest.mark.gpu

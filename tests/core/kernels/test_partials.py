@@ -9,7 +9,6 @@ import torch
 from megatron_longctx.core.kernels import CopySum, Partial, merge_partials, sum_partials
 from megatron_longctx.core.kernels import partials as partials_module
 from megatron_longctx.core.plans.recording import MAX_PARTIALS
-from tests.core.kernels.interpreter import run_interpreted
 
 S, B, H, D = 9, 2, 4, 8
 
@@ -165,10 +164,6 @@ def compare_sums_of_copies_with_torch() -> None:
         into = torch.full(wanted.shape, torch.nan)
         sum_copies_triton(drawn, *CopySum(SPANS).table(S), into)
         torch.testing.assert_close(into.double(), wanted, rtol=2e-6, atol=2e-6)
-
-
-def test_fused_kernel_equals_the_definition_under_the_interpreter():
-    run_interpreted(__name__)
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ SHOWN = (
 )
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_node_gather_is_proved_forward_and_backward_on_two_to_eight_nodes(ranks: int) -> None:
     """Backward sums in the nodes. Masks and rounds take turns."""
     for nodes in range(2, 9):

@@ -66,14 +66,12 @@ def test_content_of_the_page() -> None:
     assert second["curves"]["train/loss"] == pytest.approx([5.0001, 4.0001, 3.0001])
 
 
-@pytest.fixture
-def page(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The dashboard of `runs()`, or of the runs that a test gives, in a browser."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
     if importlib.util.find_spec("playwright") is None:
         pytest.skip("playwright is not installed: pip install -e '.[dev]'")
     from playwright.sync_api import Error, sync_playwright
 
-    write_dashboard(getattr(request, "param", runs)(), tmp_path / "dashboard.html")
     with sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -81,17 +79,25 @@ def page(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
             if "Executable doesn't exist" not in error.message:
                 raise
             pytest.skip("no Chromium here: make browser")
-        context = browser.new_context(offline=True, viewport={"width": 1400, "height": 1500})
-        context.set_default_timeout(120_000)
-        page = context.new_page()
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-        page.goto((tmp_path / "dashboard.html").as_uri())
-        yield page
-        if kept := os.environ.get("DASHBOARD_SCREENSHOT"):
-            page.screenshot(path=kept)
+        yield browser
         browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The dashboard of `runs()`, or of the runs that a test gives, in a browser."""
+    write_dashboard(getattr(request, "param", runs)(), tmp_path / "dashboard.html")
+    context = browser.new_context(offline=True, viewport={"width": 1400, "height": 1500})
+    context.set_default_timeout(120_000)
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto((tmp_path / "dashboard.html").as_uri())
+    yield page
+    if kept := os.environ.get("DASHBOARD_SCREENSHOT"):
+        page.screenshot(path=kept)
+    context.close()
     assert errors == []
 
 

@@ -174,8 +174,8 @@ def test_labels_group_runs_by_mode(words: tuple[str, ...], expected: dict[str, A
 @pytest.mark.parametrize(
     ("words", "group"),
     [
-        (("experiment=compare_modes",), "compare_modes"),
-        (("experiment=compare_modes", "run.name=mine"), "mine"),
+        (("experiment=compare_modes", "parallelism.schedule=zigzag,ring"), "compare_modes"),
+        (("experiment=compare_modes", "parallelism.schedule=zigzag,ring", "run.name=mine"), "mine"),
         (("train.steps=21,22", "run.name=mine", "logging.wandb_group=other"), "other"),
     ],
 )
