@@ -27,7 +27,7 @@ def permitted() -> None:
 
 @pytest.mark.parametrize(
     "cluster",
-    [Cluster("mesh3", 1, 3, Mesh(0.02)), Cluster("nodes2x2", 2, 2, Mesh(0.1), Network(1, 0.02))],
+    [Cluster("mesh2", 1, 2, Mesh(0.02)), Cluster("nodes2x2", 2, 2, Mesh(0.1), Network(1, 0.02))],
     ids=lambda cluster: cluster.name,
 )
 def test_links_are_limited_and_modes_are_right(permitted: None, cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from analysis import training_cases
 from analysis.training_cases import main, read_cases
 from megatron_longctx.config.files import bundled
+from megatron_longctx.testing.distributed import run_quickly
 from tests.shared.training import tiny_corpus
 
 FILES = sorted((bundled("analysis") / "cases").glob("*.yaml"))
@@ -49,6 +51,7 @@ def test_a_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_cases_run_one_after_the_other_and_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(training_cases, "prepare", None)  # nothing is missing
+    monkeypatch.setattr(training_cases, "run_ranks", partial(run_quickly, threads=1))
     prefix = f"0.7 {tmp_path}/corpus 0.3 {tmp_path}/more"
     tiny_corpus(tmp_path / "corpus")
     tiny_corpus(tmp_path / "more", seed=1)

@@ -131,8 +131,13 @@ def test_a_key_without_a_value_is_suggested_with_one() -> None:
         assert refusal(word).endswith(f"Did you mean {word}=…?")
 
 
-@pytest.mark.parametrize("name", keys_of(Config))
-def test_every_key_refuses_a_wrong_type(name: str) -> None:
+# One key of every type and of every section: test_every_key has wrong values for all keys.
+OF_TYPES = {(key.kind, key.nullable): name for name, key in keys_of(Config).items()}
+OF_SECTIONS = {name.partition(".")[0]: name for name in keys_of(Config)}
+
+
+@pytest.mark.parametrize("name", sorted({*OF_TYPES.values(), *OF_SECTIONS.values()}))
+def test_keys_refuse_a_wrong_type(name: str) -> None:
     key = keys_of(Config)[name]
     wrong = f"{name}=???" if key.kind is str else f"{name}=abc"
     kind = TYPE_NAMES[key.kind]

@@ -1,21 +1,33 @@
 """`python -m analysis.benchmarks serving` on CPU: a server of a random Llama gives the texts of the engine."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from analysis import random_llama
+from analysis.benchmarks import serving
 from analysis.benchmarks.__main__ import main
 from megatron_longctx.cli.conversion import import_model
+from tests.shared.processes import Quick
 
 SIZES = "--layers 1 --hidden 32 --ffn 48 --heads 2 --kv_heads 1 --vocabulary 600 --positions 2000 --precision fp32"
+
+
+def quickly(command: list[str], stdout: Any, env: dict[str, str], **_: Any) -> Quick:
+    return Quick(command[3:], None, (os.devnull, stdout.name, stdout.name), env)
 
 
 def test_a_server_gives_the_texts_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    patched = SimpleNamespace(Popen=quickly, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(serving, "subprocess", patched)
     folder, run, out = tmp_path / "llama", tmp_path / "run", tmp_path / "serving.json"
     assert random_llama.main([str(folder), *SIZES.split()]) == 0
     tokenizer = AutoTokenizer.from_pretrained(folder)
