@@ -45,8 +45,9 @@ LONGEST = (
     *("training/test_parity.py", "training/jobs/test_job_failures.py", "models/test_parity.py"),
     *("training/jobs/test_job_signals.py", "core/attention/test_masks.py", "inference/test_serve.py"),
     *("planner/memory/test_against_runs.py", "training/test_gated_delta_net.py", "inference/test_clients.py"),
-    *("training/test_resume.py", "training/test_states_on_host.py", "training/test_experts.py"),
+    *("training/test_experts.py", "analysis/test_network.py", "docs/test_extend.py", "docs/test_extending.py"),
     *("mcore/test_trees.py", "mcore/test_delta_ranks.py", "training/jobs/test_job_start.py"),
+    *("inference/test_hybrid.py", "core/kernels/test_interpreted.py", "core/attention/test_context_parallel.py"),
 )
 
 

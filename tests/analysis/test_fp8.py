@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from analysis import fp8, fp8_weights
+from megatron_longctx.testing.distributed import run_quickly
 from tests.shared.training import tiny_corpus
 
 
@@ -48,6 +50,7 @@ def test_a_failing_run_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], on_cpu: None
 ) -> None:
     tiny_corpus(tmp_path / "corpus")
+    monkeypatch.setattr(fp8, "run_ranks", partial(run_quickly, threads=1))
     words = (
         *("model=tiny", "model.num_layers=1", "model.implementation=local", "train.device=cpu", "parallelism=single"),
         *("train.precision=fp32", "data.seq_length=32", f"data.prefix={tmp_path / 'corpus'}", "data.workers=0"),

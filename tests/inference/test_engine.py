@@ -52,7 +52,7 @@ def test_one_rank_equals_the_dense_model(truth: list[Truth]) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_every_turn_equals_the_dense_model(trained: Config, truth: list[Truth], n: int) -> None:
     model, *others = models_of(trained)
-    modes = {2: ("pass_kv", "pass_q"), 3: ("auto", *MODES), 4: ("auto",)}[n]
+    modes = {2: ("pass_kv", "pass_q"), 3: tuple(MODES), 4: ("auto",)}[n]
     cases = [(parallel(model.config, n, mode=mode), 0) for mode in modes]
     if n == 2:
         cases.append((parallel(model.config, n, prefill_chunk=4), 0))

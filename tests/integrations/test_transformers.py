@@ -97,7 +97,8 @@ def group_of(n: int) -> dist.ProcessGroup | None:
 def _on_ranks(rank: int, n: int, folder: str) -> tuple[dict[str, tuple[float, float]], list[float]]:
     """Differences from eager (loss, gradients) by family, and the losses of the page's script."""
     register(ContextParallelAttention(group_of(n)))
-    found = {family: tuple(compare(model_of(family), batch_of(), DOCUMENTS)) for family in FAMILIES}
+    families = FAMILIES if n < 3 else ("llama", "gpt_oss", "gemma3")
+    found = {family: tuple(compare(model_of(family), batch_of(), DOCUMENTS)) for family in families}
     found["longrope"] = tuple(compare(from_config(longrope(4)), batch_of()))
     if n == 2:
         with pytest.raises(ValueError, match=r"rope_type longrope=\[50, 50, 37\]: expected documents of at most 40"):
@@ -129,7 +130,7 @@ def on_ranks(root: Path) -> dict[int, Any]:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_families_equal_eager_document_by_document(on_ranks: dict[int, Any], n: int) -> None:
     found, _ = on_ranks[n]
-    assert len(found) == len(FAMILIES) + 1 + 2 * (n == 2)
+    assert len(found) == (len(FAMILIES) if n < 3 else 3) + 1 + 2 * (n == 2)
     for family, (loss, gradients) in found.items():
         assert loss < 1e-6 and gradients < 5e-6, family
 

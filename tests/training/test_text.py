@@ -81,7 +81,7 @@ def test_a_token_that_spans_the_start_of_an_answer_belongs_to_it(tmp_path: Path)
 
 LONG = [
     {"role": "user" if number % 2 else "assistant", "content": f"{'so ' * (number % 5)}{number}: it is  {number**2}"}
-    for number in range(1, 81)
+    for number in range(1, 41)
 ]
 GREETING = "{% if messages[0].role != 'system' %}<|system|>be kind<|end|>\n{% endif %}"
 
