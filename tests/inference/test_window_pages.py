@@ -36,7 +36,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "drafts": ("five of six", {"decode": "replicated", "speculate": 3}),
     "exact": ("five of six", {"mode": "pass_kv", "prefill_chunk": 40, "exact_reuse": True}),
 }
-NUMBERS = {1: ("pass_q", "drafts"), 2: tuple(WAYS), 3: ("pass_kv", "one_hop", "replicated")}
+NUMBERS = {1: ("pass_q", "drafts"), 2: ("pass_q", "replicated", "drafts", "exact"), 3: ("pass_kv", "one_hop")}
 SOURCE = random.Random(2)
 TEXT, OTHER = (SOURCE.choices(range(97, 105), k=size) for size in (333, 700))
 

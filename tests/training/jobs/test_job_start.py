@@ -159,12 +159,15 @@ def test_a_launcher_that_cannot_be_forked_says_why(
         assert said == [f"ranks are not forks and start some seconds later, because {obstacle}"][: obstacle is not None]
 
 
-def test_a_checkpoint_of_another_model_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_model_or_batch_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("runs/first/resolved.yaml").read_text()
     message = refused([*resuming, "model.hidden_size=64"], capsys)
     assert message.startswith("runs/first/checkpoints/iter_0000040 is of another model (")
     for part in ("hidden_size: checkpoint 32, model 64", "expected equal", "name another run"):
         assert part in message
+    message = refused([*resuming, "train.global_batch_size=2"], capsys)
+    assert message.startswith("train.global_batch_size=2: expected 1, with which runs/first has been trained so far. ")
+    assert message.endswith("Set it back, or start a run of another run.name.")
     assert Path("runs/first/resolved.yaml").read_text() == before, "a refused job has changed the run"
 
 
