@@ -200,16 +200,19 @@ def test_accepted_values_have_a_plan_and_a_predicted_memory(name: str) -> None:
 def test_accepted_values_survive_a_run_folder(tmp_path: Path) -> None:
     """Saves extremes of all keys together, and every text once."""
     values = {name: accepted(key) for name, key in KEYS.items() if not isinstance(key.bounds, Choice)}
-    for turn in range(len(values["data.prefix"])):
+    texts = set(values["data.prefix"])
+    for turn in range(TURNS := 12):
         wanted: dict[str, Any] = {}
-        for name, options in values.items():
-            candidate = {**wanted, name: options[turn % len(options)]}
+        for place, (name, options) in enumerate(values.items()):
+            candidate = {**wanted, name: options[(turn + TURNS * place) % len(options)]}
             if refusal(with_values(candidate)) is None:
                 wanted = candidate
         assert len(wanted) > len(values) / 2
+        texts -= {value for value in wanted.values() if isinstance(value, str)}
         config = with_values(wanted)
         save_config(config, tmp_path / "resolved.yaml")
         assert load_config(tmp_path / "resolved.yaml") == config
+    assert not texts
 
 
 @settings(derandomize=True, database=None, max_examples=400, deadline=None)
