@@ -145,7 +145,7 @@ def found_by(rank: int, configs: list[Config]) -> list[Logits]:
     for config in configs:
         with engine_of(config) as engine:
             found.append(logits_in(engine))
-            if config is configs[0] and config.model.pattern[0] == "G":  # rows of states are the same for all kinds
+            if config is configs[0] and config.model.pattern == SIZES["model.pattern"]:  # rows are alike for all
                 a_pass_that_fails_changes_nothing(engine)
                 forks_and_dropped_sessions_go_on_from_a_state_that_is_kept(engine)
                 requests_reuse_whole_prompts(engine)
