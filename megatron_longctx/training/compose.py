@@ -28,6 +28,7 @@ _REMOVED = {
     "attention.baseline": None,
     "parallelism.head_chunks": 1,
     "train.upload_command": None,
+    "inference.evict": False,
     "inference.rule": "auto",
     "inference.rule_alpha": -1.059,
     "inference.rule_beta": 1.145,
