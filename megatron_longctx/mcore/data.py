@@ -26,7 +26,7 @@ from ..core.plans.mask import documents as pack_mask
 from ..models.trees import following
 from ..planner.flops import Work, training_flops
 from .corpus import SIDES, TokenDataset, check_corpus, check_labels, side_prefix, source_of, split_part, tree_of
-from .packing import Blend, Dealer, DealRule, Packs, SampleOrder, Spans, Stream, TreePacks
+from .packing import Blend, BranchTooLong, Dealer, DealRule, Packs, SampleOrder, Spans, Stream, TreePacks
 from .tokenizer import add_files, tokenizer_digest
 
 
@@ -184,11 +184,10 @@ class _Source:
         nodes = [tree_of(trees, number) for number in range(documents.start, documents.stop)]
         try:
             self.order = TreePacks([each[1:] for each in nodes], data.seq_length, seed)
-        except ValueError as error:
-            message, number = error.args
-            line = nodes[number][0]
+        except BranchTooLong as error:
+            line = nodes[error.document][0]
             where = source_of(prefix) + f":{line}" * (line > 0)  # 0: of several lines
-            expected = f"{message.removeprefix('expected ')} ({where})"
+            expected = f"{str(error).removeprefix('expected ')} ({where})"
             remedy = "Raise data.seq_length, or shorten the response."
             raise refuse("data.seq_length", data.seq_length, expected, remedy) from None
 

@@ -181,13 +181,21 @@ class Packs(SampleOrder):
         return pieces, order, numpy.bincount(self._packs, self._work[pieces])[order] if len(self._work) else order
 
 
+class BranchTooLong(ValueError):
+    """A branch that no pack holds, of the tree with the number `document`."""
+
+    def __init__(self, message: str, document: int) -> None:
+        super().__init__(message)
+        self.document = document
+
+
 class TreePacks(Packs):
     """Whole trees packed by `best_fit`. A larger tree is cut between branches, and its parts repeat what they share.
 
     trees: the lengths and parents of the nodes of every document.
 
     Raises:
-        ValueError: a branch that is longer than a sequence; its `args` are the message and the tree's number.
+        ValueError: a branch that is longer than a sequence; the error's `document` is its number.
     """
 
     def __init__(self, trees: Sequence[tuple[Sequence[int], Sequence[int]]], seq_length: int, seed: int) -> None:
@@ -199,7 +207,7 @@ class TreePacks(Packs):
             try:
                 found = parts(lengths, parents, seq_length)
             except ValueError as error:
-                raise ValueError(str(error), number) from None
+                raise BranchTooLong(str(error), number) from None
             self._parts += [(number, part) for part in found]
             num_cut, whole = num_cut + (len(found) > 1), whole + sum(lengths)
         sizes = [sum(trees[number][0][node] for node in part.nodes) for number, part in self._parts]
