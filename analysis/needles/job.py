@@ -23,7 +23,7 @@ from megatron_longctx.serving.inference_job import InferenceJob, build_job, chec
 
 logger = logging.getLogger(__name__)
 
-OWN_WORDS = (*("checkpoint", "iteration", "tasks", "lengths", "samples", "depths", "seed", "haystack", "chat", "out"),)
+OWN_WORDS = ("checkpoint", "iteration", "tasks", "lengths", "samples", "depths", "seed", "haystack", "chat", "out")
 
 
 @dataclass(frozen=True)
