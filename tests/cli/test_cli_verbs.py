@@ -109,7 +109,7 @@ def test_the_examples_in_the_help_can_be_composed() -> None:
 @pytest.mark.parametrize("verb", ["train", "plan", "generate", "demo", "calibrate"])
 def test_help_lists_the_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, verb, "--help")
-    assert code == 0 and "reduction=        int4, int4_down8" in out
+    assert code == 0 and "reduction=        auto, int4" in out
     assert "experiment=       ablation_distflashattn, ablation_tasp, compare_modes, demo" in out
 
 

@@ -70,7 +70,8 @@ def _step_by_hand(rank: int, root: Path) -> dict[str, float]:
     gpt.load_state_dict(trainer.models[0].module.state_dict())
     batch = trainer.data[range(6)].tensors
     assert 0 < batch["loss_mask"].mean() < 1
-    losses = gpt(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    positions = torch.arange(batch["tokens"].shape[1]).expand(6, -1)
+    losses = gpt(batch["tokens"], positions, None, labels=batch["labels"])
     mean = losses[batch["loss_mask"] == 1].mean()
     mean.backward()
     result = trainer._one_step()

@@ -267,7 +267,7 @@ def test_what_exceeds_the_host_is_refused_before_a_run(monkeypatch: pytest.Monke
     many = _refused_before_a_run(monkeypatch, "train.global_batch_size=65", world_size=65)
     assert many.startswith("world size=65: expected ranks of at least 256 MiB each on this host, which has 252 for")
     large = _refused_before_a_run(monkeypatch, "train.global_batch_size=1000000")
-    assert large.startswith("train.global_batch_size=1000000: expected at most 149796 sequences a rank")
+    assert large.startswith("train.global_batch_size=1000000: expected at most 209715 sequences a rank")
     with pytest.raises(ValueError, match=r"predicted to take .* GiB, most in"):
         wide = compose_config(["model.hidden_size=100000", "model.num_attention_heads=100", "model.num_kv_heads=100"])
         preflight._check_memory(Job(wide, 512, 1, fused=False), 1)
