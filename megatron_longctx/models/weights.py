@@ -73,9 +73,8 @@ class Dims:
 Form = Callable[[Tensor, Dims], Sequence[Tensor]]
 """Returns the published tensors of a parameter, in the order of `Weight.published`.
 
-They have every value of the parameter once, except for padding, so `Weight.joined` needs no function of its own. It
-accepts tensors on the meta device, by which shapes are computed. Rows are the first dimension of weights and biases.
-"""
+They have every value of the parameter once, except for padding, so `Weight.joined` needs no function of its own. Shapes
+are computed with tensors on the meta device. Rows are the first dimension of weights and biases."""
 
 
 def _grouped(heads: str, *rows: str) -> Form:
@@ -144,15 +143,24 @@ def _experts(form: Form) -> Form:
     return lambda whole, dims: [part for expert in whole for part in form(expert, dims)]
 
 
-UNCHANGED: Form = lambda whole, dims: (whole,)  # noqa: E731
-# The rows of a gated MLP's gate, then its up projection's.
-GATE_UP: Form = lambda whole, dims: whole.chunk(2)  # noqa: E731
-# A row for every token, padded with zeros to the rows of Megatron's embedding.
-VOCAB: Form = lambda whole, dims: (whole[: dims.vocab],)  # noqa: E731
+def _unchanged(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+    return (whole,)
+
+
+def _gate_up(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+    """The rows of a gated MLP's gate, then its up projection's."""
+    return whole.chunk(2)
+
+
+def _vocab(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+    """A row for every token, padded with zeros to the rows of Megatron's embedding."""
+    return (whole[: dims.vocab],)
+
+
+UNCHANGED, GATE_UP, VOCAB, GATED_QKV = _unchanged, _gate_up, _vocab, _gated_qkv
 # Megatron groups rows by KV head: its queries, its key, its value.
 QKV = _grouped("num_kv_heads", "query", "key_value", "key_value")
 _GATED_ROWS = _grouped("num_kv_heads", "queries_and_gates", "key_value", "key_value")
-GATED_QKV: Form = _gated_qkv
 # Of gated delta nets: published as one projection with the rows of each key head together, and one of gates.
 DELTA = _grouped("linear_num_key_heads", "delta_qkvz", "delta_gates")
 # The same published as four projections: queries, keys and values; output gates; each of the two gates of the rule.

@@ -61,7 +61,7 @@ def test_keys_that_are_gone_are_skipped_where_they_changed_nothing(tmp_path: Pat
     assert load_config(spoiled(tmp_path, "attention:\n", was)) == Config()
     with pytest.raises(ValueError, match=r"not a configuration of this version .*baseline"):
         load_config(spoiled(tmp_path, "attention:\n", was.replace("null", "te_p2p")))
-    rules = "inference:\n  rule: auto\n  rule_alpha: -1.059\n  rule_beta: 1.145\n  rule_gamma: 12.112\n"
+    rules = "inference:\n  evict: false\n  rule: auto\n  rule_alpha: -1.059\n  rule_beta: 1.145\n  rule_gamma: 12.112\n"
     assert load_config(spoiled(tmp_path, "inference:\n", rules)) == Config()
 
 

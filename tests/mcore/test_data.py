@@ -248,17 +248,18 @@ def test_documents_without_a_next_token_are_refused(tmp_path: Path, packing: str
 
 def test_packs_are_padded_for_sequence_parallelism(root: Path) -> None:
     """Padding is a separate document without loss, and `describe` counts it."""
-    padded = {"data.packing": "best_fit", "parallelism.tensor_parallel_size": 2}
+    padded = {"data.packing": "best_fit", "parallelism.tensor_parallel_size": 4, "model.num_kv_heads": 4}
     plain, data = _data(_config(root, {"data.packing": "best_fit"})), _data(_config(root, padded))
     added = 0
     for sample in range(_size(data)):
         one, other = plain[[sample]], data[[sample]]
         length = one.tokens.shape[1]
         assert one.documents is not None and other.documents is not None
-        assert other.documents == (*one.documents, *([1] if length % 2 else []))
-        assert torch.equal(other.tokens[:, :length], one.tokens) and other.tokens.shape[1] % 2 == 0
+        padding = -length % 4
+        assert other.documents == (*one.documents, *([padding] if padding else []))
+        assert torch.equal(other.tokens[:, :length], one.tokens) and other.tokens.shape[1] == length + padding
         assert not other.loss_mask[:, length:].any()
-        added += length % 2
+        added += padding
     (line,) = data.describe()
     assert added and f"; {added} tokens of padding, " in line and "% full" in line
     assert "; 0 tokens of padding, " in next(plain.describe()) and not list(_data(_config(root)).describe())

@@ -7,7 +7,7 @@ fills the links between GPUs better.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,10 +84,10 @@ class BatchedCopy:
             distances within an allocation.
         pairs: makes the views, which only a new plan and copies that the kernel cannot make need.
         """
-        impl = _fused() if roots[0].is_cuda else None
+        impl: Any = _fused() if roots[0].is_cuda else None
         plan = self._plan(roots, moving, pairs) if impl is not None else None
         for launch, table in plan.launches if plan else ():
-            impl.copy_triton(launch, table, [roots[anchor].data_ptr() for anchor in launch.anchors])  # type: ignore[union-attr]
+            impl.copy_triton(launch, table, [roots[anchor].data_ptr() for anchor in launch.anchors])
         if plan is None or plan.left:
             found = pairs()
             for number in range(len(found)) if plan is None else plan.left:

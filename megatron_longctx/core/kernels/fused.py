@@ -43,8 +43,7 @@ def launch(
 ) -> None:  # fmt: skip
     """Launch a kernel on the device of its first argument, a tensor; skip Triton's argument inspection from then on.
 
-    Triton derives the compiled variant from each argument's type and divisibility by 16. With many arguments this takes
-    as long as 20 of the launches themselves.
+    Triton derives the compiled variant from all arguments. With many of them this takes as long as 20 launches.
 
     kernel: a `triton.jit` function whose constants come last, in the order of `constants`.
     specialization: a key that differs whenever Triton would compile another variant for these arguments; by default
@@ -53,7 +52,8 @@ def launch(
     """
     if specialization is None:
         specialization = tuple([_of_number(x) if type(x) is int else specialization_of(x) for x in arguments])
-    device = arguments[0].get_device()  # type: ignore[union-attr]
+    assert isinstance(arguments[0], Tensor)
+    device = arguments[0].get_device()
     key = kernel, device, specialization, tuple(constants.values()), tuple(options.values())
     known = _compiled.get(key)
     # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.

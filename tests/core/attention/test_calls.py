@@ -108,3 +108,12 @@ def test_bound_masks_are_limited() -> None:
     assert max(sizes) == sizes[-1] == sizes[100] < 100, "the limit"
     attention(q, k, v, mask=often)
     assert next(reversed(attention._bound.values())) is passes, "bound once"
+
+
+def test_a_known_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Mask] = []
+    monkeypatch.setattr(ContextParallelAttention, "_check", lambda self, q, k, v, mask: checked.append(mask))
+    attention, q, one, two = ContextParallelAttention(), torch.zeros(16, 1, 2, 8), Mask.of(16), documents([9, 7])
+    for mask in (one, one, 16, two, two, one, one):  # another mask makes every call new
+        attention(q, q, q, mask=mask)
+    assert checked == [one, two, one]

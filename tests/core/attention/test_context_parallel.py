@@ -393,14 +393,5 @@ def test_a_group_ends_when_it_is_destroyed_although_its_attention_remains(ranks:
         assert ended and "the process group of this attention was destroyed" in error
 
 
-def test_a_known_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[Mask] = []
-    monkeypatch.setattr(ContextParallelAttention, "_check", lambda self, q, k, v, mask: checked.append(mask))
-    attention, q, one, two = ContextParallelAttention(), torch.zeros(16, 1, 2, 8), Mask.of(16), documents([9, 7])
-    for mask in (one, one, 16, two, two, one, one):  # another mask makes every call new
-        attention(q, q, q, mask=mask)
-    assert checked == [one, two, one]
-
-
 def test_wrong_input_is_refused_on_every_rank(n: int, ranks: list[dict[str, Any]]) -> None:
     assert [found["refusals"] for found in ranks] == [[]] * n

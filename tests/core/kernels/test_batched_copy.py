@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,13 +193,14 @@ def test_a_plan_is_reused_for_moving_roots_of_the_same_strides_and_alignment() -
     """Only their addresses count, in one allocation or in several."""
     copier, memory = BatchedCopy(), torch.zeros(3, 6, 1, 4, 16).unbind()
 
-    def plan(q: Tensor, k: Tensor) -> object:
+    def plan(q: Tensor, k: Tensor) -> Any:
         pairs = [((memory[i], x), (2 + i, i // 2)) for i, x in enumerate((*q.split(4, dim=2), k))]
         return copier._plan([q, k, *memory], 2, lambda: pairs)
 
     one, two, shifted = torch.randn(6, 1, 12, 16), torch.randn(6, 1, 12, 16), torch.randn(6 * 12 * 16 + 1)[1:]
     first = plan(one[:, :, :8], one[:, :, 8:])
     assert first is plan(two[:, :, :8], one[:, :, 8:]) is plan(one[:, :, 4:], two[:, :, :4])
+    assert [sorted(launch.anchors) for launch, _ in first.launches] == [[0, 1, 2]], "each moving root is a base"
     assert plan(one[:, :, :8].clone(), one[:, :, 8:]) is not first
     assert plan(shifted.view(one.shape)[:, :, :8], one[:, :, 8:]) is not first, "another alignment"
     for gap in range(20):
