@@ -1,9 +1,11 @@
 """The choice of a kernel: offers, refusals and logs."""
 
+import importlib
 import importlib.metadata
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +77,36 @@ def test_auto_logs_the_providers_it_skips(
     (message,) = [record.message for record in caplog.records]
     assert "not cudnn (head_dim=192 is not supported, only multiples of 8 up to 128)" in message
     assert "not fa4 (the package is not installed)" in message
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_compiled_kernels_are_kept_whoever_imports_the_package_first(
+    before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package reads its settings when it is imported. Megatron imports it without any."""
+    cute = tmp_path / "flash_attn" / "cute"
+    cute.mkdir(parents=True)
+    (cute / "cache_utils.py").write_text(
+        "import os\nCUTE_DSL_CACHE_ENABLED = os.getenv('FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED', '0') == '1'\n"
+        "CUTE_DSL_CACHE_DIR = os.getenv('FLASH_ATTENTION_CUTE_DSL_CACHE_DIR')\n"
+        "def get_jit_cache(name):\n    return CUTE_DSL_CACHE_ENABLED and (CUTE_DSL_CACHE_DIR, name)\n"
+    )
+    body = "def _flash_attn_fwd(): ...\n_flash_attn_fwd.compile_cache = get_jit_cache('_flash_attn_fwd')\n"
+    (cute / "interface.py").write_text(f"from flash_attn.cute.cache_utils import get_jit_cache\n{body}")
+    monkeypatch.syspath_prepend(tmp_path)
+    for key in ("ENABLED", "DIR"):
+        monkeypatch.setenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{key}", "")
+        monkeypatch.delenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{key}")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/kept")
+    with monkeypatch.context() as patched:
+        for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+            patched.delitem(sys.modules, name)
+        if before:
+            assert importlib.import_module("flash_attn.cute.interface")._flash_attn_fwd.compile_cache is False
+        kept = fa4._interface()._flash_attn_fwd.compile_cache
+        for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+            del sys.modules[name]
+    assert kept == ("/kept/megatron_longctx/fa4", "_flash_attn_fwd")
 
 
 def test_unknown_names_are_refused_with_the_list() -> None:

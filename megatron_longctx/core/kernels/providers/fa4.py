@@ -11,7 +11,6 @@ import importlib.metadata
 import logging
 import os
 import warnings
-from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -73,7 +72,7 @@ def _log_compilation(direction: str, inputs: BlockInputs, packed: Segments | Non
     if key not in _logged:
         _logged.add(key)
         what = f"{direction} ({kind}, head dims {dims[0]} and {dims[1]})"
-        logger.info("attention kernel fa4: %s is compiled, some seconds, or read from %s", what, _folder())
+        logger.info("attention kernel fa4: %s is compiled, some seconds, or read from %s", what, cache_folder() / "fa4")
 
 
 def _arguments(inputs: BlockInputs, packed: Segments | None) -> dict[str, Any]:
@@ -124,12 +123,13 @@ def package_problem() -> str | None:
 
 @functools.cache
 def _interface() -> ModuleType:
-    # Compiled kernels stay on disk, so that the next process starts immediately.
-    os.environ.setdefault(f"{_CACHE}_ENABLED", "1")
-    os.environ.setdefault(f"{_CACHE}_DIR", str(_folder()))
+    os.environ.setdefault(f"{_CACHE}_ENABLED", "1")  # compiled kernels stay on disk, for the next process
+    os.environ.setdefault(f"{_CACHE}_DIR", str(cache_folder() / "fa4"))
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # raised for every kernel that is compiled
-    return importlib.import_module("flash_attn.cute.interface")
-
-
-def _folder() -> Path:
-    return cache_folder() / "fa4"
+    module = importlib.import_module("flash_attn.cute.interface")
+    cache: Any = importlib.import_module("flash_attn.cute.cache_utils")
+    if os.environ[f"{_CACHE}_ENABLED"] == "1" and not cache.CUTE_DSL_CACHE_ENABLED:  # Megatron imported it before
+        cache.CUTE_DSL_CACHE_ENABLED, cache.CUTE_DSL_CACHE_DIR = True, os.environ[f"{_CACHE}_DIR"]
+        for name, each in [pair for pair in vars(module).items() if hasattr(pair[1], "compile_cache")]:
+            each.compile_cache = cache.get_jit_cache(name)
+    return module
