@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from ..config import ModelConfig
 from ..planner.flops import Work, training_flops
 
@@ -27,24 +29,26 @@ class Pace:
     Attributes:
         room: of all prompts in a round.
         work: of `new` tokens that follow `cached` ones, in the unit of `room`.
-        least: the tokens that the first prompt of a round gets, whatever their work.
+        least: the tokens that the first prompt of a round gets, whatever their work; a multiple of `tile`.
+        tile: chunks end at a multiple of it or at the end of their prompt, if they have room for that.
         delay_s: the time by which long prompts may delay others; None for a room that stays as it is.
     """
 
     room: float
     work: Callable[[int, int], float] = lambda cached, new: new
     least: int = 1
+    tile: int = 1
     delay_s: float | None = None
     _decode_s: float = 0.0  # of the latest round without prompts
     _owed_s: float = 0.0  # to running answers, before the next chunk of prompts
     _turn: bool = False  # whether the shortest prompts go first
 
     @classmethod
-    def timed(cls, model: ModelConfig, ranks: int, delay_s: float) -> Pace:
+    def timed(cls, model: ModelConfig, ranks: int, delay_s: float, tile: int = 1) -> Pace:
         """Return a pace that follows measured times. Its unit is a FLOP, so that it foresees how cached tokens slow
-        a chunk down."""
+        a chunk down. `tile` is of a rank."""
         work = partial(prefill_flops, model)
-        return cls(work(0, _FIRST * ranks), work, _LEAST * ranks, delay_s)
+        return cls(work(0, _FIRST * ranks), work, (_LEAST if tile == 1 else tile) * ranks, tile * ranks, delay_s)
 
     @property
     def owes_decode(self) -> bool:
@@ -68,8 +72,8 @@ class Pace:
                 cached, left = prompts[i][0] + sizes[i], prompts[i][1] - sizes[i]
                 size = self.fitting(cached, -(-left // (whole or 1)) * (whole or 1), room - work)
                 size = size // (whole or 1) * (whole or 1)
-                if room == self.room and i == order[0] and not sizes[i]:
-                    size = max(size, whole or self.least)
+                if room == self.room and i == order[0]:
+                    size = max(size, (whole or self.least - prompts[i][0] % self.tile) - sizes[i])
                 size = min(size, left)
                 sizes[i] += size
                 work += self.work(cached, size)
@@ -77,7 +81,9 @@ class Pace:
 
     def fitting(self, cached: int, most: int, room: float) -> int:
         """Return the largest number of tokens up to `most` whose work after `cached` ones fits into the room."""
-        return bisect_right(range(1, most + 1), room, key=partial(self.work, cached))
+        size = bisect_right(range(1, most + 1), room, key=partial(self.work, cached))
+        end = (cached + size) // self.tile * self.tile
+        return end - cached if size < most and end > cached else size
 
     def observe(self, seconds: float, work: float) -> None:
         """Note the time of a round with this work on prompts. All ranks note the same."""
@@ -91,6 +97,20 @@ class Pace:
         aim = _AIM * self.delay_s
         if seconds > aim or work > self.room / 2:  # a smaller chunk does not tell how large one may be
             self.room = min(2 * self.room, work * aim / max(seconds, 1e-9))
+
+
+def attention_tile(model: ModelConfig, tensor_size: int, device: torch.device) -> int:
+    """Return a rank's new tokens that keep every processor of its GPU busy, once, with attention over a long cache.
+
+    FlashAttention-4 gives a processor 128 queries of a key/value head (192 if heads are narrow), those of several heads
+    together. 1.7 times as many tokens take as long as twice as many.
+    """
+    if device.type != "cuda":
+        return 1
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    kv_heads = max(1, model.num_kv_heads // tensor_size)
+    queries = model.num_attention_heads // tensor_size // kv_heads  # of a token and a key/value head
+    return max(1, processors // kv_heads * (192 if model.kv_channels <= 96 else 128) // queries)
 
 
 def prefill_flops(model: ModelConfig, cached: int, new: int) -> float:

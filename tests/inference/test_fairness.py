@@ -3,11 +3,16 @@
 import random
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
 
 from megatron_longctx.config import Config
 from megatron_longctx.inference.engine import LongContextEngine
-from megatron_longctx.inference.pace import Pace, prefill_flops
+from megatron_longctx.inference.pace import Pace, attention_tile, prefill_flops
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Request, Scheduler
 from megatron_longctx.testing.distributed import run_distributed
@@ -95,6 +100,24 @@ def test_half_of_a_round_is_for_the_shortest_prompts() -> None:
     assert Pace(4, least=8).shares([(0, 500), (0, 3)]) == ([8, 2], 10), "the first gets its least"
     whole = Pace(100)
     assert [whole.shares([(0, 300), (0, 64)], 64)[0] for _ in range(2)] == [[0, 64], [64, 0]], "they take turns"
+
+
+def test_chunks_fill_a_gpu() -> None:
+    """They end at multiples of a tile, if there is room for that; the first prompt gets a tile in any case."""
+    pace = Pace(100, tile=32, least=32)
+    assert [pace.shares([prompt])[0] for prompt in ((0, 500), (10, 500), (0, 90))] == [[96], [86], [90]]
+    assert [Pace(20, tile=32, least=32).shares([prompt])[0] for prompt in ((0, 500), (40, 500))] == [[32], [24]]
+    assert Pace(20, tile=32, least=32).shares([(40, 500), (7, 60)])[0] == [24, 10], "others are not held back"
+    timed = Pace.timed(compose_config(["model=llama3_8b"]).model, 2, 2.0, tile=512)
+    assert (timed.tile, timed.least) == (1024, 1024)
+
+
+def test_a_tile_has_as_many_blocks_of_queries_as_the_gpu_has_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    model = compose_config(["model=llama3_8b"]).model  # 32 query and 8 key/value heads of 128 dims
+    assert [attention_tile(model, tp, torch.device("cuda")) for tp in (1, 2, 16)] == [16 * 32, 33 * 32, 132 * 64]
+    assert attention_tile(replace(model, head_dim=64), 1, torch.device("cuda")) == 16 * 48
+    assert attention_tile(model, 1, torch.device("cpu")) == 1
 
 
 def test_running_answers_are_owed_a_quarter_of_the_time() -> None:
