@@ -6,6 +6,10 @@ import sys
 
 # Before numpy is imported: its threads would keep `train` from forking itself, which starts ranks in no time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Triton's default. torch.compile sets another when it compiles, where a process that finds all compiled does not look.
+os.environ.setdefault(
+    "TRITON_CACHE_DIR", os.path.join(os.environ.get("TRITON_HOME", os.path.expanduser("~")), ".triton", "cache")
+)
 
 from .config.extras import without_extra
 

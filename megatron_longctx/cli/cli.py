@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -345,7 +346,10 @@ def _run(arguments: argparse.Namespace) -> int | None:
     given: list[Any] = [arguments] if names is None else [getattr(arguments, name) for name in names]
     if check := _FIRST.get(arguments.verb):
         getattr(import_module("..training.compose", __package__), check)(given[0])
-    result: object = getattr(import_module(module, __package__), function)(*given)
+    on_ranks = module.endswith(("generate", "serve", "evaluate"))
+    with import_module("..training.forks", __package__).without_cuda() if on_ranks else nullcontext():
+        verb = getattr(import_module(module, __package__), function)
+    result: object = verb(*given)
     return result if isinstance(result, int) else None  # exit codes; other functions return what they have written
 
 

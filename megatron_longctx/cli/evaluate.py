@@ -27,7 +27,7 @@ from ..mcore.data import TrainingBatch, check_packs, check_samples
 from ..mcore.losses import LossesByPosition, losses_config, with_seq_length
 from ..mcore.tokenizer import build_tokenizer
 from ..serving.inference_job import InferenceJob, build_job, split_arguments, start
-from ..training import auto, preflight
+from ..training import auto, forks, preflight
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _Evaluation:
 
 def evaluate(words: Sequence[str]) -> None:
     """Run the verb: `checkpoint=RUN`, its own words (`docs/evaluation.md`), and settings that override the run's."""
-    job = job_of(words)
+    job: InferenceJob = forks.checked(job_of, words)
     job.options.out.mkdir(parents=True, exist_ok=True)
     start(job, _evaluate)
 
@@ -172,7 +172,7 @@ def _evaluate(job: InferenceJob, groups: Any) -> None:
 
 def logprobs(words: Sequence[str]) -> None:
     """Run the verb: `checkpoint=RUN data=PREFIX out=FILE.jsonl`, `iteration=N`, and settings over the run's."""
-    job = logprobs_job(words)
+    job: InferenceJob = forks.checked(logprobs_job, words)
     job.options[1].parent.mkdir(parents=True, exist_ok=True)
     start(job, _compute)
 

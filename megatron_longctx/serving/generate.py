@@ -20,6 +20,7 @@ from ..inference.scheduler import Request, Scheduler
 from ..inference.session import check_length
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize
 from ..models.chat import Chat, ChatMessage, load_chat
+from ..training import forks
 from ..training.ranks import broadcast_json
 from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_arguments, start
 from .text_stream import TextStream
@@ -39,6 +40,10 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
         ValueError: words, the checkpoint, the chat template or sizes cannot be used, or the prompt does not fit.
         JobFailed: another rank ended.
     """
+    start(forks.checked(_job_of, words, chat), _converse)
+
+
+def _job_of(words: Sequence[str], chat: bool) -> InferenceJob:
     own, settings = split_arguments(words, ("checkpoint", "prompt", "prompt_file", "iteration"))
     job = build_job(own, settings)
     refuse_unread(settings)
@@ -53,7 +58,7 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
     check_length(_TOGETHER, length + inference.max_new_tokens, inference.max_model_len)
     job = replace(job, config=_with_cache(job.config, length), options=prompt)
     check_memory(job)
-    start(job, _converse)
+    return job
 
 
 def _prompt(own: dict[str, str], chat: bool) -> str | None:

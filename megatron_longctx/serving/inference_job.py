@@ -3,8 +3,11 @@
 Every rank makes the same calls. Rank 0 is the process that was started, so that it has the terminal.
 """
 
+import gc
+import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +30,7 @@ from ..mcore import checkpoint_folder, groups
 from ..mcore.inference import build_engine, inference_config, tensor_size_of_experts, with_length
 from ..mcore.model import RETRAINABLE, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
+from ..training import forks
 from ..training.compose import RESOLVED, check_names, load_config, override_config
 from ..training.preflight import (
     check_delta_kernels,
@@ -239,12 +243,15 @@ def check_memory(job: InferenceJob) -> None:
 @contextmanager
 def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
     """Run the other ranks while the context is open; this process is rank 0."""
-    store, joined, ended = host_store(listen(), job.timeout_s), threading.Event(), threading.Event()
+    listener, joined, ended = listen(), threading.Event(), threading.Event()
     # A terminal sends Ctrl-C to all processes. This one then ends the others. If they ended first, it would wait for
     # them in the process group, where nothing interrupts it. So SIGINT is blocked in them from the beginning; one that
     # arrives meanwhile reaches this process afterwards.
     with blocked((signal.SIGINT,)):
-        others = RankProcesses(_other_rank, (job, work, store.port), range(1, job.world_size), daemon=True)
+        how = forks.start_method() if job.world_size > 1 else "fork"
+        args = job, work, listener
+        others = RankProcesses(_other_rank, args, range(1, job.world_size), start_method=how, daemon=True)
+    store = host_store(listener, job.timeout_s)  # it starts threads
     threading.Thread(target=_end_with, args=(others, joined, ended), name="end with ranks", daemon=True).start()
     try:
         with Progress(f"starting {job.world_size} ranks"):
@@ -288,8 +295,11 @@ def _end_with(others: RankProcesses, joined: threading.Event, ended: threading.E
             os._exit(1)
 
 
-def _other_rank(rank: int, job: InferenceJob, work: Work, port: int) -> None:
+def _other_rank(rank: int, job: InferenceJob, work: Work, listener: socket.socket) -> None:
     exit_with_parent()
+    logging.getLogger(__package__.partition(".")[0]).setLevel(logging.WARNING)  # rank 0 tells what all do
+    with listener:
+        port = listener.getsockname()[1]
     place, store = RankInfo.local(rank, job.world_size), connect_store(port, job.timeout_s)
     join_group(place, store, job.timeout_s, torch.cuda.is_available())
     _work(job, work)  # refusals are raised by rank 0 as well, which reports them
@@ -304,9 +314,11 @@ def _work(job: InferenceJob, work: Work) -> None:
         context=par.context_parallel_size,
         expert_tensor=par.expert_tensor_parallel_size,
     )
+    gc.freeze()  # what is imported stays; a full collection of it, as before every CUDA graph, takes half a second
     try:
         work(job, collection)
     finally:
+        gc.unfreeze()
         groups.destroy()
 
 

@@ -23,13 +23,14 @@ from ..config.extras import absent, install
 from ..core.comm.device import synchronize
 from ..core.errors import refuse
 from ..inference.host_cache import HostCache
-from ..inference.pace import Pace
+from ..inference.pace import Pace, attention_tile
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Request, Scheduler
 from ..inference.states import ROWS_OF_SEQUENCE
 from ..inference.warm_up import warm_up
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize, max_token_chars
 from ..models.chat import load_chat
+from ..training import forks
 from ..training.ranks import broadcast_json
 from ..training.rendezvous import RankInfo
 from ..training.signals import handled_signals
@@ -65,7 +66,7 @@ def serve(words: Sequence[str]) -> None:
             address is not a loopback address and there is no API key, or the port is taken.
         JobFailed: another rank ended.
     """
-    job = job_of(words)
+    job: InferenceJob = forks.checked(job_of, words)
     place = RankInfo.from_environment(os.environ)
     if place is None or place.rank == 0:
         _listen(job.config.serve).close()  # refuse a taken port before the model is loaded
@@ -105,8 +106,9 @@ def _serve(job: InferenceJob, groups: Any) -> None:
     with open_engine(job, groups) as (engine, tokenizer):
         warm_up(engine, settings.max_active)
         chunk = job.config.inference.prefill_chunk
-        ranks = job.config.parallelism.context_parallel_size
-        pace = Pace(chunk) if chunk else Pace.timed(job.config.model, ranks, settings.max_delay_s)
+        ranks, model = job.config.parallelism.context_parallel_size, job.config.model
+        tile = attention_tile(model, job.config.parallelism.tensor_parallel_size, engine.model.attention.device)
+        pace = Pace(chunk) if chunk else Pace.timed(model, ranks, settings.max_delay_s, tile)
         grammars = functools.cache(lambda: Grammars(tokenizer))  # a large vocabulary takes a second
         engine.grammars = lambda grammar, stop: grammars()(grammar, stop)
         attention, gib = engine.model.attention, settings.host_cache_gib
@@ -118,7 +120,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
             _run_rounds(scheduler, None)
             return
         inbox = Inbox(settings.max_waiting, min(settings.stalled_s, job.timeout_s / 2))
-        model = Model(
+        served = Model(
             name=settings.served_model_name or str(job.options),
             encode=tokenizer.tokenize,
             decode=lambda ids: detokenize(tokenizer, ids),
@@ -136,7 +138,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
                 raise Stopped
             inbox.beat()
 
-        with _serving(model, inbox, settings) as metrics:
+        with _serving(served, inbox, settings) as metrics:
             engine.model.attention.on_layer = beat
             _run_rounds(scheduler, inbox, lambda: metrics.of_round(scheduler))
 

@@ -1,6 +1,7 @@
 """Forks of a process that has imported everything: they start in milliseconds and share the memory of its modules."""
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 
 from ..core.errors import JobFailed
+from ..core.kernels.providers import fa4
+
+logger = logging.getLogger(__name__)
 
 
 def _threads() -> dict[str, str]:
@@ -39,6 +43,13 @@ def obstacle() -> str | None:
         return "CUDA is initialized in the launcher"
     started = sorted(name for number, name in _threads().items() if number not in _THREADS)
     return f"the launcher has started threads ({', '.join(started)})" if started else None
+
+
+def start_method() -> str:
+    """Return how this process starts ranks: by `fork`, or by `spawn` after a line that says why."""
+    if reason := obstacle():
+        logger.info("ranks are not forks and start some seconds later, because %s", reason)
+    return "spawn" if reason else "fork"
 
 
 @contextlib.contextmanager
@@ -74,13 +85,19 @@ def _gpus() -> list[str] | None:
         return None
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute in this thread alone, so that this process can be forked afterwards."""
+def checked(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of `fn(*args)`, the check of a job, so that ranks can be forks of this process afterwards.
+
+    If the check can use CUDA, a fork computes it (`in_fork`); otherwise torch computes it in this thread alone.
+    """
+    with without_cuda():
+        if torch.cuda.is_available() and obstacle() is None:
+            fa4.package_problem()  # imports it, which the check and the ranks would each do
+            return in_fork(fn, *args)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        return fn(*args)
     finally:
         torch.set_num_threads(threads)
 
@@ -89,7 +106,7 @@ def in_fork(fn: Callable[..., Any], *args: Any) -> Any:
     """Return the result of `fn(*args)`, which can be pickled, computed in a fork: this process stays as it is.
 
     Raises:
-        ValueError, OSError: what `fn` raised.
+        ValueError, OSError, ImportError: what `fn` raised.
         JobFailed: the fork ended otherwise.
     """
     context = multiprocessing.get_context("fork")
@@ -114,5 +131,5 @@ def _send_result(writer: Connection, fn: Callable[..., Any], args: tuple[Any, ..
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent as well, which ends this process
     try:
         writer.send((True, fn(*args)))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         writer.send((False, error))

@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from ..config import Config
 from ..config.gpus import other_nodes, uses_cuda
 from ..config.progress import Progress
 from ..core.errors import JobFailed
-from ..core.kernels.providers import fa4
 from . import forks, rendezvous
 from .compose import config_from_dict
 from .heartbeat import Heartbeat, enable_flight_recorder, last_operations, suspects
@@ -85,16 +83,9 @@ def _hide_gpus(config: Config) -> None:
 
 def _start_ranks(config: Config) -> None:
     # Here, because Megatron takes seconds to import, and bad settings are refused first. Ranks are forks, and have it.
-    with forks.without_cuda():
-        with Progress("importing Megatron"):
-            from . import auto, loop, preflight  # noqa: F401
-
-        if torch.cuda.is_available() and forks.obstacle() is None:
-            fa4.package_problem()  # imports it, which the check and Megatron-Core 0.16's ranks would each do
-            job = forks.in_fork(_accept, config)  # it uses CUDA
-        else:
-            with forks.one_thread():
-                job = _accept(config)
+    with forks.without_cuda(), Progress("importing Megatron"):
+        from . import auto, loop, preflight  # noqa: F401
+    job: Job = forks.checked(_accept, config)
     folder = RunFolder.of(config)
     with folder.prepare(job.config, job.resumed_step, job.mode_reason) as lock:
         _run_ranks(job, folder, lock)
@@ -118,10 +109,7 @@ def _run_ranks(job: Job, folder: RunFolder, lock: RunLock) -> None:
         with blocked(SIGNALS), rendezvous.listen() as listener:
             # Rank 0 hosts the store, not this process: ranks whose launcher dies must still write a checkpoint.
             logger.info("starting %d %s rank%s; run folder %s", count, job.device, "s" * (count > 1), folder.path)
-            if obstacle := forks.obstacle():
-                logger.info("ranks are not forks and start some seconds later, because %s", obstacle)
-            how = "spawn" if obstacle else "fork"
-            ranks = RankProcesses(run_local, (job, listener, lock), range(count), start_method=how)
+            ranks = RankProcesses(run_local, (job, listener, lock), range(count), start_method=forks.start_method())
             cleanup.callback(ranks.kill)  # they hold the run's lock
             cleanup.callback(SignalForwarder(ranks.pids, saves=config.train.save).close)
         try:

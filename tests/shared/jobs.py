@@ -94,7 +94,10 @@ class Job:
         """The ranks that the command's launcher has started itself, in order."""
         children = psutil.Process(self.process.pid).children()
         if isinstance(self.process, Quick) and not torch.cuda.is_available():  # forks of its server
-            children = [rank for server in children for rank in server.children()]
+            servers, children = children, []
+            for server in servers:
+                with contextlib.suppress(psutil.NoSuchProcess):  # a fork that checks the job has ended
+                    children += server.children()
         return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
     def left_over(self) -> list[psutil.Process]:

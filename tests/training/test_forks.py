@@ -105,6 +105,7 @@ def _broken() -> int:
 def _work(what: str) -> Any:
     os.environ["OF_A_FORK"] = "1"
     errors = {"refused": ValueError("a=1: expected b. Do c."), "unreadable": FileNotFoundError(2, "No such file", "x")}
+    errors["absent"] = ModuleNotFoundError("No module named 'x'", name="x")
     if what in errors:
         raise errors[what]
     if what == "dies":
@@ -123,5 +124,8 @@ def test_errors_of_work_in_a_fork_are_raised_here() -> None:
     with pytest.raises(FileNotFoundError) as caught:
         forks.in_fork(_work, "unreadable")
     assert caught.value.filename == "x"
+    with pytest.raises(ModuleNotFoundError) as missing:
+        forks.in_fork(_work, "absent")
+    assert missing.value.name == "x", "the command says by it which extra is missing"
     with pytest.raises(JobFailed, match="ended with exit code 7"):
         forks.in_fork(_work, "dies")
