@@ -88,17 +88,28 @@ def _prepare(settings: Sequence[str], steps: int, tolerance: float | None, root:
         expected = "2 or more, or another parallel size that is, to be compared with 1"
         raise refuse("parallelism.context_parallel_size", 1, expected, "Set it, or parallelism=cp2.")
     check_datasets(config.data)
-    from ..training import auto, preflight  # here: Megatron takes seconds to import
+    from ..training import forks  # here: torch takes seconds to import
     from ..training.rendezvous import RankInfo
+
+    with forks.without_cuda():
+        from ..training import recorded  # noqa: F401  # Megatron, which ranks have then as forks
 
     if RankInfo.from_environment(os.environ) is not None:
         raise ValueError(
             "torchrun or Slurm has started this rank: expected a single process. The two runs have different numbers "
             "of ranks, which check starts itself, on this host."
         )
+    keeps = config.train.fp8 != "none" or any(word.startswith("train.precision=") for word in settings)
+    comparison: _Comparison = forks.checked(_compared, _short(config, steps, root), keeps, tolerance)
+    return comparison
+
+
+def _compared(config: Config, keeps_precision: bool, tolerance: float | None) -> _Comparison:
+    from ..training import auto, preflight
+
     device = preflight.device_type(config)
-    config, _ = auto.resolve_schedule(_short(config, steps, root))
-    if config.train.fp8 == "none" and not any(word.startswith("train.precision=") for word in settings):
+    config, _ = auto.resolve_schedule(config)
+    if not keeps_precision:
         with contextlib.suppress(ValueError):  # a kernel that supports only bf16, as the fast ones for GPUs
             exact = replace(config, train=replace(config.train, precision="fp32"))
             preflight.check_kernel(exact, device)

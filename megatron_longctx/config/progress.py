@@ -1,4 +1,4 @@
-"""A line every 10 seconds of work that takes long, with or without a terminal: it tells slow work from a hang."""
+"""A line every 5 seconds of work that takes long, with or without a terminal: it tells slow work from a hang."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-EVERY_S = 10.0
+EVERY_S = 5.0
 
 
 class Progress:
-    """Logs a line every 10 s while its context is open: how far the work is, how long it has taken, and what is left.
+    """Logs a line every 5 s while its context is open: how far the work is, how long it has taken, and what is left.
 
     Args:
         what: the work, with which every line begins.

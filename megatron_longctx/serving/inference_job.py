@@ -4,7 +4,6 @@ Every rank makes the same calls. Rank 0 is the process that was started, so that
 """
 
 import gc
-import logging
 import os
 import signal
 import socket
@@ -40,7 +39,7 @@ from ..training.preflight import (
     device_type,
     host_bytes,
 )
-from ..training.ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, stopped_ranks
+from ..training.ranks import RankFailed, RankProcesses, exit_with_parent, explain_failure, quiet_fork, stopped_ranks
 from ..training.rendezvous import RankInfo, connect_store, host_store, join_group, listen, rendezvous_store
 from ..training.signals import blocked
 
@@ -297,7 +296,7 @@ def _end_with(others: RankProcesses, joined: threading.Event, ended: threading.E
 
 def _other_rank(rank: int, job: InferenceJob, work: Work, listener: socket.socket) -> None:
     exit_with_parent()
-    logging.getLogger(__package__.partition(".")[0]).setLevel(logging.WARNING)  # rank 0 tells what all do
+    quiet_fork()
     with listener:
         port = listener.getsockname()[1]
     place, store = RankInfo.local(rank, job.world_size), connect_store(port, job.timeout_s)

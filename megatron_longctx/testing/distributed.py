@@ -31,7 +31,7 @@ def start_context() -> ForkServerContext | SpawnContext:
 
 def run_quickly(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
     """Call `run_ranks` with ranks that start as `start_context` says."""
-    return run_ranks(fn, world_size, *args, start_method=start_context().get_start_method(), **options)
+    return run_ranks(fn, world_size, *args, **options | {"start_method": start_context().get_start_method()})
 
 
 def run_distributed(

@@ -41,7 +41,8 @@ def obstacle() -> str | None:
             uses_cuda |= os.readlink(fd) == "/dev/nvidia-uvm"  # open from CUDA's initialization on
     if uses_cuda:
         return "CUDA is initialized in the launcher"
-    started = sorted(name for number, name in _threads().items() if number not in _THREADS)
+    own = str(os.getpid())  # of a fork, the first thread is another one
+    started = sorted(name for number, name in _threads().items() if number not in _THREADS and number != own)
     return f"the launcher has started threads ({', '.join(started)})" if started else None
 
 

@@ -86,7 +86,7 @@ class Heartbeat:
                 self._end_process(current)
 
     def _tell(self, current: Operation) -> None:
-        """Log every 10 s what takes longer, except the passes of later steps, whose lines say how long they take."""
+        """Log every 5 s what takes longer, except the passes of later steps, whose lines say how long they take."""
         step, seconds = _PASSES.match(current.operation), _now() - current.since
         self._first_step = self._first_step or (step[1] if step else "")
         told = (current.count, int(seconds / EVERY_S))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -28,6 +29,7 @@ import torch.multiprocessing as mp
 from ..config.gpus import max_gpu_ranks
 from ..config.progress import Progress
 from ..core.errors import JobFailed, refuse
+from . import forks
 from .rendezvous import RankInfo, connect_store, host_store, join_group, listen
 
 Function = Callable[..., Any]
@@ -171,6 +173,7 @@ def run_ranks(
     backend: str = "gloo",
     threads: int | None = None,
     start_method: str = "spawn",
+    doing: str = "",
 ) -> list[Any]:
     """Run `fn(rank, *args)` in `world_size` new processes that form a process group, and return the results by rank.
 
@@ -180,19 +183,23 @@ def run_ranks(
         backend: `gloo`, or `nccl` with a CUDA device per rank (or shared, see `gpus.RANKS_PER_GPU`).
         threads: the number of CPU threads per rank; None for an equal share of the cores.
         start_method: `spawn`, or `forkserver` for ranks that start with the modules that the server has imported.
+        doing: what lines of progress say that the ranks do; none without it.
 
     Raises:
         RankFailed: the first rank that failed, with its traceback.
         TimeoutError: the ranks did not end in time and were killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        store = host_store(listen(), timeout)
+        listener = listen()
         # Passed on explicitly, because a fork server's processes have the environment of the server's start.
         environment = {**os.environ, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-        job = (fn, args, store.port, backend, timeout, threads, environment, folder)
+        job = (fn, args, listener, backend, timeout, threads, environment, folder)
         processes = RankProcesses(_rank_main, job, range(world_size), start_method)
+        _store = host_store(listener, timeout)  # lives as long as the ranks
         try:
-            if not processes.wait(timeout):
+            with Progress(doing, told=bool(doing)):  # it starts a thread, which is no part of forks, as does the store
+                ended = processes.wait(timeout)
+            if not ended:
                 raise TimeoutError(f"{world_size} ranks of {fn.__name__} did not end within {timeout} s")
         except RankFailed:
             processes.end(_GRACE_S)
@@ -268,14 +275,22 @@ def explain_failure(
     return message
 
 
+def quiet_fork() -> None:
+    """Let a rank log warnings alone, as a process does that is no fork of a command."""
+    logging.getLogger(__package__.partition(".")[0]).setLevel(logging.WARNING)
+
+
 def _rank_main(rank: int, *job: Any) -> None:
-    fn, args, port, backend, timeout, threads, environment, folder = job
+    fn, args, listener, backend, timeout, threads, environment, folder = job
     exit_with_parent()
     gc.freeze()  # imported modules stay, so the collector need not visit them
+    quiet_fork()
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     place = RankInfo.local(rank, int(environment["WORLD_SIZE"]))
-    join_group(place, connect_store(port, timeout), timeout, cuda=backend == "nccl")
+    with listener:
+        store = connect_store(listener.getsockname()[1], timeout)
+    join_group(place, store, timeout, cuda=backend == "nccl")
     if threads is not None:
         torch.set_num_threads(threads)
     result = fn(rank, *args)
@@ -347,8 +362,9 @@ def run_on_ranks(ranks: Ranks, fn: Function, *args: Any) -> Any:
     if ranks.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        with Progress(f"measuring on {ranks.count} ranks"):
-            return run_ranks(fn, ranks.count, *args, timeout=_TIMEOUT_S, backend=backend)[0]
+        how, doing = forks.start_method(), f"measuring on {ranks.count} ranks"
+        found = run_ranks(fn, ranks.count, *args, timeout=_TIMEOUT_S, backend=backend, start_method=how, doing=doing)
+        return found[0]
     except RankFailed as error:
         _, refused, message = error.summary.partition(" failed: ValueError: ")
         raise (ValueError(message) if refused else JobFailed(error.summary)) from error
