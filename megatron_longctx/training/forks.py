@@ -14,6 +14,7 @@ import torch
 
 from ..core.errors import JobFailed
 from ..core.kernels.providers import fa4
+from .rendezvous import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +32,12 @@ _THREADS = _threads()  # those of numpy's OpenBLAS, which ends them before a for
 
 
 def obstacle() -> str | None:
-    """Return why a fork of this process could hang or would have no GPU; None if it can be forked.
+    """Return why this process is not to be forked; None if it can be. A fork could hang or would have no GPU.
 
     A lock that another thread holds, also one of torch's, stays locked in a fork. CUDA does not survive a fork.
     """
+    if RankInfo.from_environment(os.environ) is not None:
+        return "torchrun or Slurm has started it"
     uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

@@ -55,9 +55,12 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
 from megatron_longctx.__main__ import main
+assert os.environ["TRITON_CACHE_DIR"] == "/home/.triton/cache"
 main()
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment["HOME"] = "/home"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 

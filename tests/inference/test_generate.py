@@ -20,6 +20,7 @@ from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.models.chat import Chat
 from megatron_longctx.serving import generate as verb
 from megatron_longctx.serving import inference_job
+from megatron_longctx.training import forks
 from tests.shared.jobs import CLI, clean_environment, finished
 
 SUMMARY = r"(\d+) tokens, (\d+) of them cached before this turn; first token after [\d.]+ s; [\d.]+ ms per token; cache"
@@ -52,6 +53,18 @@ def test_only_the_text_is_on_standard_output_and_the_same_at_any_sizes(trained: 
     sharded, stderr = generate(tmp_path, [*common, "parallelism.context_parallel_size=2", "inference.mode=pass_q"])
     assert sharded == alone
     assert "13 new and 0 cached tokens of 1 sequences on 2 ranks: pass_q by inference.mode=pass_q" in stderr
+
+
+def test_other_ranks_are_forks_of_the_command(trained: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object, start_method: str, **__: object) -> None:
+        raise AssertionError(f"ranks were started by {start_method}")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(inference_job, "RankProcesses", started)
+    for obstacle, how in ((None, "fork"), ("CUDA is initialized in the launcher", "spawn")):
+        monkeypatch.setattr(forks, "obstacle", lambda obstacle=obstacle: obstacle)
+        with pytest.raises(AssertionError, match=f"ranks were started by {how}"):
+            cli.main(["generate", run_of(trained), "prompt=x", "parallelism=cp2"])
 
 
 SHORT = ("inference.max_new_tokens=3", "inference.page_tokens=1")  # pages that short turns fill

@@ -55,6 +55,9 @@ def test_threads_of_jemalloc_survive_forks(alone: None) -> None:
 def test_a_process_that_uses_cuda_is_not_forked(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "readlink", lambda fd: "/dev/nvidia-uvm")
     assert forks.obstacle() == "CUDA is initialized in the launcher"
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    assert forks.obstacle() == "torchrun or Slurm has started it", "each rank then is a process that starts no others"
 
 
 @pytest.fixture
