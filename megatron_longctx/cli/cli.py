@@ -346,8 +346,8 @@ def _run(arguments: argparse.Namespace) -> int | None:
     given: list[Any] = [arguments] if names is None else [getattr(arguments, name) for name in names]
     if check := _FIRST.get(arguments.verb):
         getattr(import_module("..training.compose", __package__), check)(given[0])
-    on_ranks = module.endswith(("generate", "serve", "evaluate"))
-    with import_module("..training.forks", __package__).without_cuda() if on_ranks else nullcontext():
+    forked = arguments.verb in ("generate", "serve", "eval", "logprobs")  # whose ranks are forks of this process
+    with import_module("..training.forks", __package__).without_cuda() if forked else nullcontext():
         verb = getattr(import_module(module, __package__), function)
     result: object = verb(*given)
     return result if isinstance(result, int) else None  # exit codes; other functions return what they have written

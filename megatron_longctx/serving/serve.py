@@ -108,6 +108,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
         chunk = job.config.inference.prefill_chunk
         ranks, model = job.config.parallelism.context_parallel_size, job.config.model
         tile = attention_tile(model, job.config.parallelism.tensor_parallel_size, engine.model.attention.device)
+        tile = broadcast_json(tile)  # ranks cut prompts alike, also on unequal GPUs
         pace = Pace(chunk) if chunk else Pace.timed(model, ranks, settings.max_delay_s, tile)
         grammars = functools.cache(lambda: Grammars(tokenizer))  # a large vocabulary takes a second
         engine.grammars = lambda grammar, stop: grammars()(grammar, stop)
