@@ -193,7 +193,11 @@ def _add_measurements(verbs: _Verbs) -> None:
     keys = verbs.add_parser("keys", help="print keys of the configuration: default, allowed values and meaning")
     keys.add_argument("patterns", nargs="*", metavar="PATTERN", help="part of a name, or word of a meaning")
 
-    verbs.add_parser("doctor", help="list what is installed and usable on this machine")
+    doctor = verbs.add_parser("doctor", help="list what is installed and usable on this machine, or compile kernels")
+    doctor.add_argument(
+        "--compile", nargs="*", metavar="group=NAME, key=value",
+        help="instead: compile the attention kernels of this recipe (model=llama3_8b), also without a GPU",
+    )  # fmt: skip
 
 
 def _add_models(verbs: _Verbs) -> None:
@@ -331,7 +335,7 @@ _ELSEWHERE: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "export": (".conversion", "export_model", ("words",)),
     "compare": ("..training.comparison", "compare", ("runs", "out", "rows", "html")),
     "keys": (".hydra_options", "show_keys", ("patterns",)),
-    "doctor": (".doctor", "main", ()),
+    "doctor": (".doctor", "main", ("compile",)),
 }
 """The module, the function and its arguments, by their names in the namespace; None: the namespace itself."""
 _FIRST = {**dict.fromkeys(("generate", "serve", "eval", "logprobs", "export"), "check_run"), "import": "check_source"}

@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires
 from itertools import combinations
 from netrc import NetrcParseError, netrc
@@ -47,8 +47,13 @@ def report() -> dict[str, list[Finding]]:
     return findings
 
 
-def main() -> int:
-    """Print the table. Return 0, also if something is missing."""
+def main(compile: Sequence[str] | None = None) -> int:
+    """Print the table, or compile the kernels of these settings. Return 0, also if something is missing."""
+    if compile is not None:
+        from .compile_kernels import compile_kernels
+
+        compile_kernels(compile)
+        return 0
     findings = report()
     marks = {True: "yes", False: "no", None: ""}
     width = max(len(each.name) for section in findings.values() for each in section)

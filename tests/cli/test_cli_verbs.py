@@ -192,7 +192,7 @@ def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monk
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_longctx.cli import doctor
 
-    def broken() -> int:
+    def broken(_: object) -> int:
         raise RuntimeError("a bug of the program")
 
     monkeypatch.setattr(doctor, "main", broken)

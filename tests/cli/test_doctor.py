@@ -8,13 +8,18 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_longctx.cli import cli, doctor
+from megatron_longctx.cli import cli, compile_kernels, doctor
 from megatron_longctx.cli.doctor import Finding, report
 from megatron_longctx.core.kernels import PROVIDERS
+from megatron_longctx.core.kernels.providers import fa4
 
 ROOT = Path(doctor.__file__).resolve().parents[2]
 
@@ -178,3 +183,37 @@ def test_it_does_not_import_megatron() -> None:
     code = "import sys; from megatron_longctx.cli.doctor import report; report(); print('megatron.core' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, result.stdout.strip()) == (0, "False"), result.stderr
+
+
+def test_kernels_are_compiled_for_every_kind_of_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With tensors that have no data, so that no GPU is asked."""
+    asked: set[tuple[Any, ...]] = set()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        assert all(isinstance(x, FakeTensor) for x in (q, k, v, *rest))
+        window = options.get("window_size_left"), options.get("window_size_right")
+        asked.add((bool(rest), "cu_seqlens_q" in options, options["causal"], window, q.shape[-2:], k.shape[-2:]))
+        return (q, k, v) if rest else (q, q.new_empty(q.shape[:-1]).mT)
+
+    if not torch.backends.cuda.is_built():  # which then has not even such tensors on GPUs
+        monkeypatch.setattr(compile_kernels, "_DEVICE", "cpu")
+    monkeypatch.setattr(fa4, "package_problem", lambda: None)
+    monkeypatch.setattr(fa4, "_interface", lambda: SimpleNamespace(_flash_attn_fwd=attend, _flash_attn_bwd=attend))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("FLASH_ATTENTION_ARCH", "CUTE_DSL_ARCH", "FLASH_ATTENTION_NUM_SMS"):
+        monkeypatch.setenv(name, "of another machine")
+    words = ["model=llama3_8b", "model.window=4096", "parallelism.tensor_parallel_size=2"]
+    assert cli.main(["doctor", "--compile", *words]) == 0
+    assert "megatron_longctx/fa4 has 0 kernels" in capsys.readouterr().out
+    heads = torch.Size((16, 128)), torch.Size((4, 128))
+    masks = ((True, (None, None)), (False, (None, None)), (False, (128, 0)), (False, (128, None)))
+    both = (False, True)
+    assert asked == {(back, packed, *mask, *heads) for back in both for packed in both for mask in masks}
+
+
+def test_compiling_needs_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(fa4, "package_problem", lambda: "the package flash-attn-4 is not installed")
+    assert cli.main(["doctor", "--compile"]) == 2
+    assert "--compile=on: expected FlashAttention-4: the package flash-attn-4 is not" in capsys.readouterr().err

@@ -128,7 +128,7 @@ def _interface() -> ModuleType:
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # raised for every kernel that is compiled
     module = importlib.import_module("flash_attn.cute.interface")
     cache: Any = importlib.import_module("flash_attn.cute.cache_utils")
-    if os.environ[f"{_CACHE}_ENABLED"] == "1" and not cache.CUTE_DSL_CACHE_ENABLED:  # Megatron imported it before
+    if os.environ[f"{_CACHE}_ENABLED"] == "1":  # Megatron may have imported it before, without these settings
         cache.CUTE_DSL_CACHE_ENABLED, cache.CUTE_DSL_CACHE_DIR = True, os.environ[f"{_CACHE}_DIR"]
         for name, each in [pair for pair in vars(module).items() if hasattr(pair[1], "compile_cache")]:
             each.compile_cache = cache.get_jit_cache(name)
