@@ -39,14 +39,11 @@ class Chat:
     stop_texts: tuple[str, ...] = ()
 
     def text(self, messages: Sequence[ChatMessage], reply: bool = True, tools: Sequence[Any] = ()) -> str:
-        """Return the text of a conversation.
+        """Return the text of a conversation. Raises ValueError: the template refuses the messages, or fails on them.
 
         Args:
             reply: let it end where the model's reply begins.
             tools: offered to the model, for templates that have a format for them.
-
-        Raises:
-            ValueError: the template refuses the messages, or fails on them.
         """
         if self.template is None:
             return "".join(message["content"] + "\n" for message in messages)
@@ -62,11 +59,7 @@ class Chat:
 def load_chat(path: str | None, tokenizer: Any, key: str = KEY) -> Chat:
     """Return a model's chat format: by the template at `path`, else the tokenizer's, else plain text.
 
-    Args:
-        key: the user's name for `path`, for messages.
-
-    Raises:
-        ValueError: the template cannot be read, is not Jinja, or fails on a question.
+    Refuse a template that cannot be read, is not Jinja, or fails on a question; `key` is the user's name for `path`.
     """
     source, origin = (template_of(tokenizer), "of the tokenizer") if path is None else (_read(path, key), path)
     if source is None:

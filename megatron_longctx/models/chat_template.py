@@ -31,13 +31,9 @@ class InvalidTemplate(ValueError):
 
 
 class ChatTemplate:
-    """A parsed template in its process.
+    """A parsed template in its process. Raises InvalidTemplate: the source is not Jinja.
 
-    Args:
-        cpu_s: the most processor time of one text. A limit of elapsed time would refuse texts on a busy machine.
-
-    Raises:
-        InvalidTemplate: the source is not Jinja.
+    A text may take `cpu_s` seconds of processor time. A limit of elapsed time would refuse texts on a busy machine.
     """
 
     def __init__(self, source: str, cpu_s: float) -> None:
@@ -53,8 +49,7 @@ class ChatTemplate:
     def render(self, variables: Mapping[str, Any]) -> str:
         """Return the template's text with these variables, which must be serializable as JSON.
 
-        Raises:
-            ValueError: the template refuses the variables, fails on them, or exceeds its bounds.
+        Raises ValueError: the template refuses the variables, fails on them, or exceeds its bounds.
         """
         with self._lock:
             if not self._running:

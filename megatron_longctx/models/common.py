@@ -106,9 +106,8 @@ def repeated(pairs: Sequence[str]) -> str:
 def beside_recurrent(plain: Sequence[Weight], recurrent: Sequence[Weight]) -> list[Weight]:
     """Return the weights of a model in which some layers are recurrent.
 
-    Args:
-        plain: of the same model with attention in all layers.
-        recurrent: of recurrent layers in the place of attention's, but for the norm before it.
+    `plain` are those of the same model with attention in all layers. `recurrent` take the place of attention's in some,
+    but for the norm before it.
     """
     norm = f"{ATTENTION}linear_qkv.layer_norm_weight"
     kept = [
@@ -193,11 +192,7 @@ def require_head_sizes(fields: Fields) -> None:
 
 
 def full_attention_only(fields: Fields) -> None:
-    """Refuse windows, which `layer_types` may request. `use_sliding_window` is expected to be false.
-
-    Raises:
-        ValueError: names the field.
-    """
+    """Refuse windows, which `layer_types` may request. `use_sliding_window` is expected to be false."""
     fields.ignore("sliding_window", "max_window_layers")  # without use_sliding_window
     fields.expect("layer_types", [FULL] * len(fields.get("layer_types", [])))
 
@@ -205,13 +200,8 @@ def full_attention_only(fields: Fields) -> None:
 def read_windows(width: int | None, types: Sequence[Any] | None, num_layers: int) -> dict[str, Any]:
     """Convert windows of layers. A published window counts the token itself, ours only the tokens before it.
 
-    Args:
-        width: `sliding_window`; None: there are no windows.
-        types: `layer_types`.
-
-    Raises:
-        ValueError: the types are not one per layer, or not known, layers with windows have no width, or the layers
-            without one are not every k-th.
+    `width` is `sliding_window`, None without windows; `types` is `layer_types`. Refuse types that are not known or not
+    one per layer, windows without a width, and layers without a window that are not every k-th.
     """
     if types is None or len(types) != num_layers:
         raise refuse_field("layer_types", types, f"{num_layers}, as num_hidden_layers", RESTORE)

@@ -48,8 +48,7 @@ class Family:
     def model_of(self, config: Mapping[str, Any]) -> tuple[ModelConfig, int]:
         """Return the model that a `config.json` describes, and the longest sequence that it was made for.
 
-        Raises:
-            ValueError: names the first field that is missing or unknown, or whose value is not supported.
+        Refuse the first field that is missing or unknown, or whose value is not supported.
         """
         fields = Fields(of_text(config))
         vocab_size, seq_length = fields.require("vocab_size"), fields.require("max_position_embeddings")
@@ -64,10 +63,9 @@ class Family:
         return model, seq_length
 
     def config_of(self, model: ModelConfig, vocab_size: int, seq_length: int) -> dict[str, Any]:
-        """Return the `config.json` of a model. vocab_size: rows of the published embedding.
+        """Return the `config.json` of a model. Refuse a key of the model that this family has no field for.
 
-        Raises:
-            ValueError: names a key of the model that this family has no field for.
+        vocab_size: rows of the published embedding.
         """
         config = {
             "architectures": [self.architectures[0]],
@@ -87,14 +85,7 @@ class Family:
 
 
 def check_same_function(model: ModelConfig, published: ModelConfig, source: str) -> None:
-    """Refuse settings with which the weights would compute another function than the published model.
-
-    Args:
-        source: where the published model is from, for the message.
-
-    Raises:
-        ValueError: names the key.
-    """
+    """Refuse settings with which the weights would compute another function than the published model of `source`."""
     given = _function(model)
     for key, value in _function(published).items():
         if given[key] != value:

@@ -22,11 +22,7 @@ RESTORE = "Take the config.json that was published with the model."
 
 
 def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of the text model of a `config.json`; a model for images has them in `text_config`.
-
-    Raises:
-        ValueError: a field has two values.
-    """
+    """Return the fields of the text model; one for images has them in `text_config`. Refuse a field with two values."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return config
@@ -49,14 +45,9 @@ class Fields:
         return name in self._values
 
     def get(self, name: str, default: Any, kind: type | None = None) -> Any:
-        """Return the value of a field, or `default` if it is absent or null.
+        """Return the value of a field, or `default`, that of `transformers`, if it is absent or null.
 
-        Args:
-            default: the default of `transformers`.
-            kind: the type of the value; None: that of `default`.
-
-        Raises:
-            ValueError: the value is of another type.
+        Refuse a value of another type than `kind`; None: the type of `default`.
         """
         self._read.add(name)
         value = self._values.get(name)
@@ -68,18 +59,14 @@ class Fields:
         return value
 
     def require(self, name: str) -> int:
-        """Return the value of a field. Raises ValueError: the field is absent, or not an integer."""
+        """Return the value of a field. Refuse one that is absent, or not an integer."""
         value = self.get(name, None, int)
         if value is None:
             raise refuse_field(name, None, "an integer", RESTORE)
         return int(value)
 
     def expect(self, name: str, *supported: Any, remedy: str = "Models with another value are not supported.") -> None:
-        """Refuse a field with a value other than null and `supported`, whose first is the default.
-
-        Raises:
-            ValueError: names the field.
-        """
+        """Refuse a field with a value other than null and `supported`, whose first is the default."""
         value = self._values.get(name, supported[0])
         self._read.add(name)
         if value is not None and value not in supported:
@@ -90,11 +77,7 @@ class Fields:
         self._read.update(names)
 
     def refuse_unread(self) -> None:
-        """Refuse fields that were not read: ignoring them could change results.
-
-        Raises:
-            ValueError: names the first of them.
-        """
+        """Refuse the first field that was not read: ignoring it could change results."""
         for name, value in self._values.items():
             if name == "is_encoder_decoder" and value is False:
                 continue

@@ -48,12 +48,11 @@ class TensorInfo(NamedTuple):
 class HuggingFaceFolder:
     """A published model. Weights in MXFP4 are read as bf16.
 
+    Refuse a file that is missing or damaged, and a tensor that does not hold floating-point numbers.
+
     Attributes:
         config: the content of its `config.json`.
         tensors: keyed by the published names that families use, which are those of a text model.
-
-    Raises:
-        ValueError: a file is missing or damaged, or a tensor does not hold floating-point numbers.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -186,11 +185,7 @@ class ShardWriter:
             size += group_size
 
     def write(self, values: Iterable[Callable[[], Mapping[str, Tensor]]]) -> None:
-        """Write all files. `values` compute the tensors of every group, in order.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write all files, or raise OSError. `values` compute the tensors of every group, in order."""
         computed, count = iter(values), len(self._files)
         shard_of: dict[str, str] = {}
         for number, groups in enumerate(self._files, 1):

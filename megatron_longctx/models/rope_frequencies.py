@@ -36,14 +36,8 @@ _KEYS = {_LENGTH: "original_length"}  # the other parameters have the names of `
 def read_rope(fields: Fields, default_base: float = 10_000.0, partial: float | None = None) -> dict[str, Any]:
     """Read `rope_theta` and `rope_scaling` or, as later versions of `transformers` write them, `rope_parameters`.
 
-    Args:
-        partial: the default of `partial_rotary_factor`; None: the family rotates whole heads.
-
-    Returns:
-        keys of `ModelConfig`.
-
-    Raises:
-        ValueError: a scaling that is not supported, or fields that contradict each other.
+    `partial` is the default of `partial_rotary_factor`; None: the family rotates whole heads. Return keys of
+    `ModelConfig`. Refuse a scaling that is not supported, and fields that contradict each other.
     """
     base = fields.get("rope_theta", None, float)
     scaling: dict[str, Any] = {}
@@ -82,13 +76,12 @@ def read_rope(fields: Fields, default_base: float = 10_000.0, partial: float | N
 def read_scaling(parameters: Mapping[str, Any], lengths: tuple[int | None, int], name: str) -> RopeScaling:
     """Read `rope_scaling`, or `rope_parameters` without its base, as `transformers` does.
 
+    Refuse a kind that is unknown or depends on a sequence's length (dynamic, longrope), and a parameter that is missing
+    or that the kind does not have.
+
     Args:
         lengths: `original_max_position_embeddings` and `max_position_embeddings` of the config.json.
         name: the field, for messages.
-
-    Raises:
-        ValueError: a kind that is unknown or depends on a sequence's length (dynamic, longrope), a parameter that is
-            missing or that the kind does not have.
     """
     values = {key: value for key, value in parameters.items() if value is not None and key not in _NO_PARAMETERS}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"

@@ -143,8 +143,7 @@ def _trees(examples: Sequence[Example], keys: Sequence[bytes], width: int) -> It
 def parts(lengths: Sequence[int], parents: Sequence[int], capacity: int) -> list[Part]:
     """Divide a tree, in the order of its branches, into parts of at most `capacity` tokens. One part if it fits.
 
-    Raises:
-        ValueError: a branch alone is longer.
+    Raises ValueError: a branch alone is longer.
     """
     if sum(lengths) <= capacity:
         return [Part(tuple(range(len(lengths))), tuple(parents), (False,) * len(lengths))]

@@ -46,8 +46,7 @@ def family_of_source(config: Mapping[str, Any]) -> Family:
 def family_of_model(model: ModelConfig) -> Family:
     """Return the family whose `config.json` can describe a model, preferably the one with the model's name.
 
-    Raises:
-        ValueError: no family can; for each, the message names the key that it has no field for.
+    Raises ValueError: no family can; for each, the message names the key that it has no field for.
     """
     reasons = []
     for family in sorted(FAMILIES, key=lambda family: family.name != model.name):
