@@ -69,12 +69,9 @@ def rank_modes(
 
     Args:
         cluster: the cluster of the `problem.n` ranks.
-        costs: None for those that the cluster's device describes.
+        costs: None for those that the cluster's device describes. Refuse a device without figures.
         candidates: None for all options of every mode.
         timeline: record what every rank does when.
-
-    Raises:
-        ValueError: there are no costs, and the cluster has no figures for its device.
     """
     costs = costs or Costs.of_cluster(cluster)
     found: list[Candidate] = []
@@ -98,11 +95,7 @@ def rank_modes(
 def choose_mode(
     problem: Problem, cluster: Cluster, costs: Costs | None = None, candidates: Sequence[Mode] | None = None
 ) -> list[Candidate]:
-    """Return the result of `rank_modes`, whose first mode can run.
-
-    Raises:
-        ValueError: no mode can run, with every reason.
-    """
+    """Return the result of `rank_modes`, whose first mode can run. Raises ValueError: none can, with every reason."""
     ranking = rank_modes(problem, cluster, costs, candidates=candidates)
     if not ranking or ranking[0].reason:
         reasons = "; ".join(f"{candidate.name}: {candidate.reason}" for candidate in ranking)

@@ -79,10 +79,7 @@ class Costs:
         """Return the costs that a cluster file describes; backward is assumed 0.87 times as fast, like cuDNN's.
 
         The latencies of links include the start of a step's messages; each further one costs what `calibrate` measured
-        on H200s.
-
-        Raises:
-            ValueError: the description has no figures.
+        on H200s. Refuse a description without figures.
         """
         device = cluster.device
         if device.kernel_tflops is None:

@@ -38,8 +38,7 @@ def draw(plan: Plan, path: Path) -> None:
 def draw_placement(plan: Plan, path: Path) -> None:
     """Write a PNG with one bar of tokens per rank, coloured by document and hatched where a document is cut.
 
-    Raises:
-        OSError: `path` cannot be written.
+    Raises OSError: `path` cannot be written.
     """
     from matplotlib import colormaps
 
@@ -67,14 +66,9 @@ def draw_placement(plan: Plan, path: Path) -> None:
 
 
 def draw_timeline(simulation: Simulation, path: Path) -> None:
-    """Write a PNG with what every rank computes and transfers over time.
+    """Write a PNG with what every rank computes and transfers over time. Raises OSError: `path` cannot be written.
 
-    Args:
-        simulation: a simulation with `timeline=True`.
-
-    Raises:
-        ValueError: a simulation without a timeline.
-        OSError: `path` cannot be written.
+    Refuse a simulation that was not made with `timeline=True`.
     """
     plan = simulation.plan
     if not simulation.spans:
@@ -98,8 +92,7 @@ def draw_timeline(simulation: Simulation, path: Path) -> None:
 def draw_modes(entries: Sequence[Candidate], path: Path, title: str) -> None:
     """Write a PNG with forward and backward of every mode on one time scale, the fastest first, and their totals.
 
-    Args:
-        entries: simulations with `timeline=True`; modes that cannot run are listed with their reasons.
+    The simulations have `timeline=True`; modes that cannot run are listed with their reasons.
     """
     ran = sorted((entry for entry in entries if entry.forward), key=lambda entry: entry.seconds)
     rows = max(len(ran), 1)

@@ -122,6 +122,8 @@ def performance(
 ) -> dict[str, float | None]:
     """Return the `perf/…` metrics of one step, keyed by `names`. `perf/tflops_per_gpu` uses the causal convention.
 
+    Raises ValueError: `step_s` or `num_devices` is not positive.
+
     Args:
         flops: of the step, over all devices.
         tokens: trained in the step, over all devices.
@@ -130,9 +132,6 @@ def performance(
         peak_tflops: dense peak of one device in TFLOP/s, of bf16 also with FP8; with None, the MFU values are None.
         fp8: whether products are in FP8, whose peak is twice that of bf16. Attention and the LM head are not, so 100%
             of it cannot be reached.
-
-    Raises:
-        ValueError: `step_s` or `num_devices` is not positive.
     """
     if step_s <= 0 or num_devices < 1:
         raise ValueError(f"step_s={step_s}, num_devices={num_devices}: expected both above 0. Measure a whole step.")

@@ -55,8 +55,7 @@ class LinkMeasurements:
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of every node, nodes in the order of their first rank.
 
-        Raises:
-            ValueError: nodes of different sizes, or ranks not numbered node by node.
+        Refuse nodes of different sizes, and ranks that are not numbered node by node.
         """
         groups: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts):
@@ -75,15 +74,14 @@ def measure_links(
 ) -> LinkMeasurements:
     """Measure latencies and rates between the ranks of `group`. Every rank calls this and gets the same result.
 
+    Refuse fewer than 2 ranks, and hosts with unequal numbers of ranks.
+
     Args:
         group: gloo with a CPU device, NCCL with this rank's CUDA device.
         device: the device of the messages.
         size: bytes of a message whose rate is measured.
         repeats: how often each message is sent; the median counts.
         host: the name of this rank's node; None for the host's name.
-
-    Raises:
-        ValueError: fewer than 2 ranks, or hosts with unequal numbers of ranks.
     """
     if dist.get_world_size(group) < 2:
         raise ValueError("group of 1 rank: expected at least 2 to measure links. Start more ranks.")
@@ -187,10 +185,7 @@ def to_cluster(measured: LinkMeasurements, name: str = "measured", device: Devic
 
     Within a node: a mesh if a rank that sends to all others together reaches most of the sum of its links' single
     rates, otherwise a switch. Between nodes: as many NICs as the ranks of a node together are faster than one of them
-    alone (rounded to a number that ranks share evenly).
-
-    Raises:
-        ValueError: see `LinkMeasurements.nodes`.
+    alone (rounded to a number that ranks share evenly). Refuse what `LinkMeasurements.nodes` refuses.
     """
     nodes = measured.nodes()
     m = len(nodes[0])

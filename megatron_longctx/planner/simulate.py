@@ -60,7 +60,7 @@ class Simulation:
 def simulate(
     plan: Plan, cluster: Cluster, target: Target | Workload, costs: Costs | None = None, *, timeline: bool = False
 ) -> Simulation:
-    """Simulate a forward or backward plan.
+    """Simulate a forward or backward plan. Refuse a cluster with too few ranks, or no figures for its device.
 
     Args:
         cluster: the ranks' cluster, with `plan.n` ranks or more; rank r of the plan is its rank r.
@@ -68,9 +68,6 @@ def simulate(
             supports full rectangles and causal squares, one per call.
         costs: None for those that `cluster.device` describes.
         timeline: record what every rank does when.
-
-    Raises:
-        ValueError: the cluster has too few ranks, or no figures for its device.
     """
     if cluster.n < plan.n:
         raise refuse("cluster", f"{cluster.name} of {cluster.n} ranks", f"{plan.n} or more", "Use cluster.resized().")

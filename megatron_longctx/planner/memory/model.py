@@ -85,11 +85,7 @@ class Prediction:
 
 
 def predict(job: Job) -> Prediction:
-    """Predict the peak of the rank that needs most.
-
-    Raises:
-        ValueError: `parallelism.schedule=auto`, or a plan that cannot be built.
-    """
+    """Predict the peak of the rank that needs most. Refuse `parallelism.schedule=auto`, and an impossible plan."""
     attention = attention_bytes(job)
     stages = [_stage(job, stage, attention) for stage in range(job.config.parallelism.pipeline_parallel_size)]
     largest = max(stages, key=lambda each: each.num_bytes)
@@ -188,8 +184,7 @@ def _resident(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ..
 def _kept(job: Job, stage: int, kinds: list[tuple[LayerBytes, int]]) -> tuple[Term, ...]:
     """Return what all layers keep from forward to backward, for all micro-batches in flight.
 
-    Args:
-        kinds: the stage's kinds of layers, with the number of each.
+    `kinds` are the stage's kinds of layers, with the number of each.
     """
     count, mode = job.num_layers * job.in_flight(stage), job.config.recompute.mode
     layer = kinds[0][0]

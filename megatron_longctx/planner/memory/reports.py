@@ -24,17 +24,11 @@ _CHUNK, _TILE = 4096, 16384
 
 
 def check(job: Job, capacity: int, host_capacity: int | None = None) -> str | None:
-    """Refuse a job whose live tensors alone do not fit.
+    """Refuse a job whose live tensors alone do not fit, with settings that do. Return a warning if little is left.
 
     Args:
         capacity: bytes of a rank's device.
         host_capacity: bytes of host memory per rank; None if unknown.
-
-    Returns:
-        a warning if little memory is left, else None.
-
-    Raises:
-        ValueError: names the required memory and the settings to change.
     """
     prediction = predict(job)
     needed, on_host, train = prediction.num_bytes, prediction.host_bytes, job.config.train
@@ -66,10 +60,8 @@ def check(job: Job, capacity: int, host_capacity: int | None = None) -> str | No
 def max_length(job: Job, capacity: int) -> int:
     """Return the longest `data.seq_length` whose step fits, or 0 if none does.
 
-    It is a multiple of the lengths that divide evenly among the ranks, and at most `MAX_TOKENS`.
-
-    Args:
-        capacity: bytes for live tensors.
+    It is a multiple of the lengths that divide evenly among the ranks, and at most `MAX_TOKENS`. `capacity` is the
+    bytes for live tensors.
     """
     par = job.config.parallelism
     unit = math.lcm(2 * par.context_parallel_size * par.tensor_parallel_size, token_unit(job.config))
@@ -184,8 +176,7 @@ def _size(num_bytes: int) -> str:
 def planned_job(config: Config) -> Job:
     """Return the job of a configuration, with one data-parallel rank if it does not set their number.
 
-    Raises:
-        ValueError: the size of the vocabulary is unknown without the tokenizer.
+    Refuse a vocabulary whose size is unknown without the tokenizer.
     """
     model = config.model
     if model.vocab_size is None and config.data.tokenizer != "byte-level":
@@ -207,14 +198,8 @@ def brief(config: Config) -> list[str]:
 def show(config: Config, picture: Path | None, device_gib: float | None = None) -> bool:
     """Print every term of the configured mode and whether a device can hold a step; draw all modes into `picture`.
 
-    Args:
-        device_gib: memory of a device; None for that of `parallelism.cluster`, if it gives one.
-
-    Returns:
-        False if a step is known not to fit.
-
-    Raises:
-        ValueError: a plan that cannot be built, or an unknown vocabulary size.
+    `device_gib` is the memory of a device; None for that of `parallelism.cluster`, if it gives one. Return False if a
+    step is known not to fit. Refuse a plan that cannot be built, and an unknown vocabulary size.
     """
     job, capacity = planned_job(config), _capacity(config, device_gib)
     print(report(job))
@@ -230,11 +215,7 @@ def show(config: Config, picture: Path | None, device_gib: float | None = None) 
 def show_max_length(config: Config, device_gib: float | None) -> None:
     """Print the longest sequence that fits, for every recompute mode.
 
-    Args:
-        device_gib: memory of a device; None for that of `parallelism.cluster`.
-
-    Raises:
-        ValueError: neither is given.
+    `device_gib` is the memory of a device; None for that of `parallelism.cluster`. Refuse if neither is given.
     """
     job, device = planned_job(config), _capacity(config, device_gib)
     if device is None:
@@ -293,12 +274,8 @@ def _title(job: Job) -> str:
 def draw(bars: Sequence[tuple[str, Prediction]], path: Path, title: str, capacity: int | None = None) -> None:
     """Write a picture with one stacked bar per prediction; a term has the same colour in all bars.
 
-    Args:
-        bars: names and predictions, from the top down.
-        capacity: bytes of a device, drawn as a line.
-
-    Raises:
-        OSError: `path` cannot be written.
+    `bars` are names and predictions, from the top down, and `capacity` is the bytes of a device, drawn as a line.
+    Raises OSError: `path` cannot be written.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
