@@ -29,16 +29,10 @@ _TOGETHER = "tokens of the prompt and inference.max_new_tokens"
 
 
 def generate(words: Sequence[str], chat: bool = False) -> None:
-    """Run the verb.
+    """Run the verb: `checkpoint=RUN`, `prompt=TEXT` or `prompt_file=FILE`, `iteration=N`, and settings over the run's.
 
-    Args:
-        words: `checkpoint=RUN`, `prompt=TEXT` or `prompt_file=FILE`, `iteration=N`, and settings that override the
-            run's.
-        chat: read turns from standard input instead of a prompt.
-
-    Raises:
-        ValueError: words, the checkpoint, the chat template or sizes cannot be used, or the prompt does not fit.
-        JobFailed: another rank ended.
+    With `chat`, read turns from standard input instead of a prompt. Refuse what cannot be used, and a prompt that does
+    not fit. Raises JobFailed: another rank ended.
     """
     start(forks.checked(_job_of, words, chat), _converse)
 
@@ -110,24 +104,19 @@ def _converse(job: InferenceJob, groups: Any) -> None:
 
 @dataclass
 class _Conversation:
-    """One conversation, formatted by the chat's template; without a template, turns simply follow each other.
-
-    Attributes:
-        tokens: of all turns and answers.
-    """
+    """One conversation, formatted by the chat's template; without a template, turns simply follow each other."""
 
     scheduler: Scheduler
     tokenizer: Any
     chat: Chat
     sampling: Sampling
     messages: list[ChatMessage] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # of all turns and answers
 
     def answer(self, text: str) -> None:
         """Answer a turn; rank 0 prints the answer and a summary.
 
-        Raises:
-            ValueError: the turn or its answer does not fit; the conversation is as before.
+        Raises ValueError: the turn or its answer does not fit; the conversation is as before.
         """
         begin = time.perf_counter()
         messages = [*self.messages, {"role": "user", "content": text.rstrip("\n")}]

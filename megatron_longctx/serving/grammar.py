@@ -45,8 +45,7 @@ _LIBRARIES = ("byte-level", "huggingface")
 class Grammars:
     """Compiles grammars for a tokenizer and keeps the latest. See `inference.session.Grammars`.
 
-    Raises:
-        ValueError: xgrammar is not installed, or the tokenizer's tokens are not known as bytes.
+    Refuse a tokenizer whose tokens are not known as bytes, and any if xgrammar is not installed.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -69,8 +68,7 @@ class Grammars:
     def compile(self, grammar: str) -> Any:
         """Compile a grammar: a JSON object with `json`, a schema, `regex` or `choice`.
 
-        Raises:
-            ValueError: it is too long, or xgrammar refuses it.
+        Refuse one that is too long, or that xgrammar refuses.
         """
         if len(grammar) > _MAX_CHARS:
             raise refuse("grammar", f"{len(grammar)} characters", f"at most {_MAX_CHARS}", "Shorten it.")

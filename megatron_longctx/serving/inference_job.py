@@ -61,16 +61,12 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class InferenceJob:
-    """A model to run.
-
-    Attributes:
-        options: the verb's own.
-    """
+    """A model to run."""
 
     config: Config
     checkpoints: Path
     iteration: int | None = None
-    options: Any = None
+    options: Any = None  # the verb's own
 
     @property
     def world_size(self) -> int:
@@ -89,8 +85,7 @@ Work = Callable[[InferenceJob, Any], None]
 def split_arguments(words: Sequence[str], own_keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Split words into the verb's own, by key, and settings. A plain word, as `runs/first`, is the `checkpoint`.
 
-    Raises:
-        ValueError: an own word that is given twice, or a setting of an unknown name.
+    Refuse an own word that is given twice, and a setting of an unknown name.
     """
     own: dict[str, str] = {}
     settings = []
@@ -109,7 +104,7 @@ def split_arguments(words: Sequence[str], own_keys: Sequence[str]) -> tuple[dict
 
 
 def refuse_unread(settings: Sequence[str]) -> None:
-    """Raise ValueError for settings of attention that only training reads."""
+    """Refuse settings of attention that only training reads."""
     for word in settings:
         key, _, value = word.partition("=")
         if key == "attention.transport":
@@ -122,8 +117,7 @@ def refuse_unread(settings: Sequence[str]) -> None:
 def checkpoint_of(own: Mapping[str, str]) -> tuple[Path, int | None]:
     """Return the folder and the number of `checkpoint=RUN` and `iteration=N`; `best` is that of `train.keep_best`.
 
-    Raises:
-        ValueError: `checkpoint` is missing, or `iteration` is not a number, or there is no best one.
+    Refuse if `checkpoint` is missing, `iteration` is not a number, or there is no best one.
     """
     if not own.get("checkpoint"):  # an empty one would be the current folder
         raise refuse("checkpoint", "", "RUN or checkpoint=RUN, a run's folder", "Give runs/NAME of a training run.")
@@ -144,13 +138,9 @@ def build_job(
     options: Any = None,
     adapted: Callable[[Config], Config] = inference_config,
 ) -> InferenceJob:
-    """Return the job of `checkpoint=RUN` and `iteration=N`, checked as far as one process can.
+    """Return the job of `checkpoint=RUN` and `iteration=N`. Refuse what cannot be used, as far as one process can tell.
 
-    Args:
-        adapted: adapts the run's configuration, with the settings applied, to the verb.
-
-    Raises:
-        ValueError: the checkpoint, settings or sizes cannot be used.
+    `adapted` adapts the run's configuration, with the settings applied, to the verb.
     """
     run, iteration = checkpoint_of(own)
     for key, _, value in (word.partition("=") for word in settings if word.startswith(_UNREAD)):
@@ -182,9 +172,7 @@ def build_job(
 def start(job: InferenceJob, work: Work) -> None:
     """Run `work` on every rank, on this host or as torchrun or Slurm has started them.
 
-    Raises:
-        ValueError: `work` raised it on all ranks.
-        JobFailed: another rank ended.
+    Raises ValueError: `work` raised it on all ranks. Raises JobFailed: another rank ended.
     """
     if job.config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

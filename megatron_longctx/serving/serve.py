@@ -56,15 +56,10 @@ logger = logging.getLogger(__name__)
 
 
 def serve(words: Sequence[str]) -> None:
-    """Run the verb until SIGINT or SIGTERM.
+    """Run the verb until SIGINT or SIGTERM: `checkpoint=RUN`, `iteration=N`, and settings over the run's.
 
-    Args:
-        words: `checkpoint=RUN`, `iteration=N`, and settings that override the run's.
-
-    Raises:
-        ValueError: packages are not installed; words, the checkpoint, the chat template or sizes cannot be used; the
-            address is not a loopback address and there is no API key, or the port is taken.
-        JobFailed: another rank ended.
+    Refuse missing packages, and words, a checkpoint, a chat template or sizes that cannot be used. Refuse a port that
+    is taken, and an address other than a loopback address without an API key. Raises JobFailed: another rank ended.
     """
     job: InferenceJob = forks.checked(job_of, words)
     place = RankInfo.from_environment(os.environ)

@@ -53,8 +53,7 @@ class Access:
 def build_access(settings: ServeConfig, environment: Mapping[str, str]) -> Access:
     """Return the conditions of a server with these settings.
 
-    Raises:
-        ValueError: a key file has no keys, or the address is not a loopback address and there are no keys.
+    Refuse a key file without keys, and an address that is not a loopback address if there are no keys.
     """
     keys = _keys(settings.api_keys, environment)
     local = is_loopback(settings.host)

@@ -57,10 +57,7 @@ class Inbox:
     ) -> list[int] | None:
         """Add requests and return their numbers, or None if there are too many already.
 
-        Args:
-            answers: prompt, sampling and stream of each.
-            salt: identifies the client.
-            listen: receives their events.
+        `answers` are the prompt, sampling and stream of each. `salt` identifies the client; `listen` receives events.
         """
         with self._lock:
             if len(self._listeners) + len(answers) > self.max_waiting or self.stopping:

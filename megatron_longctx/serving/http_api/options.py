@@ -109,9 +109,7 @@ def read_sampling(
 ) -> Sampling:
     """Return how to draw the answers.
 
-    Args:
-        default_tokens: the most tokens of an answer if the body does not say.
-        ends: the tokens that end an answer unless the body ignores them.
+    `default_tokens` are the most of an answer if the body does not say; `ends` end it unless the body ignores them.
     """
     key = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     stops = body.get("stop_token_ids") or []

@@ -97,11 +97,7 @@ class Model:
         return _OTHER_BYTES + 16 * self.max_token_chars * self.limits.tokens
 
     def check_chars(self, chars: int) -> None:
-        """Refuse a text that is too long for any tokenization, before tokenizing costs time that all requests share.
-
-        Raises:
-            ApiError: it is too long.
-        """
+        """Raise ApiError for a text too long for any tokenization, before it costs time that all requests share."""
         most = None if self.max_token_chars is None else self.max_token_chars * self.limits.prompt
         if most is not None and chars > most:
             expected = (
@@ -236,10 +232,7 @@ def _object(data: bytes, max_tokens: int) -> dict[str, Any]:
 def _check_parts(text: str, max_tokens: int) -> None:
     """Refuse JSON with more values than any request needs. `json.loads` holds Python's lock until it has made all of
     them: ten million bytes of keys take it seconds, in which no other request gets a token. This loop lets others run.
-
-    Raises:
-        ApiError: it has too many.
-        ValueError: it is not JSON.
+    Raises ApiError: it has too many. Raises ValueError: it is not JSON.
     """
     at = parts = commas = 0
     while (found := _NEXT_PART.search(text, at)) is not None:

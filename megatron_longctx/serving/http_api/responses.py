@@ -84,8 +84,7 @@ class Answer:
     def add(self, event: Event) -> Choice | None:
         """Add an event and return the choice that it belongs to; None if that has ended already.
 
-        Raises:
-            ApiError: the request was refused, has failed, or was ended by the server.
+        Raises ApiError: the request was refused, has failed, or was ended by the server.
         """
         choice = self._of_number[event.number]
         choice.running = choice.running and event.finish_reason is None
