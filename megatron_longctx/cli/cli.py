@@ -55,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Settings may be anywhere among options; argparse alone allows one group of them.
 
-    Raises:
-        SystemExit: 2 for wrong usage, 0 after help or the version.
+    Raises SystemExit: 2 for wrong usage, 0 after help or the version.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser()

@@ -189,7 +189,6 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
 
     Args:
         picture: file for all recompute modes; an empty path to print only; None to omit the step.
-        longest: print the longest sequences.
         device_gib: memory of a device; None for the cluster's.
     """
     config = _with_mode(config)

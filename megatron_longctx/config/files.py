@@ -31,9 +31,7 @@ def write_text(path: Path, text: str) -> None:
 def read_bytes(path: Path, most: int) -> bytes:
     """Return the content of a file from an untrusted source, which may be a device or a pipe without an end.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a regular file, or has more than `most` bytes.
+    Raises ValueError: it is not a regular file, or has more than `most` bytes. Raises OSError: it cannot be read.
     """
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
@@ -61,12 +59,10 @@ def bundled(name: str) -> Path:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the mappings, lists, text and numbers of a YAML file from an untrusted source.
+    """Return the mappings, lists, text and numbers of a YAML file from an untrusted source, or raise OSError.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is large, deep, not UTF-8 or not YAML, or it contains expressions: anchors, whose aliases
-            multiply, or `${…}`, which reads the environment.
+    Raises ValueError: it is large, deep, not UTF-8 or not YAML, or it contains expressions: anchors, whose aliases
+    multiply, or `${…}`, which reads the environment.
     """
     return deepcopy(_values(read_bytes(path, _MAX_YAML_BYTES).decode()))
 

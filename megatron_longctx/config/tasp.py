@@ -227,10 +227,8 @@ def row_complete_latin_square(m: int) -> tuple[Vertices, ...]:
 def rainbow_path(cycles: Sequence[Sequence[int]]) -> Vertices:
     """Return a Hamiltonian path with exactly one arc in each of the n-1 `cycles`, which must decompose K*_n.
 
-    The search goes on with the vertex that has fewest ways to leave it, and turns back where there is none.
-
-    Raises:
-        StopIteration: there is no such path (n = 3 and 5).
+    The search goes on with the vertex that has fewest ways to leave it, and turns back where there is none. Raises
+    StopIteration: there is no such path (n = 3 and 5).
     """
     number = {arc: i for i, cycle in enumerate(cycles) for arc in pairwise((*cycle, cycle[0]))}
 

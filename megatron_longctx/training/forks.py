@@ -109,9 +109,7 @@ def checked(fn: Callable[..., Any], *args: Any) -> Any:
 def in_fork(fn: Callable[..., Any], *args: Any) -> Any:
     """Return the result of `fn(*args)`, which can be pickled, computed in a fork: this process stays as it is.
 
-    Raises:
-        ValueError, OSError, ImportError: what `fn` raised.
-        JobFailed: the fork ended otherwise.
+    Raise a ValueError, OSError or ImportError of `fn` here. Raises JobFailed: the fork ended otherwise.
     """
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)

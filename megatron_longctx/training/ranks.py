@@ -104,8 +104,7 @@ class RankProcesses:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all have ended. Return whether they have, within `timeout` seconds.
 
-        Raises:
-            RankFailed: one ended with an error, the first that was seen; the others may still run.
+        Raises RankFailed: one ended with an error, the first that was seen; the others may still run.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -177,6 +176,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(rank, *args)` in `world_size` new processes that form a process group, and return the results by rank.
 
+    Raises RankFailed: the first rank that failed, with its traceback. Raises TimeoutError: the ranks did not end in
+    time and were killed.
+
     Args:
         fn: a picklable (module-level) function.
         timeout: in seconds, for each collective and for the whole run.
@@ -184,10 +186,6 @@ def run_ranks(
         threads: the number of CPU threads per rank; None for an equal share of the cores.
         start_method: `spawn`, or `forkserver` for ranks that start with the modules that the server has imported.
         doing: what lines of progress say that the ranks do; none without it.
-
-    Raises:
-        RankFailed: the first rank that failed, with its traceback.
-        TimeoutError: the ranks did not end in time and were killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         listener = listen()

@@ -103,10 +103,8 @@ def connect_store(port: int, timeout_s: float, host: str = LOOPBACK) -> TCPStore
 def rendezvous_store(place: RankInfo, timeout_s: float) -> Store | None:
     """Return the store at `place.store_address`, which rank 0 hosts, or torchrun's store; None if there is neither.
 
-    Raises:
-        ValueError: other hosts cannot reach the address, or its port is taken.
-        OSError: the address does not belong to rank 0's host.
-        RuntimeError: this rank could not connect in time.
+    Refuse an address that other hosts cannot reach, or whose port is taken. Raises OSError: it does not belong to rank
+    0's host. Raises RuntimeError: this rank could not connect in time.
     """
     if place.store_address is None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -137,14 +135,10 @@ def join_group(place: RankInfo, store: Store | None, timeout_s: float, cuda: boo
     """Join the job's process group: NCCL on GPUs, gloo on CPUs.
 
     On one host, both listen on loopback only. On several hosts, gloo listens on the interface that leads to the first
-    host. The environment may name other interfaces.
+    host. The environment may name other interfaces. Refuse a host without an interface that the others clearly reach.
 
-    Args:
-        store: the store of the rendezvous; None to use torch's environment variables.
-
-    Raises:
-        ValueError: it is not clear which interface of this host the others reach.
-        RuntimeError: the other ranks did not join in time.
+    `store` is that of the rendezvous; None to use torch's environment variables. Raises RuntimeError: the other ranks
+    did not join in time.
     """
     if place.single_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

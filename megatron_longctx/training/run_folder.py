@@ -154,9 +154,7 @@ class RunLock:
     It is an `flock` of a file that names its holder. It is held until `release`, or until all processes that have it
     have ended. Pickling passes it to a process being started, so ranks that outlive their launcher keep others out.
 
-    Raises:
-        ValueError: another job holds it; the message names that job.
-        OSError: the file cannot be opened.
+    Refuse one that another job holds, and name that job. Raises OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
