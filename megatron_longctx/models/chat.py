@@ -25,18 +25,12 @@ ChatMessage = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """The format of conversations.
+    """The format of conversations."""
 
-    Attributes:
-        template: None: plain text, with one message per line.
-        variables: given to the template in addition to the messages.
-        stop_tokens, stop_texts: the end of a reply in the template, as a token if it is a single one, else as text.
-    """
-
-    template: ChatTemplate | None = None
-    variables: Mapping[str, str] | None = None
-    stop_tokens: tuple[int, ...] = ()
-    stop_texts: tuple[str, ...] = ()
+    template: ChatTemplate | None = None  # None: plain text, with one message per line
+    variables: Mapping[str, str] | None = None  # given to the template in addition to the messages
+    stop_tokens: tuple[int, ...] = ()  # the end of a reply in the template, if it is a single token
+    stop_texts: tuple[str, ...] = ()  # else as text
 
     def text(self, messages: Sequence[ChatMessage], reply: bool = True, tools: Sequence[Any] = ()) -> str:
         """Return the text of a conversation. Raises ValueError: the template refuses the messages, or fails on them.

@@ -130,15 +130,10 @@ def write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Frequencies:
-    """The frequencies of rotated pairs.
+    """The frequencies of rotated pairs."""
 
-    Attributes:
-        inverse: radians per token, fp32 `[d / 2]`.
-        attention_factor: a factor for cosines and sines, and thereby for queries and keys.
-    """
-
-    inverse: Tensor
-    attention_factor: float = 1.0
+    inverse: Tensor  # radians per token, fp32 `[d / 2]`
+    attention_factor: float = 1.0  # a factor for cosines and sines, and thereby for queries and keys
 
     def to(self, device: torch.device) -> Frequencies:
         return Frequencies(self.inverse.to(device), self.attention_factor)

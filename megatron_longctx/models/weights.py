@@ -16,15 +16,10 @@ _LAYER = "{layer}"
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes of a model.
+    """Sizes of a model."""
 
-    Attributes:
-        model: `vocab_size` is the number of rows of Megatron's embedding.
-        vocab: the number of rows of the published embedding, which has no padding.
-    """
-
-    model: ModelConfig
-    vocab: int
+    model: ModelConfig  # `vocab_size` is the number of rows of Megatron's embedding
+    vocab: int  # the number of rows of the published embedding, which has no padding
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -178,25 +173,18 @@ TRANSPOSED_EXPERTS, TRANSPOSED_EXPERTS_GATE_UP = _transposed_experts, _interleav
 class Weight:
     """A parameter, or with `{layer}` in its name one of every layer, and the published tensors that it consists of.
 
-    Attributes:
-        name: in Megatron's distributed checkpoints, the same for local and TransformerEngine layers: a layer's input
-            norm is `…self_attention.linear_qkv.layer_norm_weight`, the norm before its MLP
-            `…mlp.linear_fc1.layer_norm_weight`.
-        published: names in safetensors files. A tensor belongs to one weight.
-        shape: of the parameter, over all tensor-parallel ranks, as names in `Dims.sizes`.
-        form: how the parameter consists of the published tensors.
-        in_expert_layers: True: only layers of experts have it; False: only dense layers; None: all layers.
-        in_recurrent_layers: the same of recurrent layers, and of layers with attention.
-        stacked: the published name of the parameter as it is, in files that do not divide it by expert.
+    `name` is that in Megatron's distributed checkpoints, the same for local and TransformerEngine layers: a layer's
+    input norm is `…self_attention.linear_qkv.layer_norm_weight`, the norm before its MLP
+    `…mlp.linear_fc1.layer_norm_weight`.
     """
 
     name: str
-    published: tuple[str, ...]
-    shape: tuple[str, ...]
-    form: Form = UNCHANGED
-    in_expert_layers: bool | None = None
-    in_recurrent_layers: bool | None = None
-    stacked: str | None = None
+    published: tuple[str, ...]  # names in safetensors files; a tensor belongs to one weight
+    shape: tuple[str, ...]  # of the parameter, over all tensor-parallel ranks, as names in `Dims.sizes`
+    form: Form = UNCHANGED  # how the parameter consists of the published tensors
+    in_expert_layers: bool | None = None  # True: only layers of experts have it; False: only dense layers; None: all
+    in_recurrent_layers: bool | None = None  # the same of recurrent layers, and of layers with attention
+    stacked: str | None = None  # the published name of the parameter as it is, in files that do not divide it by expert
 
     def found_in(self, names: Iterable[str]) -> Weight:
         """Return this weight as files with tensors of these names have it."""

@@ -18,18 +18,13 @@ ANY_HOST = "*"
 
 @dataclass(frozen=True)
 class Access:
-    """The conditions for a request.
+    """The conditions for a request."""
 
-    Attributes:
-        keys: the API keys; if there are none, no key is needed.
-        hosts: the names in lower case by which clients may call the server; `*` for any. They stop a page of another
-            site whose name resolves to this host, because its browser sends that name.
-        loopback: whether the names and addresses of this host itself are allowed, too.
-    """
-
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # the API keys; if there are none, no key is needed
+    # The names in lower case by which clients may call the server; `*` for any. They stop a page of another site whose
+    # name resolves to this host, because its browser sends that name.
     hosts: frozenset[str] = frozenset({ANY_HOST})
-    loopback: bool = True
+    loopback: bool = True  # whether the names and addresses of this host itself are allowed, too
 
     def client(self, authorization: bytes) -> int | None:
         """Return the number of the client with this header, from 1 on; 0 if no key is needed; None for no valid key."""

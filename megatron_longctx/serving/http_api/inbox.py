@@ -16,19 +16,12 @@ _HEARTBEAT_S = 2.0  # the longest that other ranks wait for rank 0
 
 @dataclass
 class Inbox:
-    """The open requests of the server.
+    """The open requests of the server."""
 
-    Attributes:
-        max_waiting: the most open requests.
-        stalled_s: the seconds without a beat after which a round counts as stalled.
-        last_beat: the latest progress of the round in progress, by `time.monotonic`; None between rounds.
-        stopping: whether the server is shutting down.
-    """
-
-    max_waiting: int
-    stalled_s: float = math.inf
-    last_beat: float | None = None
-    stopping: bool = False
+    max_waiting: int  # the most open requests
+    stalled_s: float = math.inf  # the seconds without a beat after which a round counts as stalled
+    last_beat: float | None = None  # the round's latest progress, by `time.monotonic`; None between rounds
+    stopping: bool = False  # whether the server is shutting down
 
     def __post_init__(self) -> None:
         # Requests, and the numbers of cancelled ones. A signal handler may put into a `SimpleQueue`.

@@ -66,27 +66,18 @@ _NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("tool_calls"
 
 @dataclass(frozen=True)
 class Model:
-    """The model that is served.
-
-    Attributes:
-        stop_token: the token that ends a text; None if there is none.
-        default_tokens: the most tokens of an answer if the request does not say.
-        limits: of a single request.
-        max_token_chars: the most characters that a token can stand for; None if unknown.
-        begin: tokens in front of a text. Chats have theirs from the template; lists of tokens contain their own.
-        check_grammar: raises ValueError for a grammar that cannot be used.
-    """
+    """The model that is served."""
 
     name: str
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[Sequence[int]], str]
-    stop_token: int | None
+    stop_token: int | None  # ends a text; None if there is none
     chat: Chat
-    default_tokens: int
-    limits: RequestLimits
-    max_token_chars: int | None = None
-    begin: tuple[int, ...] = ()
-    check_grammar: Callable[[str], Any] = str
+    default_tokens: int  # the most tokens of an answer if the request does not say
+    limits: RequestLimits  # of a single request
+    max_token_chars: int | None = None  # the most characters that a token can stand for; None if unknown
+    begin: tuple[int, ...] = ()  # in front of a text; chats have theirs from the template, lists of tokens their own
+    check_grammar: Callable[[str], Any] = str  # raises ValueError for a grammar that cannot be used
 
     @property
     def max_bytes(self) -> float:
@@ -108,29 +99,20 @@ class Model:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A checked request.
-
-    Attributes:
-        texts: of prompts, in front of their answers; empty without `echo`.
-        stops: texts that end an answer.
-        usage: whether a stream ends with the usage.
-        n, best_of: the answers to return and to generate, for each prompt.
-        logprobs, prompt_logprobs: of the body, the likeliest tokens to show for each token; None for none.
-        tools: the format of calls in answers; None if the model has not been offered any tools.
-    """
+    """A checked request."""
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: Sampling
-    stops: tuple[str, ...]
+    stops: tuple[str, ...]  # texts that end an answer
     stream: bool
-    usage: bool
+    usage: bool  # whether a stream ends with the usage
     chat: bool
-    texts: tuple[str, ...] = ()
-    n: int = 1
-    best_of: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    tools: Format | None = None
+    texts: tuple[str, ...] = ()  # of prompts, in front of their answers; empty without `echo`
+    n: int = 1  # the answers to return for each prompt
+    best_of: int = 1  # the answers to generate for each prompt
+    logprobs: int | None = None  # of the body: the likeliest tokens to show for each token; None for none
+    prompt_logprobs: int | None = None  # the same for prompts
+    tools: Format | None = None  # the format of calls in answers; None if the model has not been offered any tools
 
     @property
     def answers(self) -> list[tuple[tuple[int, ...], Sampling, int]]:

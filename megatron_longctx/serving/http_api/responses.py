@@ -16,33 +16,23 @@ from .parsing import Model, ParsedRequest
 
 @dataclass
 class Choice:
-    """One answer to a prompt.
+    """One answer to a prompt."""
 
-    Attributes:
-        index: among the answers that are returned.
-        running: whether the ranks still work on it.
-        finish_reason: None while it runs.
-        new: the text that the latest event has completed.
-        latest: of its tokens, the score of the latest, which may be a stop token.
-        measure: the text of tokens with scores, apart from stop texts.
-        length: of the text before them, and of theirs.
-    """
-
-    index: int
+    index: int  # among the answers that are returned
     stream: TextStream
-    measure: TextStream
+    measure: TextStream  # the text of tokens with scores, apart from stop texts
     prompt: Sequence[int]
     echo: str
-    length: int
-    running: bool = True
-    finish_reason: str | None = None
+    length: int  # of the text before them, and of theirs
+    running: bool = True  # whether the ranks still work on it
+    finish_reason: str | None = None  # None while it runs
     num_tokens: int = 0
     cached_tokens: int = 0
     text: str = ""
-    new: str = ""
+    new: str = ""  # the text that the latest event has completed
     begun: bool = False
     scores: list[Score] = field(default_factory=list)
-    latest: list[Score] = field(default_factory=list)
+    latest: list[Score] = field(default_factory=list)  # of its tokens, the score of the latest, maybe a stop token
     prompt_scores: Sequence[Score] | None = None
 
     @property
@@ -52,20 +42,14 @@ class Choice:
 
 @dataclass
 class Answer:
-    """The answer to a request in progress.
-
-    Attributes:
-        numbers: of the ranks' requests, prompt after prompt, `best_of` for each.
-        cancel: ends one of these.
-        times: by `time.monotonic`, of its arrival, its first and its latest token.
-    """
+    """The answer to a request in progress."""
 
     model: Model
     request: ParsedRequest
-    numbers: Sequence[int]
-    cancel: Callable[[int], None]
+    numbers: Sequence[int]  # of the ranks' requests, prompt after prompt, `best_of` for each
+    cancel: Callable[[int], None]  # ends one of these
     created: int = field(default_factory=lambda: int(time.time()))
-    times: list[float] = field(default_factory=lambda: [time.monotonic()])
+    times: list[float] = field(default_factory=lambda: [time.monotonic()])  # of its arrival, first and latest token
 
     def __post_init__(self) -> None:
         request = self.request
