@@ -51,19 +51,14 @@ _T = TypeVar("_T")
 
 @dataclass
 class Api:
-    """The interface's routes and what they need.
-
-    Attributes:
-        timeout_s: the time limit for sending a body.
-        origins: of web pages that may call the server.
-    """
+    """The interface's routes and what they need."""
 
     model: Model
     inbox: Inbox
     max_body_bytes: int
-    timeout_s: float
+    timeout_s: float  # the time limit for sending a body
     access: Access = field(default_factory=Access)
-    origins: Sequence[str] = ()
+    origins: Sequence[str] = ()  # of web pages that may call the server
     metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self) -> None:
@@ -133,7 +128,8 @@ class Api:
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        self._require_ranks()
+        if self.inbox.stalled and not self.inbox.stopping:
+            raise ApiError(503, "the ranks do not answer: one of them hangs, or computes for long", "server_error")
         count, most = len(parsed.prompts) * parsed.best_of, self.inbox.max_waiting
         if count > most:
             raise ApiError(400, f"the body asks for {count} answers: expected at most {most}")
@@ -173,10 +169,6 @@ class Api:
                 return await run_in_threadpool(parse_request, self.model, body, chat)
             finally:
                 await asyncio.sleep(time.monotonic() - began)
-
-    def _require_ranks(self) -> None:
-        if self.inbox.stalled and not self.inbox.stopping:
-            raise ApiError(503, "the ranks do not answer: one of them hangs, or computes for long", "server_error")
 
     async def _finish(self, answer: Answer, events: asyncio.Queue[Event]) -> None:
         while not answer.finished:
