@@ -40,10 +40,10 @@ def calibration_path(device: str, ranks: int, workload: Workload, transport: str
     return (folder or cache_folder()) / f"{name}-{ranks}ranks-{transport}-{shape}.json"
 
 
-def find_calibration(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:
+def find_calibration(device: str, ranks: int, workload: Workload, transport: str) -> Path:
     """Return the file for a configured transport. On GPUs, `auto` is the first transport with a file."""
     names = (transport,) if transport != "auto" else ("p2p",) if device == "cpu" else ("peer", "p2p")
-    paths = [calibration_path(device, ranks, workload, name, folder) for name in names]
+    paths = [calibration_path(device, ranks, workload, name) for name in names]
     return next((path for path in paths if path.is_file()), paths[0])
 
 
@@ -68,10 +68,8 @@ def load_calibration(path: Path) -> Calibration:
         parts = {"cluster": cluster_from(found["cluster"]), "workload": Workload(**found["workload"])}
         return Calibration(**{**found, **parts, "costs": Costs(**costs)})
     except FileNotFoundError:
-        raise ValueError(
-            f"{path}: expected a calibration. Run `megatron-longctx calibrate` with the same settings."
-        ) from None
+        remedy = "Run `megatron-longctx calibrate` with the same settings."
+        raise ValueError(f"{path}: expected a calibration. {remedy}") from None
     except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: expected a calibration of version {_VERSION} ({error}). Run `megatron-longctx calibrate` again."
-        ) from None
+        expected = f"expected a calibration of version {_VERSION} ({error})"
+        raise ValueError(f"{path}: {expected}. Run `megatron-longctx calibrate` again.") from None
