@@ -173,7 +173,7 @@ def _evaluate(job: InferenceJob, groups: Any) -> None:
 def logprobs(words: Sequence[str]) -> None:
     """Run the verb: `checkpoint=RUN data=PREFIX out=FILE.jsonl`, `iteration=N`, and settings over the run's."""
     job: InferenceJob = forks.checked(logprobs_job, words)
-    job.options[1].parent.mkdir(parents=True, exist_ok=True)
+    job.options.parent.mkdir(parents=True, exist_ok=True)
     start(job, _compute)
 
 
@@ -192,16 +192,15 @@ def logprobs_job(words: Sequence[str]) -> InferenceJob:
     config, _ = auto.resolve_schedule(replace(job.config, data=data, train=train))
     _check_data(config)
     check_packs(config)
-    return replace(job, config=config, options=(config, out))
+    return replace(job, config=config, options=out)
 
 
 def _compute(job: InferenceJob, groups: Any) -> None:
     """Compute, on every rank. Rank 0 writes the file, which gets its name when it is complete."""
-    config, out = job.options
-    assert isinstance(config, Config)
+    out: Path = job.options
     part, count, writes = out.with_suffix(".partial"), 0, dist.get_rank() == 0
     with part.open("w") if writes else nullcontext() as file, Progress("computing", 0, "packs", writes) as progress:
-        model = LossesByPosition(config, groups, job.checkpoints, job.iteration)
+        model = LossesByPosition(job.config, groups, job.checkpoints, job.iteration)
         for batch, values in progress.each(model.logprobs()):
             if file is not None:
                 found = list(branches(batch, values[:, 0].tolist()))
