@@ -191,7 +191,6 @@ def finish(own: Section, lasts: Tensor, first: int, rank: int) -> Tensor:
     Args:
         lasts: `Section.last` of all ranks, stacked in the first dimension.
         first: the rank on which this section's first document begins.
-        rank: this rank.
     """
     if own.queries is None:
         return own.out
@@ -205,9 +204,7 @@ def finish(own: Section, lasts: Tensor, first: int, rank: int) -> Tensor:
 def joined(lasts: Tensor, columns: int) -> Tensor:
     """Return the state `[b, h, k, v]` after sections of a document, the first of which begins it.
 
-    Args:
-        lasts: their `Section.last`, stacked in the first dimension.
-        columns: v.
+    `lasts` are their `Section.last`, stacked in the first dimension, and `columns` is v.
     """
     state, *later = lasts.unbind(0)
     state = state[..., :columns]

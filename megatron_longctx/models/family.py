@@ -20,30 +20,23 @@ _NO_EFFECT = (
 
 @dataclass(frozen=True)
 class Family:
-    """A family of published models.
+    """A family of published models."""
 
-    Attributes:
-        name: `model_type` in `config.json`.
-        architectures: its classes in `transformers`; exports name the first.
-        read: converts fields to keys of `ModelConfig`. It reads every field that it supports, except `constants`,
-            `vocab_size`, `max_position_embeddings`, `initializer_range` and the harmless fields of all families, which
-            are read for it. Fields that stay unread are refused.
-        write: converts a model to the fields that `read` reads, with every field whose default in `transformers`
-            differs. It may ignore keys that it cannot express: the result is read back and compared.
-        weights: returns the weights of a model of this family.
-        constants: fields with a single supported value, which is the default of `transformers`.
-        keys: keys of `ModelConfig` with the same value in all models of this family.
-        dropped: beginnings of names of published tensors that a model does not need; imports leave them out.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
+    name: str  # `model_type` in `config.json`
+    architectures: tuple[str, ...]  # its classes in `transformers`; exports name the first
+    # Converts fields to keys of `ModelConfig`. It reads every field that it supports, except `constants`, `vocab_size`,
+    # `max_position_embeddings`, `initializer_range` and the harmless fields of all families, which are read for it.
+    # Fields that stay unread are refused.
     read: Callable[[Fields], dict[str, Any]]
+    # Converts a model to the fields that `read` reads, with every field whose default in `transformers` differs. It may
+    # ignore keys that it cannot express: the result is read back and compared.
     write: Callable[[ModelConfig], dict[str, Any]]
-    weights: Callable[[ModelConfig], Sequence[Weight]]
+    weights: Callable[[ModelConfig], Sequence[Weight]]  # of a model of this family
+    # Fields with a single supported value, which is the default of `transformers`.
     constants: Mapping[str, Any] = field(default_factory=dict)
+    # Keys of `ModelConfig` with the same value in all models of this family.
     keys: Mapping[str, Any] = field(default_factory=dict)
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()  # beginnings of names of published tensors that no model needs; imports omit them
 
     def model_of(self, config: Mapping[str, Any]) -> tuple[ModelConfig, int]:
         """Return the model that a `config.json` describes, and the longest sequence that it was made for.
