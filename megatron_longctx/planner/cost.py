@@ -81,7 +81,7 @@ class Costs:
         The latencies of links include the start of a step's messages; each further one costs what `calibrate` measured
         on H200s. Refuse a description without figures.
         """
-        device = cluster.device
+        device, measured = cluster.device, cluster.intra.messages if cluster.intra else ()
         if device.kernel_tflops is None:
             expected = "peak_tflops and efficiency"
             raise refuse("device", device.name or "unnamed", expected, "Add them to the cluster file, or calibrate.")
@@ -91,9 +91,7 @@ class Costs:
             merge_gibps=device.memory_gibps or cls.merge_gibps,
             step_s=0.0,
             message_s=3.3e-6,
-            messages=tuple(MessageSample(int(size), peers, s) for size, peers, s in cluster.intra.messages)
-            if cluster.intra
-            else (),
+            messages=tuple(MessageSample(int(size), peers, s) for size, peers, s in measured),
         )
 
     def call_seconds(self, call: KernelCall, heads: Heads, workload: Workload, backward: bool) -> float:

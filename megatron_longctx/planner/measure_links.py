@@ -38,18 +38,14 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkMeasurements:
-    """The results of `measure_links`.
+    """The results of `measure_links`."""
 
-    hosts: the name of every rank's node.
-    alone: pairs measured while all other ranks are silent.
-    rounds: all ranks together, each sending to one rank and receiving from one: the k-th next of its node, for each k,
-        or its counterpart in the k-th next node.
-    inside: every rank sends to all ranks of its node together; the total rate of each (destination: itself).
-    """
-
-    hosts: tuple[str, ...]
-    alone: tuple[Sample, ...] = ()
+    hosts: tuple[str, ...]  # the name of every rank's node
+    alone: tuple[Sample, ...] = ()  # pairs measured while all other ranks are silent
+    # All ranks together, each sending to one rank and receiving from one: the k-th next of its node, for each k, or its
+    # counterpart in the k-th next node.
     rounds: tuple[Sample, ...] = ()
+    # Every rank sends to all ranks of its node together; the total rate of each (destination: itself).
     inside: tuple[Sample, ...] = ()
 
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -78,7 +74,6 @@ def measure_links(
 
     Args:
         group: gloo with a CPU device, NCCL with this rank's CUDA device.
-        device: the device of the messages.
         size: bytes of a message whose rate is measured.
         repeats: how often each message is sent; the median counts.
         host: the name of this rank's node; None for the host's name.

@@ -52,7 +52,6 @@ class MessageTimes:
         """Return when each rank's messages of a step start (-1: it has none), and when they are done.
 
         Args:
-            moves: the messages of the step.
             ready: the time from which each rank may start.
             before: the time at which a rank without messages is done.
         """
