@@ -49,7 +49,6 @@ def check(settings: Sequence[str], steps: int = 3, tolerance: float | None = Non
 
     Args:
         settings: as for `train`. By default, precision is fp32 if the kernel supports it.
-        steps: number of steps of each run.
         tolerance: largest relative difference of a loss, gradient norm or gradient; None for the precision's.
     """
     with _temporary_folder() as root:
