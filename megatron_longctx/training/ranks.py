@@ -232,22 +232,20 @@ def interrupt_with_parent() -> None:
 def parent_has_ended() -> bool:
     """Return whether the process that started this one has ended. (Its pipe to a fork is open in later forks too.)"""
     parent = multiprocessing.parent_process()
-    try:
-        return parent is not None and psutil.Process(parent.pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    return parent is not None and _state(parent.pid) in (None, psutil.STATUS_ZOMBIE)
 
 
 def stopped_ranks(pids: Sequence[int]) -> list[int]:
     """Return the positions in `pids` of processes that exist and are stopped (SIGSTOP), for which the others wait."""
+    return [rank for rank, pid in enumerate(pids) if _state(pid) == psutil.STATUS_STOPPED]
 
-    def stopped(pid: int) -> bool:
-        try:
-            return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-        except psutil.NoSuchProcess:
-            return False
 
-    return [rank for rank, pid in enumerate(pids) if stopped(pid)]
+def _state(pid: int | None) -> str | None:
+    """Return the state of a process, as psutil names it; None if it exists no more."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return None
 
 
 def explain_failure(
