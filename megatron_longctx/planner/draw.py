@@ -268,12 +268,9 @@ def _totals(axes: Axes, entry: Candidate, ran: Sequence[Candidate]) -> None:
     axes.set(xlim=(0, 1.02), ylim=(1.6, -0.6), xticks=[], yticks=[])
     texts = f"{entry.seconds * 1e3:.2f} ms", f"{entry.peak_bytes / GIB:.2f} GiB"
     for row, (share, text) in enumerate(zip(shares, texts, strict=True)):
-        fits = share > 0.4  # else it stands beside its bar
-        axes.text(
-            0.02 if fits else share + 0.02, row, text, va="center", fontsize=9, color="white" if fits else "black"
-        )
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
+        left, colour = (0.02, "white") if share > 0.4 else (share + 0.02, "black")  # inside its bar, or beside it
+        axes.text(left, row, text, va="center", fontsize=9, color=colour)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
 def _handles(marks: str) -> list[Any]:
