@@ -23,7 +23,7 @@ class Choice:
     measure: TextStream  # the text of tokens with scores, apart from stop texts
     prompt: Sequence[int]
     echo: str
-    length: int  # of the text before them, and of theirs
+    length: int  # of the text before these tokens, and of theirs
     running: bool = True  # whether the ranks still work on it
     finish_reason: str | None = None  # None while it runs
     num_tokens: int = 0
@@ -32,7 +32,7 @@ class Choice:
     new: str = ""  # the text that the latest event has completed
     begun: bool = False
     scores: list[Score] = field(default_factory=list)
-    latest: list[Score] = field(default_factory=list)  # of its tokens, the score of the latest, maybe a stop token
+    latest: list[Score] = field(default_factory=list)  # of the latest event's token, which may be a stop token
     prompt_scores: Sequence[Score] | None = None
 
     @property
@@ -47,7 +47,7 @@ class Answer:
     model: Model
     request: ParsedRequest
     numbers: Sequence[int]  # of the ranks' requests, prompt after prompt, `best_of` for each
-    cancel: Callable[[int], None]  # ends one of these
+    cancel: Callable[[int], None]  # ends one of these requests
     created: int = field(default_factory=lambda: int(time.time()))
     times: list[float] = field(default_factory=lambda: [time.monotonic()])  # of its arrival, first and latest token
 
