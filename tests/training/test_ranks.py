@@ -1,6 +1,8 @@
 """Functions on several ranks: the number of ranks, errors, and the result under torchrun."""
 
 import functools
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,23 @@ def test_a_refusal_of_a_rank_differs_from_a_failure(monkeypatch: pytest.MonkeyPa
         run_on_ranks(Ranks(2, "cpu"), _refuses)
     with pytest.raises(JobFailed, match=r"^rank \d failed: RuntimeError: out of luck$"):
         run_on_ranks(Ranks(2, "cpu"), _fails)
+
+
+def test_ranks_are_forks_that_log_warnings_alone(tmp_path: Path) -> None:
+    """A new process could not get the function, and would have no handler for its lines."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import logging\n"
+        "from megatron_longctx.training.ranks import Ranks, run_on_ranks\n"
+        "log = logging.getLogger('megatron_longctx')\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        "log.setLevel(logging.INFO)\n"
+        "log.info('the command')\n"
+        "print('found', run_on_ranks(Ranks(2, 'cpu'), lambda rank: log.info('a rank') or 10 + rank))\n"
+    )
+    job = finished(tmp_path, [sys.executable, str(script)], {**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    assert job.process.returncode == 0 and "found 10" in job.out.read_text(), job.output()
+    assert "the command" in job.err.read_text() and "a rank" not in job.err.read_text()
 
 
 def test_torchrun_or_the_argument_sets_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
