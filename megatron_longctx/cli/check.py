@@ -90,17 +90,14 @@ def _prepare(settings: Sequence[str], steps: int, tolerance: float | None, root:
     from ..training import forks  # here: torch takes seconds to import
     from ..training.rendezvous import RankInfo
 
-    with forks.without_cuda():
-        from ..training import recorded  # noqa: F401  # Megatron, which ranks have then as forks
-
     if RankInfo.from_environment(os.environ) is not None:
         raise ValueError(
             "torchrun or Slurm has started this rank: expected a single process. The two runs have different numbers "
             "of ranks, which check starts itself, on this host."
         )
     keeps = config.train.fp8 != "none" or any(word.startswith("train.precision=") for word in settings)
-    comparison: _Comparison = forks.checked(_compared, _short(config, steps, root), keeps, tolerance)
-    return comparison
+    forks.import_megatron("megatron_longctx.training.recorded")
+    return forks.checked(_compared, _short(config, steps, root), keeps, tolerance)
 
 
 def _compared(config: Config, keeps_precision: bool, tolerance: float | None) -> _Comparison:

@@ -7,8 +7,8 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib import import_module
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -349,10 +349,9 @@ def _run(arguments: argparse.Namespace) -> int | None:
     given: list[Any] = [arguments] if names is None else [getattr(arguments, name) for name in names]
     if check := _FIRST.get(arguments.verb):
         getattr(import_module("..training.compose", __package__), check)(given[0])
-    forked = arguments.verb in ("generate", "serve", "eval", "logprobs")  # whose ranks are forks of this process
-    with import_module("..training.forks", __package__).without_cuda() if forked else nullcontext():
-        verb = getattr(import_module(module, __package__), function)
-    result: object = verb(*given)
+    if arguments.verb in ("generate", "serve", "eval", "logprobs"):  # whose ranks are forks of this process
+        import_module("..training.forks", __package__).import_megatron(resolve_name(module, __package__))
+    result: object = getattr(import_module(module, __package__), function)(*given)
     return result if isinstance(result, int) else None  # exit codes; other functions return what they have written
 
 

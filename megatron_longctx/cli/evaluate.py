@@ -49,7 +49,7 @@ class _Evaluation:
 
 def evaluate(words: Sequence[str]) -> None:
     """Run the verb: `checkpoint=RUN`, its own words (`docs/evaluation.md`), and settings that override the run's."""
-    job: InferenceJob = forks.checked(job_of, words)
+    job = forks.checked(job_of, words)
     job.options.out.mkdir(parents=True, exist_ok=True)
     start(job, _evaluate)
 
@@ -172,7 +172,7 @@ def _evaluate(job: InferenceJob, groups: Any) -> None:
 
 def logprobs(words: Sequence[str]) -> None:
     """Run the verb: `checkpoint=RUN data=PREFIX out=FILE.jsonl`, `iteration=N`, and settings over the run's."""
-    job: InferenceJob = forks.checked(logprobs_job, words)
+    job = forks.checked(logprobs_job, words)
     job.options.parent.mkdir(parents=True, exist_ok=True)
     start(job, _compute)
 

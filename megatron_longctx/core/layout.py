@@ -93,8 +93,7 @@ def per_document(n: int, length: int, unit: int = 1, documents: Iterable[tuple[i
 
     Every rank has work on every document, so all documents travel; `balanced` keeps short ones whole.
 
-    Raises:
-        ValueError: a document's length is not a multiple of `unit` > 1.
+    Raises ValueError: a document's length is not a multiple of `unit` > 1.
     """
     spans: list[list[range]] = [[] for _ in range(n)]
     for start, stop, _ in [(0, length, 0)] if documents is None else documents:
@@ -250,8 +249,7 @@ def build_layout(
 ) -> Layout:
     """Return the layout `name` for `n` ranks and `length` tokens. `documents` are those of `balanced`.
 
-    Raises:
-        ValueError: unknown name, `n` < 1, negative length, or a length that is not a multiple of `unit`.
+    Raises ValueError: unknown name, `n` < 1, negative length, or a length that is not a multiple of `unit`.
     """
     if name not in LAYOUTS:
         raise ValueError(f"layout {name!r}: expected one of {', '.join(LAYOUTS)}. Choose one of these.")

@@ -61,7 +61,7 @@ def serve(words: Sequence[str]) -> None:
     Refuse missing packages, and words, a checkpoint, a chat template or sizes that cannot be used. Refuse a port that
     is taken, and an address other than a loopback address without an API key. Raises JobFailed: another rank ended.
     """
-    job: InferenceJob = forks.checked(job_of, words)
+    job = forks.checked(job_of, words)
     place = RankInfo.from_environment(os.environ)
     if place is None or place.rank == 0:
         _listen(job.config.serve).close()  # refuse a taken port before the model is loaded

@@ -1,6 +1,7 @@
 """Forks of a process that has imported everything: they start in milliseconds and share the memory of its modules."""
 
 import contextlib
+import importlib
 import logging
 import multiprocessing
 import os
@@ -8,15 +9,18 @@ import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ..config.progress import Progress
 from ..core.errors import JobFailed
 from ..core.kernels.providers import fa4
 from .rendezvous import RankInfo
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def _threads() -> dict[str, str]:
@@ -89,7 +93,14 @@ def _gpus() -> list[str] | None:
         return None
 
 
-def checked(fn: Callable[..., Any], *args: Any) -> Any:
+def import_megatron(*names: str) -> None:
+    """Import modules of this package that import Megatron, which takes seconds, for the forks of this process."""
+    with without_cuda(), Progress("importing Megatron"):
+        for name in names:
+            importlib.import_module(name)
+
+
+def checked(fn: Callable[..., T], *args: Any) -> T:
     """Return the result of `fn(*args)`, the check of a job, so that ranks can be forks of this process afterwards.
 
     If the check can use CUDA, a fork computes it (`in_fork`); otherwise torch computes it in this thread alone.
@@ -97,7 +108,8 @@ def checked(fn: Callable[..., Any], *args: Any) -> Any:
     with without_cuda():
         if torch.cuda.is_available() and obstacle() is None:
             fa4.package_problem()  # imports it, which the check and the ranks would each do
-            return in_fork(fn, *args)
+            result: T = in_fork(fn, *args)
+            return result
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -83,9 +83,8 @@ def _hide_gpus(config: Config) -> None:
 
 def _start_ranks(config: Config) -> None:
     # Here, because Megatron takes seconds to import, and bad settings are refused first. Ranks are forks, and have it.
-    with forks.without_cuda(), Progress("importing Megatron"):
-        from . import auto, loop, preflight  # noqa: F401
-    job: Job = forks.checked(_accept, config)
+    forks.import_megatron(*(f"{__package__}.{name}" for name in ("auto", "loop", "preflight")))
+    job = forks.checked(_accept, config)
     folder = RunFolder.of(config)
     with folder.prepare(job.config, job.resumed_step, job.mode_reason) as lock:
         _run_ranks(job, folder, lock)

@@ -198,7 +198,7 @@ def test_kernels_are_compiled_for_every_kind_of_call(
         return (q, k, v) if rest else (q, q.new_empty(q.shape[:-1]).mT)
 
     if not torch.backends.cuda.is_built():  # which then has not even such tensors on GPUs
-        monkeypatch.setattr(compile_kernels, "_DEVICE", "cpu")
+        monkeypatch.setattr(compile_kernels, "_DEVICE", torch.device("cpu"))
     monkeypatch.setattr(fa4, "package_problem", lambda: None)
     monkeypatch.setattr(fa4, "_interface", lambda: SimpleNamespace(_flash_attn_fwd=attend, _flash_attn_bwd=attend))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -213,7 +213,17 @@ def test_kernels_are_compiled_for_every_kind_of_call(
     assert asked == {(back, packed, *mask, *heads) for back in both for packed in both for mask in masks}
 
 
-def test_compiling_needs_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compiling_that_would_help_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FLASH_ATTENTION_ARCH", "CUTE_DSL_ARCH", "FLASH_ATTENTION_NUM_SMS"):
+        monkeypatch.setenv(name, "of another machine")
     monkeypatch.setattr(fa4, "package_problem", lambda: "the package flash-attn-4 is not installed")
     assert cli.main(["doctor", "--compile"]) == 2
-    assert "--compile=on: expected FlashAttention-4: the package flash-attn-4 is not" in capsys.readouterr().err
+    assert "expected FlashAttention-4: the package flash-attn-4 is not installed" in capsys.readouterr().err
+    monkeypatch.setattr(fa4, "package_problem", lambda: None)
+    assert cli.main(["doctor", "--compile", "model=llama3_8b", "model.head_dim=72"]) == 2
+    assert "head_dim=72, v_head_dim=72 are not supported, only multiples of 32" in capsys.readouterr().err
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    assert cli.main(["doctor", "--compile", "model=llama3_8b"]) == 2
+    assert "CACHE_ENABLED=0: expected 1, so that kernels are kept. Unset it." in capsys.readouterr().err

@@ -130,8 +130,7 @@ class ContextParallelAttention:
     def plan(self, mask: Mask | int) -> Plan:
         """Return the forward plan of a mask, or of a causal sequence of `mask` tokens.
 
-        Raises:
-            ValueError: numbers of ranks or tokens that the schedule does not support.
+        Raises ValueError: numbers of ranks or tokens that the schedule does not support.
         """
         return build_plan(self.mode, self.world, mask, unit=self._unit, layout=self._layout)
 
@@ -164,8 +163,7 @@ class ContextParallelAttention:
     def shard(self, x: Tensor, mask: Mask | int, dim: int = 0) -> Tensor:
         """Return this rank's tokens of `x`, which has the tokens of the whole sequence in `dim`. Differentiable.
 
-        Raises:
-            ValueError: `x` has another number of tokens than the mask.
+        Raises ValueError: `x` has another number of tokens than the mask.
         """
         return shard(x, self.layout(mask), self.rank, dim)
 
@@ -174,8 +172,7 @@ class ContextParallelAttention:
 
         It is the inverse of `shard`. All ranks call it together, and each gets the whole. It is not differentiable.
 
-        Raises:
-            ValueError: `x` requires gradients, or has another number of tokens than this rank.
+        Raises ValueError: `x` requires gradients, or has another number of tokens than this rank.
         """
         return gather(x, self.layout(mask), self._group_to_send(), self.rank, dim)
 

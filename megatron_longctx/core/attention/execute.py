@@ -74,8 +74,7 @@ class Pass:
             Q_GRAD `(q, out, grad of out, lse)`, GRAD `(grad of out,)`, and KV.
         kept: the entries that the forward pass kept.
 
-        Raises:
-            RuntimeError: an earlier pass failed, and not because all ranks ran out of memory in it.
+        Raises RuntimeError: an earlier pass failed, and not because all ranks ran out of memory in it.
         """
         runtime, values = self._runtime, list[Any]()
         try:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import CallKind
+from ..kernels import AttentionKernel, CallKind
 from ..kernels.no_grad import first_order
 from ..plans import Kind, Plan, Recorder, Target, Workload, backward_plan, record
 from ..plans.slices import FAR
@@ -169,7 +169,7 @@ def sink_gradient(sink: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> T
     return -(share * delta).sum((0, 1)).to(sink.dtype)
 
 
-class _KernelKind(NamedTuple):
+class KernelKind(NamedTuple):
     """The key for which a kernel is compiled. heads: of queries and of keys."""
 
     backward: bool
@@ -179,25 +179,33 @@ class _KernelKind(NamedTuple):
 
 def compile_kinds(every: Iterable[Passes], varied: bool) -> None:
     """Make a small call of every kind that the passes contain. varied: see `ContextParallelAttention.announce`."""
-    examples: dict[_KernelKind, Passes] = {}
+    examples: dict[KernelKind, Passes] = {}
     for passes in every:
         for each in call_kinds(passes, varied) if passes.runtime.kernel.compiles else ():
             examples.setdefault(each, passes)
-    for (backward, kind, (h, g)), passes in examples.items():
-        shapes, kernel, call = passes.shapes, passes.runtime.kernel, kind.example
-        d, e, (_, rows) = shapes.workload.head_dim, shapes.workload.value_dim, call.q_span
-        q, k, v, out = (
-            torch.zeros(rows, 1, heads, size, dtype=shapes.dtype, device=shapes.device)
-            for heads, size in ((h, d), (g, d), (g, e), (h, e))
-        )
-        if backward:
-            lse = torch.zeros(rows, 1, h, device=shapes.device)
-            kernel.backward(out, q, k, v, out, lse, call, scale=d**-0.5)
-        else:
-            kernel.forward(q, k, v, call, scale=d**-0.5)
+    for kind, passes in examples.items():
+        shapes, workload = passes.shapes, passes.shapes.workload
+        dims = workload.head_dim, workload.value_dim
+        call_example(passes.runtime.kernel, kind, dims, shapes.dtype, shapes.device)
 
 
-def call_kinds(passes: Passes, varied: bool) -> set[_KernelKind]:
+def call_example(
+    kernel: AttentionKernel, of: KernelKind, dims: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Make a small call of a kind. dims: of keys and of values."""
+    (h, g), (d, e), call = of.heads, dims, of.kind.example
+    q, k, v, out = (
+        torch.zeros(call.q_span[1], 1, heads, size, dtype=dtype, device=device)
+        for heads, size in ((h, d), (g, d), (g, e), (h, e))
+    )
+    if of.backward:
+        lse = torch.zeros(*q.shape[:3], device=device)
+        kernel.backward(out, q, k, v, out, lse, call, scale=d**-0.5)
+    else:
+        kernel.forward(q, k, v, call, scale=d**-0.5)
+
+
+def call_kinds(passes: Passes, varied: bool) -> set[KernelKind]:
     """Return the kinds of a rank's calls; if varied, also the kinds of other documents, with or without windows."""
     workload, kinds = passes.shapes.workload, set()
     # One rank alone has no whole blocks, unless long causal segments are cut.
@@ -208,5 +216,5 @@ def call_kinds(passes: Passes, varied: bool) -> set[_KernelKind]:
         for op in record(plan, passes.rank, passes.target).calls:
             heads = [len(workload.head_range(rows.kind, rows.heads)) for rows in (op.queries, op.keys)]
             own = CallKind.of(op.call, (op.queries.tokens, op.keys.tokens))
-            kinds |= {_KernelKind(plan.backward, kind, (heads[0], heads[1])) for kind in (own, *others)}
+            kinds |= {KernelKind(plan.backward, kind, (heads[0], heads[1])) for kind in (own, *others)}
     return kinds

@@ -97,8 +97,7 @@ def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], what: str, reme
     what: describes `work` in the error: "... failed on rank 3: ...".
     remedy: one sentence for the error.
 
-    Raises:
-        PeerMemoryError: `work` failed on some rank; all ranks raise the same message.
+    Raises PeerMemoryError: `work` failed on some rank; all ranks raise the same message.
     """
     result, failure = None, None
     try:

@@ -42,8 +42,7 @@ class PeerTransport(Transport):
             the memory has 64 MiB at first, otherwise 1 MiB.
         key: the setting that chose this transport, for messages.
 
-    Raises:
-        PeerMemoryError: symmetric memory cannot be set up; raised by all ranks alike.
+    Raises PeerMemoryError: symmetric memory cannot be set up; raised by all ranks alike.
     """
 
     name = "peer"
@@ -354,8 +353,7 @@ def choose_transport(
     growth: of peer memory, see `PeerTransport`.
     key: what `name` is called where it comes from, for messages.
 
-    Raises:
-        ValueError: an unknown name, or `peer` where peer memory is not available.
+    Raises ValueError: an unknown name, or `peer` where peer memory is not available.
     """
     if name not in TRANSPORTS:
         raise refuse(key, name, "one of " + ", ".join(TRANSPORTS), f"Set {key} to one of these.")

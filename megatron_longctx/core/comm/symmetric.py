@@ -65,8 +65,7 @@ def allocate(group: dist.ProcessGroup, device: torch.device, sizes: Sequence[int
 
     No rank waits for one that could not allocate: addresses are exchanged only once all ranks have memory.
 
-    Raises:
-        PeerMemoryError: it failed on some rank of `group`; raised by all of them alike.
+    Raises PeerMemoryError: it failed on some rank of `group`; raised by all of them alike.
     """
 
     def empty() -> list[Tensor]:

@@ -141,8 +141,7 @@ class AttentionKernel(ABC):
             scaled scores: fp32, or fp64 if q is fp64. The provider chooses their strides. Queries without keys get out
             0 and lse -inf.
 
-        Raises:
-            ValueError: shapes, dtypes or devices disagree, or this kernel does not take the call.
+        Raises ValueError: shapes, dtypes or devices disagree, or this kernel does not take the call.
         """
         inputs = self._inputs(q, k, v, call, scale)
         if inputs is None:
@@ -166,8 +165,7 @@ class AttentionKernel(ABC):
             dq, dk, dv in the shapes and dtype of q, k, v. Accumulate them over calls in fp32. Rows that see nothing
             get 0.
 
-        Raises:
-            ValueError: as `forward`, or `grad_out`, `out` or `lse` do not fit q.
+        Raises ValueError: as `forward`, or `grad_out`, `out` or `lse` do not fit q.
         """
         of_out = (*q.shape[:3], v.shape[-1])
         for name, tensor, shape in (("grad_out", grad_out, of_out), ("out", out, of_out), ("lse", lse, q.shape[:3])):
@@ -282,8 +280,7 @@ def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
 
     "auto" logs its choice, and which providers it skipped and why, once per request and process.
 
-    Raises:
-        ValueError: `name` is unknown, or does not support `request`; the message lists what does.
+    Raises ValueError: `name` is unknown, or does not support `request`; the message lists what does.
     """
     auto = name == "auto"
     if not auto and name not in PROVIDERS:

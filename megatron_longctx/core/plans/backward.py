@@ -62,8 +62,7 @@ def node_size_to_sum(setting: bool | None, cluster: Links | None, n: int) -> int
     Every byte that no longer crosses between nodes is sent within a node instead. So None sums if links within a node
     are faster than a rank's share of its node's NICs.
 
-    Raises:
-        ValueError: True for several ranks without a cluster, which defines the nodes.
+    Raises ValueError: True for several ranks without a cluster, which defines the nodes.
     """
     if setting and cluster is None and n > 1:
         remedy = "Give the options a cluster, or leave it at None or False."

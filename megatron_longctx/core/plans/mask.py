@@ -58,8 +58,7 @@ class Mask:
             length: the number of tokens of the sequence.
             window: (w, 0) for the w tokens before a token and itself, as Megatron's `window_size`.
 
-        Raises:
-            ValueError: a negative length or window.
+        Raises ValueError: a negative length or window.
         """
         return _one_document(length, tuple(window), causal=True)
 
@@ -67,8 +66,7 @@ class Mask:
     def full(length: int, window: Window = (None, None)) -> Mask:
         """Return the mask in which every token sees every token, or the `window` (before, after) around itself.
 
-        Raises:
-            ValueError: a negative length or window.
+        Raises ValueError: a negative length or window.
         """
         return _one_document(length, tuple(window), causal=False)
 

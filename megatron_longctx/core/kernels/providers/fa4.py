@@ -11,6 +11,7 @@ import importlib.metadata
 import logging
 import os
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -41,7 +42,7 @@ class Fa4Kernel(PackedKernel):
         self.takes = fa4_takes(deterministic)
 
     def why_not(self, request: KernelRequest) -> str | None:
-        return wrong_gpu(request, least=(9, 0)) or _wrong_head_dims(request) or package_problem()
+        return wrong_gpu(request, least=(9, 0)) or wrong_head_dims(request) or package_problem()
 
     def _forward_rows(self, inputs: BlockInputs, packed: Segments | None) -> tuple[Tensor, Tensor]:
         _log_compilation("forward", inputs, packed)
@@ -72,7 +73,7 @@ def _log_compilation(direction: str, inputs: BlockInputs, packed: Segments | Non
     if key not in _logged:
         _logged.add(key)
         what = f"{direction} ({kind}, head dims {dims[0]} and {dims[1]})"
-        logger.info("attention kernel fa4: %s is compiled, some seconds, or read from %s", what, cache_folder() / "fa4")
+        logger.info("attention kernel fa4: %s is compiled, some seconds, or read from %s", what, kept_in())
 
 
 def _arguments(inputs: BlockInputs, packed: Segments | None) -> dict[str, Any]:
@@ -87,8 +88,8 @@ def _arguments(inputs: BlockInputs, packed: Segments | None) -> dict[str, Any]:
     return arguments
 
 
-def _wrong_head_dims(request: KernelRequest) -> str | None:
-    """Refuse head dims for which the kernels of this GPU's generation are wrong, which are more than they refuse.
+def wrong_head_dims(request: KernelRequest) -> str | None:
+    """Refuse head dims for which kernels of this GPU's generation, or of Hopper without one, are wrong.
 
     On an H200, the gradient of q was wrong without an error for head dims 16, 48, 72, 80 and 112. Values wider than
     keys (64 and 128) raised an error. Multiples of 32 were right.
@@ -99,10 +100,15 @@ def _wrong_head_dims(request: KernelRequest) -> str | None:
         return f"{given} are not supported, only multiples of 32: with others its gradients are wrong"
     if dims[1] > dims[0]:
         return f"{given} are not supported, only values that are no wider than keys"
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
     if dims[0] <= (256 if hopper else 128) or dims in ((192, 128), (256, 256)):
         return None
     return f"{given} are not supported, only up to {'256' if hopper else '128, (192, 128) and (256, 256)'}"
+
+
+def kept_in() -> Path:
+    """Return the folder of compiled kernels."""
+    return Path(os.environ.get(f"{_CACHE}_DIR") or cache_folder() / "fa4")
 
 
 @functools.cache
@@ -124,7 +130,7 @@ def package_problem() -> str | None:
 @functools.cache
 def _interface() -> ModuleType:
     os.environ.setdefault(f"{_CACHE}_ENABLED", "1")  # compiled kernels stay on disk, for the next process
-    os.environ.setdefault(f"{_CACHE}_DIR", str(cache_folder() / "fa4"))
+    os.environ.setdefault(f"{_CACHE}_DIR", str(kept_in()))
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # raised for every kernel that is compiled
     module = importlib.import_module("flash_attn.cute.interface")
     cache: Any = importlib.import_module("flash_attn.cute.cache_utils")

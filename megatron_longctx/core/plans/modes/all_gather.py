@@ -44,8 +44,7 @@ class AllGather(Mode):
     def plan(self, visible: Visibility) -> Plan:
         """Attend to the local keys in step 0 and to group g in step g, while the next group arrives.
 
-        Raises:
-            ValueError: a bound below 2 tokens, which leaves no room to fetch one group while attending to another.
+        Raises ValueError: a bound below 2 tokens, which leaves no room to fetch one group while attending to another.
         """
         n, most = visible.queries.n, self.max_buffer_tokens
         others = [[key for home in range(n) if home != r for key in visible.needed(r, home)] for r in range(n)]

@@ -92,15 +92,13 @@ class Mode(ABC):
     def plan(self, visible: Visibility) -> Plan:
         """Return the forward plan that attends to all visible pairs.
 
-        Raises:
-            ValueError: numbers of ranks or tokens that the mode does not support.
+        Raises ValueError: numbers of ranks or tokens that the mode does not support.
         """
 
     def layout_of(self, mask: Mask, layout: str = "auto") -> str:
         """Return the name of the layout for a mask, which depends on the number of documents but not on windows.
 
-        Raises:
-            ValueError: an unknown layout, or one that the mode does not support.
+        Raises ValueError: an unknown layout, or one that the mode does not support.
         """
         if layout not in (expected := ("auto", *LAYOUTS) if self.takes_any_layout else ("auto", self.layout)):
             remedy = f"Leave it at auto, or choose another schedule than {self.name}."
