@@ -50,7 +50,8 @@ def compile_kernels(settings: Sequence[str]) -> None:
     dims = model.kv_channels, model.v_head_dim or model.kv_channels
     request = KernelRequest("cuda", torch.bfloat16, dims[0], *heads, v_head_dim=dims[1])
     if problem := fa4.package_problem() or fa4.wrong_head_dims(request):
-        raise refuse("--compile", " ".join(settings), f"FlashAttention-4: {problem}", "Leave --compile out.")
+        given, expected = " ".join(settings) or "the default recipe", f"what FlashAttention-4 computes here; {problem}"
+        raise refuse("--compile", given, expected, "Leave --compile out.")
     kernel, begin = _Compiler(deterministic=config.attention.deterministic), time.monotonic()
     kinds = [KernelKind(backward, kind, heads) for kind, backward in product(kinds_of(config), (False, True))]
     with Progress("compiling", len(kinds), "kinds of calls") as progress, FakeTensorMode():

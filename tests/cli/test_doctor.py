@@ -220,7 +220,8 @@ def test_compiling_that_would_help_nothing_is_refused(
         monkeypatch.setenv(name, "of another machine")
     monkeypatch.setattr(fa4, "package_problem", lambda: "the package flash-attn-4 is not installed")
     assert cli.main(["doctor", "--compile"]) == 2
-    assert "expected FlashAttention-4: the package flash-attn-4 is not installed" in capsys.readouterr().err
+    asked = "--compile=the default recipe: expected what FlashAttention-4 computes here"
+    assert f"{asked}; the package flash-attn-4 is not installed" in capsys.readouterr().err
     monkeypatch.setattr(fa4, "package_problem", lambda: None)
     assert cli.main(["doctor", "--compile", "model=llama3_8b", "model.head_dim=72"]) == 2
     assert "head_dim=72, v_head_dim=72 are not supported, only multiples of 32" in capsys.readouterr().err
