@@ -204,10 +204,10 @@ def test_kernels_are_compiled_for_every_kind_of_call(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in ("FLASH_ATTENTION_ARCH", "CUTE_DSL_ARCH", "FLASH_ATTENTION_NUM_SMS"):
         monkeypatch.setenv(name, "of another machine")
-    words = ["model=llama3_8b", "model.window=4096", "parallelism.tensor_parallel_size=2"]
+    words = ["model=llama3_8b", "model.head_dim=160", "model.window=4096", "parallelism.tensor_parallel_size=2"]
     assert cli.main(["doctor", "--compile", *words]) == 0
     assert "megatron_longctx/fa4 has 0 kernels" in capsys.readouterr().out
-    heads = torch.Size((16, 128)), torch.Size((4, 128))
+    heads = torch.Size((16, 160)), torch.Size((4, 160))
     masks = ((True, (None, None)), (False, (None, None)), (False, (128, 0)), (False, (128, None)))
     both = (False, True)
     assert asked == {(back, packed, *mask, *heads) for back in both for packed in both for mask in masks}
