@@ -111,6 +111,7 @@ class CachedAttention:
     Attributes:
         layers: the cache of each layer, `[slots, …]`.
         on_layer: called before every layer, but not when a CUDA graph is replayed. It may raise to end the pass.
+        on_wait: called when a replicated step has been launched, before the host waits for its tokens.
         states: of the model's recurrent layers; None without any.
 
     Args:
@@ -155,6 +156,7 @@ class CachedAttention:
         )
         self._shapes = Shapes(shape.workload, shape.dtype, device, shape.kv, shape.kv)
         self.on_layer: Callable[[], None] = lambda: None
+        self.on_wait = self.on_layer
         self.states: RecurrentStates | None = None
         self._merge: PeerMerge | None = None
         self._passes: dict[int | None, Pass] = {}  # keyed by the window of layers

@@ -178,6 +178,7 @@ class Decoder:
         self._inputs.send(size)
         most = size if every else size // tile
         logits, ids = (self._replay if self._graphs else self._compute)(size, tile, most)
+        self._attention.on_wait()
         greedy = ids.tolist()[: len(ends)]
         if self._attention.rank:  # the logits of one rank suffice, so that all tokens are drawn from the same numbers
             return [NextToken(None, token) for token in greedy]

@@ -3,7 +3,7 @@
 Every rank runs the same scheduler on the same requests in the same order, so that ranks agree without messages.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -156,6 +156,7 @@ class Scheduler:
         self._pace = self.pace or Pace(self.prefill_chunk)
         self._work = 0.0  # on prompts, of the latest round
         self._timed = False  # whether it computed anything, and copied nothing from the host
+        self._untimed: deque[tuple[bool, float]] = deque()  # these of rounds whose time is not known yet
         self._stuck = False  # no waiting request could be admitted, and nothing has changed since
         self._exact_chunk = self.engine.exact_chunk
         manager, model = self.engine.cache_manager, self.engine.model
@@ -208,12 +209,21 @@ class Scheduler:
         events += self._decode()
         if self.host is not None:
             self.host.store()
+        if self._pace.delay_s is not None:
+            self._untimed.append((self._timed, self._work))
         return events
 
     def observe(self, seconds: float) -> None:
-        """Note the time that the latest `advance` took. All ranks note the same."""
-        if self._timed:
-            self._pace.observe(seconds, self._work)
+        """Note the time of the first `advance` whose time is not noted. All ranks note the same."""
+        if self._untimed:
+            timed, work = self._untimed.popleft()
+            if timed:
+                self._pace.observe(seconds, work)
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether the latest round, or the one that is running, computes parts of prompts."""
+        return self._work > 0
 
     def close(self) -> None:
         """Close every session."""

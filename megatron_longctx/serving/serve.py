@@ -10,8 +10,7 @@ import logging
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,10 @@ import torch.distributed as dist
 
 from ..config import ServeConfig
 from ..config.extras import absent, install
-from ..core.comm.device import synchronize
 from ..core.errors import refuse
 from ..inference.host_cache import HostCache
 from ..inference.pace import Pace, attention_tile
-from ..inference.sampling import Sampling
-from ..inference.scheduler import Request, Scheduler
+from ..inference.scheduler import Scheduler
 from ..inference.states import ROWS_OF_SEQUENCE
 from ..inference.warm_up import warm_up
 from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize, max_token_chars
@@ -48,6 +45,7 @@ from .inference_job import (
     split_arguments,
     start,
 )
+from .rounds import Rounds
 
 if TYPE_CHECKING:
     from .http_api.metrics import Metrics
@@ -110,10 +108,12 @@ def _serve(job: InferenceJob, groups: Any) -> None:
         attention, gib = engine.model.attention, settings.host_cache_gib
         host = HostCache(engine.cache_manager, attention.groups, attention.rank, gib) if gib else None
         scheduler = Scheduler(engine, settings.max_active, pace=pace, host=host)
+        # Messages of NCCL would wait for the kernels before them.
+        group = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
         if dist.get_rank() != 0:
             for number in handled_signals():  # signals may go to all ranks; rank 0 decides when to end
                 signal.signal(number, signal.SIG_IGN)
-            _run_rounds(scheduler, None)
+            Rounds(scheduler, None, group=group).run()
             return
         inbox = Inbox(settings.max_waiting, min(settings.stalled_s, job.timeout_s / 2))
         served = Model(
@@ -136,7 +136,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
 
         with _serving(served, inbox, settings) as metrics:
             engine.model.attention.on_layer = beat
-            _run_rounds(scheduler, inbox, lambda: metrics.of_round(scheduler))
+            Rounds(scheduler, inbox, lambda: metrics.of_round(scheduler), group).run()
 
 
 @contextmanager
@@ -166,38 +166,3 @@ def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[Metr
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _run_rounds(scheduler: Scheduler, inbox: Inbox | None, observe: Callable[[], None] = lambda: None) -> None:
-    """Run rounds of the scheduler until rank 0, which has the inbox, is stopped. observe: called after each."""
-    seconds = 0.0  # of the latest round, as rank 0 measures it
-    while True:
-        news: list[Any] | None = None
-        if inbox is not None:
-            arrived = inbox.take(wait=not scheduler.busy and not inbox.stopping)
-            if not inbox.stopping:
-                # Not by `asdict`, which copies a prompt token by token.
-                news = [i if isinstance(i, int) else vars(i) | {"sampling": vars(i.sampling)} for i in arrived]
-                news.insert(0, seconds)
-            inbox.beat()
-        began = time.monotonic()
-        news = broadcast_json(news)  # waits for all ranks, also if there is nothing to do
-        if news is None:
-            scheduler.close()
-            return
-        if news[0]:
-            scheduler.observe(news[0])
-        for item in news[1:]:
-            if isinstance(item, dict):
-                sampling = Sampling(**item["sampling"] | {"stop": tuple(item["sampling"]["stop"])})
-                scheduler.submit(Request(**item | {"prompt": tuple(item["prompt"]), "sampling": sampling}))
-            else:
-                scheduler.cancel(item)
-        busy = scheduler.busy
-        events = scheduler.advance() if busy else []
-        synchronize(scheduler.engine.model.attention.device)  # a round ends with its kernels
-        if inbox is not None:
-            inbox.last_beat = None
-            inbox.deliver(events)
-            observe()
-        seconds = time.monotonic() - began if busy else 0.0

@@ -296,6 +296,7 @@ def _rank_main(rank: int, *job: Any) -> None:
 
 
 _TIMEOUT_S = 1800.0
+_HEAD_BYTES = 512  # of a value's length and text, in the first message
 
 
 @dataclass(frozen=True)
@@ -368,16 +369,24 @@ def run_on_ranks(ranks: Ranks, fn: Function, *args: Any) -> Any:
         raise JobFailed(str(error)) from error
 
 
-def broadcast_json(value: Any = None) -> Any:
+def broadcast_json(value: Any = None, group: dist.ProcessGroup | None = None) -> Any:
     """Broadcast rank 0's JSON value to all ranks, tuples as lists. Every rank waits for all others.
 
-    JSON, because unpickling can execute code.
+    JSON, because unpickling can execute code. A short text takes one message.
+
+    group: of all ranks; None for the job's.
     """
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    text = json.dumps(value).encode() if dist.get_rank() == 0 else b""
-    size = torch.tensor([len(text)], device=device)
-    dist.all_reduce(size)
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
-    data = data.to(device)
-    dist.broadcast(data, src=0)
-    return json.loads(data.cpu().numpy().tobytes())
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    data = b""
+    if dist.get_rank() == 0:
+        text = json.dumps(value).encode()
+        data = len(text).to_bytes(8, "little") + text
+    head = torch.frombuffer(bytearray(data[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")), dtype=torch.uint8).to(device)
+    dist.all_reduce(head, group=group)
+    found = head.cpu().numpy().tobytes()
+    size = int.from_bytes(found[:8], "little") + 8
+    if size > _HEAD_BYTES:
+        rest = torch.frombuffer(bytearray(data[_HEAD_BYTES:] or size - _HEAD_BYTES), dtype=torch.uint8).to(device)
+        dist.broadcast(rest, src=0, group=group)
+        found += rest.cpu().numpy().tobytes()
+    return json.loads(found[8:size])

@@ -49,6 +49,7 @@ def beside_a_long_prompt(rank: int, config: Config) -> dict[str, float]:
         source = random.Random(1)
         scheduler.submit(Request(0, (1, 2, 3), Sampling(max_new_tokens=10**4)))
         scheduler.advance()
+        scheduler.observe(clock.now)
         arrived, came = {1: clock.now}, defaultdict(list)
         scheduler.submit(Request(1, tuple(source.choices(range(256), k=LONG)), Sampling(max_new_tokens=1)))
         begun, real, longest = clock.now, time.monotonic(), 0.0

@@ -192,13 +192,13 @@ def compute(engine, new):
     append(engine, new)
     print("a round", flush=True)
 
-run_rounds = serve._run_rounds
+run_rounds = serve.Rounds.run
 
-def run(scheduler, inbox, *more):
+def run(rounds):
     LongContextEngine.append = compute  # not in the warm-up
-    run_rounds(scheduler, inbox, *more)
+    run_rounds(rounds)
 
-serve._run_rounds = run
+serve.Rounds.run = run
 sys.exit(cli.main(sys.argv[1:]))
 """
 
