@@ -204,7 +204,7 @@ class Benchmark:
     def _first_token(self, session: Session, new: int) -> FirstToken:
         result = FirstToken(self._n, len(session.tokens), new)
         prompt = self._prompt(new)
-        ways = [*self._modes, *([REPLICATED] if self.engine.replicates(new) else [])]
+        ways = [*self._modes, *([REPLICATED] if self.engine.replicates(new, result.cached) else [])]
         times: dict[str, list[float]] = {way: [] for way in ways}
         self._cache_manager.keep()
         for _ in range(1 + self._sweep.iterations):

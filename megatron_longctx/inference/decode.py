@@ -33,9 +33,12 @@ logger = logging.getLogger(__name__)
 MAX_ROWS = 128
 """The most sequences that are decoded in one step. Beyond this, on an H100 or H200 in bf16, the model's matrix products
 take longer than reading its weights, and computing them on every rank is no longer free."""
-MAX_PROMPT_ROWS = 512
-"""The most rows of prompts in one step. Over 131,072 tokens on one H200, prompts of 13 to 511 tokens take less time
-this way than by plans (analysis/results/inference_rows_h200.md)."""
+MAX_PROMPT_ROWS = 1024
+"""The most rows of prompts in one step. On H200s plans keep the host busy for 30 to 45 ms, in which a GPU computes
+more rows of Llama 3 8B."""
+MAX_PROMPT_PAIRS = 512 * 131_072
+"""The most pairs of a row and a token that it may see in such a step. With so many, prompts of 511 tokens take less
+time this way than by plans (analysis/results/inference_rows_h200.md), whose attention is faster."""
 _EAGER = 2
 """The steps that run before one is captured: they compile and choose kernels and set up communicators."""
 _ENDS, _TOKEN, _POSITION, _PLACES = range(4)
@@ -47,7 +50,7 @@ are read and written, if there are any."""
 class Decoder:
     """The replicated path for batches of single tokens and of short prompts; `takes` says which it computes.
 
-    Rows are padded to one of a few sizes, so that there are at most 8 graphs for single tokens, 16 for prompts and 8
+    Rows are padded to one of a few sizes, so that there are at most 8 graphs for single tokens, 20 for prompts and 8
     for drafts. They share their memory. Padding rows see no tokens, and their keys and values go to an unused slot.
 
     Attributes:
@@ -99,7 +102,7 @@ class Decoder:
 
     @property
     def max_prompt(self) -> int:
-        """The most tokens of a prompt that the decoder takes alone; 0 if it leaves prompts to plans."""
+        """The most tokens of a prompt that the decoder takes, after few others; 0 if it leaves prompts to plans."""
         return MAX_PROMPT_ROWS if self._takes_prompts else 0
 
     @property
@@ -125,8 +128,9 @@ class Decoder:
         """
         if _are_single(chunks):
             return len(chunks) <= self._max_sequences
-        rows = sum(-(-chunk.new // self._tile) for chunk in chunks) * self._tile
-        return not mode_is_set and rows <= self.max_prompt
+        rows = [-(-chunk.new // self._tile) * self._tile for chunk in chunks]
+        pairs = sum(count * (chunk.cached + chunk.new) for count, chunk in zip(rows, chunks, strict=True))
+        return not mode_is_set and sum(rows) <= self.max_prompt and pairs <= MAX_PROMPT_PAIRS
 
     def __call__(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]]) -> list[NextToken]:
         """Run the model over the new tokens of every chunk. Collective over the ranks, which all know all chunks."""

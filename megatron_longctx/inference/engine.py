@@ -18,7 +18,7 @@ from .batch import Batch, ScheduledChunk
 from .cache_manager import CacheManager
 from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
-from .decode import Decoder
+from .decode import MAX_PROMPT_PAIRS, Decoder
 from .sampling import PromptScorer, Sampling, Score, no_token, not_finite
 from .session import Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
 from .states import StateRows
@@ -73,9 +73,10 @@ class LongContextEngine:
         """The chunk whose multiples can be reused with `exact_reuse`; None without it."""
         return self.settings.prefill_chunk if self.settings.exact_reuse else None
 
-    def replicates(self, new: int) -> bool:
+    def replicates(self, new: int, cached: int = 0) -> bool:
         """Whether every rank computes a prompt of `new` tokens that comes alone, as in replicated decode."""
-        return self._chooser.mode == "auto" and not self.settings.exact_reuse and 1 < new <= self._decoder.max_prompt
+        auto = self._chooser.mode == "auto" and not self.settings.exact_reuse
+        return auto and 1 < new <= self._decoder.max_prompt and new * (cached + new) <= MAX_PROMPT_PAIRS
 
     def release(self) -> None:
         """Drop references to process groups, before these are destroyed. Sessions can still continue."""

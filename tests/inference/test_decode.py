@@ -122,8 +122,9 @@ def warm_up_runs_every_size(engine: LongContextEngine, learned: bool) -> None:
         engine.settings = settings
         steps = recorded(engine, "replicated")
         warm_up(engine)
-        sizes = {*range(16, 129, 16)} | (set() if learned else {160, 192, 224, 256, 320, 384, 448, 512})
-        assert set(steps.prompt_steps) == (set() if settings.exact_reuse else sizes)  # learned: at most 128 tokens
+        sizes = {*range(16, 129, 16)} | (set() if learned else {160, 192, 224, 256, 320, 384, 448, 512, 640})
+        # At most as many tokens as the cache has room for, or the model has positions.
+        assert set(steps.prompt_steps) == (set() if settings.exact_reuse else sizes)
         assert engine.cache_manager.used_pages() == 0
 
     # The graphs of batches, if there are any, as far as there are pages.
@@ -237,7 +238,7 @@ def decoder(how: InferenceConfig, mode: str = "auto") -> Decoder:
 
 
 def test_the_settings_decide_which_batches_are_replicated() -> None:
-    manager = CacheManager(1, 800, 4)
+    manager = CacheManager(1, 20_000, 4)
     sessions = [manager.open() for _ in range(129)]
     one, two = manager.append({sessions[0]: 1}), manager.append({sessions[1]: 2})
     most, more = manager.append(dict.fromkeys(sessions[1:], 1)), manager.append(dict.fromkeys(sessions, 1))
@@ -246,14 +247,18 @@ def test_the_settings_decide_which_batches_are_replicated() -> None:
     assert automatic.takes(most) and not automatic.takes(more)
     assert decoder(InferenceConfig(decode="replicated"), "pass_q").takes(more)
     # Prompts are taken if their rows, in tiles of 16, fit into a step; without graphs only with decode=replicated.
-    prompts = {count: manager.append({sessions[2]: count}) for count in (2, 512, 513)}
+    prompts = {count: manager.append({sessions[2]: count}) for count in (2, 1024, 1025)}
     replicated, plan = decoder(InferenceConfig(decode="replicated")), decoder(InferenceConfig(decode="plan"))
     assert [replicated.takes(prompts[count]) for count in prompts] == [True, True, False]
-    assert replicated.takes((*prompts[2], *one)) and not replicated.takes((*prompts[512], *one))
+    assert replicated.takes((*prompts[2], *one)) and not replicated.takes((*prompts[1024], *one))
+    # Their pairs with the tokens that they see are few enough, too.
+    manager.append({sessions[3]: 512 * 128 - 1024 - 2})
+    seen = [manager.append({sessions[3]: count}) for count in (1024, 1024, 512)]
+    assert [replicated.takes(each) for each in seen] == [True, False, True]
     assert not any(each.takes(prompts[2]) for each in (automatic, plan))
     assert replicated.takes(most, mode_is_set=True) and not replicated.takes(prompts[2], mode_is_set=True)
     assert plan.prompt_sizes == ()
-    sizes = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+    sizes = (*range(16, 129, 16), *range(160, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
     assert replicated.prompt_sizes == sizes
     assert not decoder(InferenceConfig(), "pass_q").takes(one) and not decoder(InferenceConfig(decode="plan")).takes(
         one
