@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -109,7 +110,9 @@ def _serve(job: InferenceJob, groups: Any) -> None:
         host = HostCache(engine.cache_manager, attention.groups, attention.rank, gib) if gib else None
         scheduler = Scheduler(engine, settings.max_active, pace=pace, host=host)
         # Messages of NCCL would wait for the kernels before them.
-        group = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
+        group = None
+        if dist.get_backend() == "nccl":
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=job.timeout_s))
         if dist.get_rank() != 0:
             for number in handled_signals():  # signals may go to all ranks; rank 0 decides when to end
                 signal.signal(number, signal.SIG_IGN)
