@@ -6,6 +6,7 @@ Rank 0 receives requests over HTTP. Before every round it sends the new ones to 
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import signal
@@ -99,6 +100,8 @@ def _serve(job: InferenceJob, groups: Any) -> None:
     settings = job.config.serve
     with open_engine(job, groups) as (engine, tokenizer):
         warm_up(engine, settings.max_active)
+        gc.collect()
+        gc.freeze()  # a full collection of what compilers made holds a round for tens of milliseconds
         chunk = job.config.inference.prefill_chunk
         ranks, model = job.config.parallelism.context_parallel_size, job.config.model
         tile = attention_tile(model, job.config.parallelism.tensor_parallel_size, engine.model.attention.device)
