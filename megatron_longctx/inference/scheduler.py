@@ -108,7 +108,7 @@ class RequestLimits:
 class _Active:
     request: Request
     session: Session
-    left: list[int]  # of the prompt, not computed yet
+    left: int  # tokens of the prompt, not computed yet
     max_pages: int  # the most that it can hold on a rank at its end
     cached: int  # tokens of the prompt
     coming: list[Copy]  # pages of the prompt that are copied from the host before the rest is computed
@@ -265,28 +265,28 @@ class Scheduler:
     def _start(self, request: Request) -> bool | None:
         """Give the request a session with the longest cached prefix of its prompt; False if it has to wait, None if
         only for a place among long prompts."""
-        prompt, top = list(request.prompt), request.sampling.prompt_logprobs
+        prompt, top = request.prompt, request.sampling.prompt_logprobs
         if top is None and self._is_computing(request):
             return False
-        session, coming = self._open(prompt if top is None else [], request.salt)
+        session, coming = self._open(prompt if top is None else (), request.salt)
         manager = self.engine.cache_manager
         pages = self._max_pages(session, request.tokens, coming)
         if pages > manager.pages_per_rank:  # a prefix may be less even than a new session
             self._close(session, coming)
-            session, coming = self._open([], request.salt)
+            session, coming = self._open((), request.salt)
             pages = self._max_pages(session, request.tokens, coming)
         cached = session.cached_tokens + len(coming) * manager.page_tokens
-        computing = sum(self._is_long(a.session.cached_tokens, len(a.left)) for a in self._active.values())
+        computing = sum(self._is_long(a.session.cached_tokens, a.left) for a in self._active.values())
         waits = self._is_long(cached, len(prompt) - cached) and computing >= max(1, self.max_active // 2)
         if waits or not self._fits(session, pages):
             self._close(session, coming)
             return None if waits else False
         session.scores = None if top is None else PromptScores(prompt, top)
         session.keep_at = (len(prompt) - 1) // self.engine.unit * self.engine.unit
-        self._active[request.number] = _Active(request, session, prompt[cached:], pages, cached, coming)
+        self._active[request.number] = _Active(request, session, len(prompt) - cached, pages, cached, coming)
         return True
 
-    def _open(self, prompt: list[int], salt: int) -> tuple[Session, list[Copy]]:
+    def _open(self, prompt: tuple[int, ...], salt: int) -> tuple[Session, list[Copy]]:
         """Open a session with the longest prefix of the prompt in the cache, and claim the copies that follow it."""
         text = prompt[:-1]  # the last token is always left to compute, because its logits are needed
         session = self.engine.open(text, salt)
@@ -330,12 +330,14 @@ class Scheduler:
             self.host.fetch(active.session, active.coming, len(fetching), active.request.prompt)
             self._timed = self._stuck = False
         prompts = [active for active in self._active.values() if active.left and not active.coming]
-        states = [(active.session.cached_tokens, len(active.left)) for active in prompts]
+        states = [(active.session.cached_tokens, active.left) for active in prompts]
         sizes, self._work = self._pace.shares(states, self._exact_chunk)
-        chunk: dict[Session, list[int]] = {}
+        chunk: dict[Session, tuple[int, ...]] = {}
         for active, size in zip(prompts, sizes, strict=True):
             if size:
-                chunk[active.session], active.left = active.left[:size], active.left[size:]
+                start = len(active.request.prompt) - active.left
+                chunk[active.session] = active.request.prompt[start : start + size]
+                active.left -= size
         if chunk:
             self.engine.append(chunk)
             self._stuck = False
