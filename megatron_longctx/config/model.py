@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -154,10 +155,10 @@ class ModelConfig:
 
     @property
     def layer_windows(self) -> dict[tuple[int | None, int | None], int]:
-        """The number of layers with each window: tokens before and after a token that it sees, None for all."""
-        all_see = self.num_layers if self.window is None else self.num_layers // (self.window_pattern or MAX_TOKENS)
-        counts = {(None, None): all_see, (self.window, 0): self.num_layers - all_see}
-        return {window: count for window, count in counts.items() if count}
+        """The number of layers with attention by window: tokens before and after one that it sees, None for all."""
+        every = 1 if self.window is None else self.window_pattern or MAX_TOKENS
+        layers = (layer for layer, recurrent in enumerate(self.recurrent_layers, 1) if not recurrent)
+        return Counter((self.window, 0) if layer % every else (None, None) for layer in layers)
 
     @property
     def latent(self) -> bool:

@@ -233,6 +233,8 @@ def assign(held: Held, count: int, max_contiguous: int, first: int) -> tuple[lis
     head = min(count, -held.tokens % page_tokens)  # goes into the last page
     if head:
         parts[held.pages[-1][0]].append(range(head))
+    if head == count:  # as in most steps of decode
+        return parts, []
     homes = [0] * -(-(count - head) // page_tokens)
     pieces = split_pages(n, len(homes), count <= max_contiguous * n)
     ranks = sorted(range(n), key=lambda r: (len(held.shards[r].pages), (r - first) % n))

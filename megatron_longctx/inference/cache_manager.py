@@ -191,6 +191,7 @@ class CacheManager:
             added.append((page, found))
         held.pages.append((copy.rank, added[0][0]))
         held.numbers.append(copy.number)
+        held.tokens += self.page_tokens
         return added
 
     def fork(self, session: int, tokens: int, multiple: int = 1) -> int:
@@ -278,7 +279,8 @@ class CacheManager:
 
     def _fit(self, counts: Mapping[int, int], later: bool) -> dict[int, tuple[list[list[range]], list[int]]]:
         """Return `assign` of every session, if there is room for all of them."""
-        for held in self._sessions.values():  # also of a pass that was placed before this one: it is computed before it
+        # Also those of a pass that was placed before this one: it is computed before it.
+        for held in self._sessions.values() if self.windows is not None else ():
             self._windowed.leave(held, self._windowed.first_seen(held.tokens, self.page_tokens))
         parts, need = {}, [[0] * self.n for _ in self.groups]
         for session, count in counts.items():
@@ -287,8 +289,8 @@ class CacheManager:
                 raise refuse("new tokens", count, "1 or more", "Give the session some tokens.")
             first = held.pages[0][0] if held.pages and self._repeatable else held.opened % self.n
             parts[session] = assign(held, count, self._max_contiguous, first)
-            for rank, shards in enumerate(zip(*held.groups, strict=True)):
-                pages = parts[session][1].count(rank)
+            for rank in set(parts[session][1]):
+                pages, shards = parts[session][1].count(rank), [of_group[rank] for of_group in held.groups]
                 need[0][rank] += pages
                 if self.windows is not None:
                     most = most_pages(self.windows.tokens, self.page_tokens)
@@ -328,7 +330,7 @@ class CacheManager:
             for group, shards in zip(self.groups, held.groups, strict=True):
                 unused = shards[rank].remove_last(length - stop)
                 group.pools[rank].release(unused)
-            length = stop
+            held.tokens = length = stop
             if unused:
                 held.pages.pop()
         if tokens % self.page_tokens and cut < len(held.numbers):  # its last slots will be written again
@@ -361,20 +363,21 @@ class CacheManager:
         return Key(salt, before, array("i", tokens[start : start + self.page_tokens]).tobytes())
 
     def _place(self, session: int, count: int, parts: list[list[range]], homes: list[int]) -> ScheduledChunk:
-        held, cached = self._held(session), self.length(session)
-        spans = tuple(map(tuple, parts))
+        held = self._held(session)
+        cached, spans = held.tokens, tuple(map(tuple, parts))
+        new = [[range(span.start + cached, span.stop + cached) for span in each] for each in spans]
+        held.tokens += count
         chunks: list[ScheduledChunk] = []
         for group, shards in zip(self.groups, held.groups, strict=True):
-            before, positions = [s.tokens for s in shards], tuple(tuple(shard.positions) for shard in shards)
-            own = []
-            for rank, (pool, shard) in enumerate(zip(group.pools, shards, strict=True)):
-                shard.extend([range(span.start + cached, span.stop + cached) for span in spans[rank]])
-                own.append(pool.allocate(homes.count(rank), shard.last_page))
-                shard.add_pages(own[-1])
-            if not chunks:
+            slots = tuple([tuple(shard.slots) for shard in shards])
+            positions = tuple([tuple(shard.positions) for shard in shards])
+            own: list[list[int]] = [[]] * self.n
+            if homes:
+                own = [group.pools[r].allocate(homes.count(r), shard.last_page) for r, shard in enumerate(shards)]
+            if homes and not chunks:
                 pages = [iter(each) for each in own]
                 held.pages += [(rank, next(pages[rank])) for rank in homes]
-            cached_slots = tuple(s.slots(0, b) for s, b in zip(shards, before, strict=True))
-            new_slots = tuple(s.slots(b, s.tokens) for s, b in zip(shards, before, strict=True))
-            chunks.append(ScheduledChunk(session, cached, count, spans, cached_slots, new_slots, positions))
+            each_new = zip(shards, new, own, strict=True)
+            new_slots = tuple([tuple(shard.extend(its, begun)) if its else () for shard, its, begun in each_new])
+            chunks.append(ScheduledChunk(session, cached, count, spans, slots, new_slots, positions))
         return chunks[0] if len(chunks) == 1 else replace(chunks[0], windowed=chunks[1])

@@ -87,7 +87,10 @@ class Decoder:
         self._windows = tuple(window for window in shape.distinct_windows if window is not None)
         self._unused = self._attention.unused_slots[: 1 + bool(self._windows)]
         self._skipped = _PLACES + 2 * len(self._unused)
-        num_fields = self._skipped + len(self._windows) + (0 if self._states is None else 2)
+        states = [] if self._states is None else [0, self._states.unused_row]
+        places = chain.from_iterable((slot, 0) for slot in self._unused)
+        self._no_row = 0, 0, *places, *[0] * len(self._windows), *states  # sees nothing, and nobody sees it
+        num_fields = 1 + len(self._no_row)
         pages = [manager.groups[0].num_pages, manager.groups[-1].num_pages][: len(self._unused)]
         self._inputs = _StepInputs(self._attention.device, tiles, pages, num_fields)
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
@@ -155,14 +158,13 @@ class Decoder:
     def _step(
         self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], tile: int, every: bool = False
     ) -> list[NextToken]:
-        rows: list[tuple[int, ...]] = []
+        rows: list[Sequence[int]] = []
         ends: list[int] = []  # the rows whose logits are computed: every one, or the last of each chunk
         for chunk, text in zip(chunks, texts, strict=True):
             first = len(rows) // tile
             rows += self._rows(chunk, text)
             ends += range(len(rows) - (len(text) if every else 1), len(rows))
-            unused = 0, 0, *chain.from_iterable((slot, 0) for slot in self._unused), *[0] * len(self._windows)
-            rows += [unused] * (-len(rows) % tile)
+            rows += [self._no_row] * (-len(rows) % tile)
             pages = [self._cache_manager.shards(chunk.session)[self._attention.rank].pages]
             if chunk.windowed is not None:  # later chunks may have left some of them already
                 pages.append(chunk.windowed.pages(self._attention.rank, self._cache_manager.page_tokens))
@@ -171,14 +173,9 @@ class Decoder:
             for index in range(first, len(rows) // tile):
                 self._inputs.set_pages(index, pages)
         size = _padded(len(rows), tile)
-        fields = self._inputs.staging(size)
-        fields.zero_()
-        for group, slot in enumerate(self._unused):
-            fields[_PLACES + 2 * group] = slot
-        if self._states is not None:
-            fields[-1] = self._states.unused_row
-        fields[_TOKEN:, : len(rows)] = torch.tensor(rows).t()
-        fields[_ENDS, : len(ends)] = torch.tensor(ends)
+        rows += [self._no_row] * (size - len(rows))
+        numbers = [*ends, *[0] * (size - len(ends)), *chain.from_iterable(zip(*rows, strict=True))]
+        self._inputs.staging(size).copy_(torch.tensor(numbers).view(-1, size))
         self._inputs.send(size)
         most = size if every else size // tile
         logits, ids = (self._replay if self._graphs else self._compute)(size, tile, most)
@@ -189,7 +186,7 @@ class Decoder:
         kept = logits[: len(ends)].clone()  # a replay overwrites the results of the one before
         return [NextToken(row, token) for row, token in zip(kept, greedy, strict=True)]
 
-    def _rows(self, chunk: ScheduledChunk, text: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    def _rows(self, chunk: ScheduledChunk, text: Sequence[int]) -> Iterator[list[int]]:
         """Yield the fields of every new token: its id and position; for every group of layers its slot on this rank and
         the number of its sequence's tokens that are there up to it; how many of these precede each window; and the rows
         of recurrent states.
@@ -201,13 +198,15 @@ class Decoder:
         slots = [chain.from_iterable(group.new_slots[rank]) for group in groups]
         held = [sum(map(len, group.cached_slots[rank])) for group in groups]
         states = () if self._states is None else self._states.rows.moves[chunk.session]
-        positions, total = (*groups[-1].cached_positions[rank], *chunk.new_positions(rank)), held[-1] + len(here)
-        for i, token in enumerate(text):
-            at, mine = chunk.cached + i, i in here
-            held = [count + mine for count in held]
-            places = [next(own) if mine else unused for own, unused in zip(slots, self._unused, strict=True)]
-            skipped = (total - _count_from(positions, at - window) for window in self._windows)
-            yield token, at, *chain.from_iterable(zip(places, held, strict=True)), *skipped, *states
+        total = held[-1] + len(here)
+        positions = (*groups[-1].cached_positions[rank], *chunk.new_positions(rank)) if self._windows else ()
+        for at, token in enumerate(text, chunk.cached):
+            row, mine = [token, at], at - chunk.cached in here
+            for group, own in enumerate(slots):
+                held[group] += mine
+                row += next(own) if mine else self._unused[group], held[group]
+            row += [total - _count_from(positions, at - window) for window in self._windows]
+            yield [*row, *states]
 
     @torch.no_grad()
     def _compute(self, size: int, tile: int, ends: int) -> tuple[Tensor, Tensor]:

@@ -264,9 +264,9 @@ class LongContextEngine:
                 self._cut(session, (session.cached_tokens - 1) // self.unit * self.unit)
             if session.cached_tokens < len(session.tokens):
                 pending[session] = []
-        single = all(len(session.tokens) - session.cached_tokens == 1 and session.scores is None for session in pending)
-        if single and drafts and any(drafts[session] for session in pending):
-            self._verify({session: drafts[session] for session in pending})
+        drafted = {session: drafts[session] for session in pending} if drafts else {}
+        if any(drafted.values()) and all(len(s.tokens) - s.cached_tokens == 1 and s.scores is None for s in drafted):
+            self._verify(drafted)
         else:
             self._compute(pending)
 
@@ -293,8 +293,8 @@ class LongContextEngine:
         """Compute every session's tokens that are not cached and then its new ones, all of them or none."""
         if not new:
             return
-        pending = {session: session.tokens[session.cached_tokens :] + tokens for session, tokens in new.items()}
         reused = {session: session.cached_tokens for session in new}
+        pending = {session: session.tokens[reused[session] :] + tokens for session, tokens in new.items()}
         exact = {session: session.exact_tokens for session in new}
         cuts = {s: s.cut(len(pending[s]), self.unit) for s in new} if self._states.total else {}
         placed: list[tuple[list[Session], tuple[ScheduledChunk, ...]]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Pace:
     def timed(cls, model: ModelConfig, ranks: int, delay_s: float, tile: int = 1) -> Pace:
         """Return a pace that follows measured times. Its unit is a FLOP, so that it foresees how cached tokens slow
         a chunk down. `tile` is of a rank."""
-        work = partial(prefill_flops, model)
+        work = prefill_flops(model)
         return cls(work(0, _FIRST * ranks), work, (_LEAST if tile == 1 else tile) * ranks, tile * ranks, delay_s)
 
     @property
@@ -113,10 +114,14 @@ def attention_tile(model: ModelConfig, tensor_size: int, device: torch.device) -
     return max(1, processors // kv_heads * (192 if model.kv_channels <= 96 else 128) // queries)
 
 
-def prefill_flops(model: ModelConfig, cached: int, new: int) -> float:
-    """Return the FLOPs of a forward pass of `new` tokens that follow `cached` ones, without the LM head."""
-    mean = cached + (new + 1) / 2
-    pairs = sum(
-        count * new * min(mean, mean if left is None else left) for (left, _), count in model.layer_windows.items()
-    )
-    return training_flops(model, 0, Work(new, round(pairs), 0)).causal / 3
+def prefill_flops(model: ModelConfig) -> Callable[[int, int], float]:
+    """Return the FLOPs of a forward pass of `new` tokens that follow `cached` ones, without the LM head, as a function
+    of `cached` and `new`. They are linear in tokens and pairs, so the model is gone through once."""
+    of_token, of_pair = (training_flops(model, 0, one).causal // 3 for one in (Work(1, 0, 0), Work(0, 1, 0)))
+    windows = [(math.inf if left is None else left, count) for (left, _), count in model.layer_windows.items()]
+
+    def flops(cached: int, new: int) -> float:
+        mean = cached + (new + 1) / 2
+        return new * of_token + round(sum([count * new * min(mean, left) for left, count in windows])) * of_pair
+
+    return flops

@@ -225,49 +225,46 @@ class Shard:
         page_tokens: slots per page.
         pages: page numbers, in the order of the tokens stored there.
         tokens: the number of tokens.
-        positions: ascending positions of the tokens, in the order of their slots.
+        positions: of the tokens, ascending.
+        slots: of the tokens, in the same order; neighbouring ones form one range.
     """
 
     page_tokens: int
     pages: list[int] = field(default_factory=list)
     tokens: int = 0
     positions: list[range] = field(default_factory=list)
-    _slots: list[range] = field(default_factory=list)  # of all pages; neighbouring pages form one range
+    slots: list[range] = field(default_factory=list)
 
     @property
     def last_page(self) -> int:
         """The last of `pages`; -1 for none."""
         return self.pages[-1] if self.pages else -1
 
-    def slots(self, start: int, stop: int) -> tuple[range, ...]:
-        """Return the slots of local tokens `start..stop-1`, neighbouring ones as one range."""
-        parts, at = [], 0
-        for run in self._slots:
-            if start < at + len(run) and at < stop and start < stop:
-                parts.append(run[max(start - at, 0) : stop - at])
-            at += len(run)
-        return tuple(parts)
-
-    def add_pages(self, pages: Sequence[int]) -> None:
+    def extend(self, positions: Sequence[range], pages: Sequence[int]) -> list[range]:
+        """Add tokens at the end, with the pages that they begin, and return their slots."""
         self.pages += pages
-        for page in pages:
-            _add(self._slots, range(page * self.page_tokens, (page + 1) * self.page_tokens))
-
-    def extend(self, positions: Sequence[range]) -> None:
-        """Add tokens at the end."""
+        added: list[range] = []
         for span in positions:
-            self.tokens += len(span)
             _add(self.positions, span)
+            end = self.tokens + len(span)
+            while self.tokens < end:
+                page, at = divmod(self.tokens, self.page_tokens)
+                size = min(end - self.tokens, self.page_tokens - at)
+                first = self.pages[page] * self.page_tokens + at
+                _add(added, range(first, first + size))
+                self.tokens += size
+        for run in added:
+            _add(self.slots, run)
+        return added
 
     def add_full(self, page: int, index: int) -> None:
         """Add page number `index` of the session, which is complete, behind complete ones."""
-        self.add_pages([page])
-        self.extend([range(index * self.page_tokens, (index + 1) * self.page_tokens)])
+        self.extend([range(index * self.page_tokens, (index + 1) * self.page_tokens)], [page])
 
     def remove_first(self) -> int:
         """Remove the first page, which is complete, and return it."""
         self.tokens -= self.page_tokens
-        for ranges in (self.positions, self._slots):
+        for ranges in (self.positions, self.slots):
             ranges[0] = ranges[0][self.page_tokens :]
             if not ranges[0]:
                 del ranges[0]
@@ -276,10 +273,10 @@ class Shard:
     def remove_last(self, tokens: int) -> list[int]:
         """Remove the last tokens, and return the pages that are no longer needed."""
         self.tokens -= tokens
-        _drop_last(self.positions, tokens)
+        for ranges in (self.positions, self.slots):
+            _drop_last(ranges, tokens)
         needed = -(-self.tokens // self.page_tokens)
         unused, self.pages = self.pages[needed:], self.pages[:needed]
-        _drop_last(self._slots, len(unused) * self.page_tokens)
         return unused
 
 
@@ -293,6 +290,7 @@ class Held:
         groups: per group of layers, the shard of every rank. Layers with windows have the last pages alone.
         pages: (rank, page) in the order of positions, of the first group.
         numbers: of its first pages, which are in the index or equal to those there.
+        tokens: their number.
         found: the number of its first pages that it found when it was opened.
         left: the number of its first pages that layers with windows do not have any more.
     """
@@ -302,6 +300,7 @@ class Held:
     groups: list[list[Shard]]
     pages: list[tuple[int, int]] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
+    tokens: int = 0
     found: int = 0
     left: int = 0
 
@@ -309,10 +308,6 @@ class Held:
     def shards(self) -> list[Shard]:
         """The shards of all tokens."""
         return self.groups[0]
-
-    @property
-    def tokens(self) -> int:
-        return sum(shard.tokens for shard in self.shards)
 
     def windowed(self) -> dict[int, int]:
         """Return the pages of layers with windows, keyed by their number in the session."""
@@ -324,6 +319,7 @@ class Held:
         """Add a page of a rank that holds all of its tokens; those before it are complete."""
         self.shards[rank].add_full(page, len(self.pages))
         self.pages.append((rank, page))
+        self.tokens += self.shards[rank].page_tokens
 
 
 def _add(ranges: list[range], span: range) -> None:

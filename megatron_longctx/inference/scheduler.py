@@ -5,7 +5,7 @@ Every rank runs the same scheduler on the same requests in the same order, so th
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.errors import refuse
 from .engine import LongContextEngine
@@ -108,11 +108,12 @@ class RequestLimits:
 class _Active:
     request: Request
     session: Session
-    left: list[int]  # of the prompt, not computed yet
+    left: int  # tokens of the prompt, not computed yet
     max_pages: int  # the most that it can hold on a rank at its end
     cached: int  # tokens of the prompt
     coming: list[Copy]  # pages of the prompt that are copied from the host before the rest is computed
     generation: Generation | None = None
+    alike: dict[int, int] = field(default_factory=dict)  # its first tokens that waiting requests are known to have
 
 
 @dataclass
@@ -150,6 +151,9 @@ class Scheduler:
                 raise refuse(name, getattr(self, name), "1 or more", f"Raise {name}.")
         self._waiting: list[Request] = []
         self._overtaken_by: Counter[int] = Counter()  # per waiting request, the tokens of later ones admitted first
+        # Per waiting request that was tried since the latest end of one, its cached tokens and whether it fits: a try
+        # takes 10 us for every cached page, and only an end makes room.
+        self._tried: dict[int, tuple[int, bool]] = {}
         self._refused: list[Event] = []
         self._active: dict[int, _Active] = {}
         self._cancelled: list[int] = []
@@ -247,9 +251,14 @@ class Scheduler:
                 self._waiting = [request for request in self._waiting if request.number != number]
                 del self._overtaken_by[number]  # of a counter, which may lack it
                 events.append(Event(number, finish_reason="cancelled"))
-        self._stuck = self._stuck and not events
+        if events:
+            self._ended()
         self._cancelled = []
         return events
+
+    def _ended(self) -> None:
+        """Try waiting requests again."""
+        self._stuck, self._tried = False, {}
 
     def _admit(self) -> None:
         if self._stuck:
@@ -275,33 +284,43 @@ class Scheduler:
     def _start(self, request: Request) -> bool | None:
         """Give the request a session with the longest cached prefix of its prompt; False if it has to wait, None if
         only for a place among long prompts."""
-        prompt, top = list(request.prompt), request.sampling.prompt_logprobs
+        prompt, top, number = request.prompt, request.sampling.prompt_logprobs, request.number
         if top is None and self._is_computing(request):
+            self._tried.pop(number, None)  # its prefix grows
             return False
-        session, coming = self._open(prompt if top is None else [], request.salt)
+        cached, fits = self._tried.get(number, (len(prompt), True))
+        if not (may := self._may_start(request, cached, fits)):
+            return may
+        session, coming = self._open(prompt if top is None else (), request.salt)
         manager = self.engine.cache_manager
         pages = self._max_pages(session, request.tokens, coming)
         if pages > manager.pages_per_rank:  # a prefix may be less even than a new session
             self._close(session, coming)
-            session, coming = self._open([], request.salt)
+            session, coming = self._open((), request.salt)
             pages = self._max_pages(session, request.tokens, coming)
         cached = session.cached_tokens + len(coming) * manager.page_tokens
-        computing = sum(self._is_long(a.session.cached_tokens, len(a.left)) for a in self._active.values())
-        waits = self._is_long(cached, len(prompt) - cached) and computing >= max(1, self.max_active // 2)
-        if waits or not self._fits(session, pages):
+        fits = self._fits(session, pages)
+        if not (may := self._may_start(request, cached, fits)):
+            self._tried[number] = cached, fits
             self._close(session, coming)
-            return None if waits else False
+            return may
         session.scores = None if top is None else PromptScores(prompt, top)
         session.keep_at = (len(prompt) - 1) // self.engine.unit * self.engine.unit
-        self._active[request.number] = _Active(request, session, prompt[cached:], pages, cached, coming)
+        self._active[request.number] = _Active(request, session, len(prompt) - cached, pages, cached, coming)
         return True
 
-    def _open(self, prompt: list[int], salt: int) -> tuple[Session, list[Copy]]:
+    def _open(self, prompt: tuple[int, ...], salt: int) -> tuple[Session, list[Copy]]:
         """Open a session with the longest prefix of the prompt in the cache, and claim the copies that follow it."""
         text = prompt[:-1]  # the last token is always left to compute, because its logits are needed
         session = self.engine.open(text, salt)
         pages = self.engine.unit // self.engine.cache_manager.page_tokens
         return session, [] if self.host is None else self.host.claim(session, text, pages)
+
+    def _may_start(self, request: Request, cached: int, fits: bool) -> bool | None:
+        """Return `fits`; None for a long prompt if such ones have half of the places."""
+        computing = sum(self._is_long(a.session.cached_tokens, a.left) for a in self._active.values())
+        waits = computing >= max(1, self.max_active // 2) and self._is_long(cached, len(request.prompt) - cached)
+        return None if waits else fits
 
     def _is_long(self, cached: int, left: int) -> bool:
         return self._pace.work(cached, left) > self._pace.room / 2
@@ -317,10 +336,11 @@ class Scheduler:
             alike = active.request.salt == request.salt and active.session.scores is None
             if active.left and alike and end < len(request.prompt):
                 # The last tokens first, which are the likeliest to differ.
-                for start in (end - unit, 0):
+                for start in (end - unit, active.alike.get(request.number, 0)):
                     if request.prompt[start:end] != active.request.prompt[start:end]:
                         break
                 else:
+                    active.alike[request.number] = end
                     return True
         return False
 
@@ -340,12 +360,14 @@ class Scheduler:
             self.host.fetch(active.session, active.coming, len(fetching), active.request.prompt)
             self._timed = self._stuck = False
         prompts = [active for active in self._active.values() if active.left and not active.coming]
-        states = [(active.session.cached_tokens, len(active.left)) for active in prompts]
+        states = [(active.session.cached_tokens, active.left) for active in prompts]
         sizes, self._work = self._pace.shares(states, self._exact_chunk)
-        chunk: dict[Session, list[int]] = {}
+        chunk: dict[Session, tuple[int, ...]] = {}
         for active, size in zip(prompts, sizes, strict=True):
             if size:
-                chunk[active.session], active.left = active.left[:size], active.left[size:]
+                start = len(active.request.prompt) - active.left
+                chunk[active.session] = active.request.prompt[start : start + size]
+                active.left -= size
         if chunk:
             self.engine.append(chunk)
             self._stuck = False
@@ -374,7 +396,7 @@ class Scheduler:
             events.append(Event(number, token, reason, active.cached, error, dead_end, score, found))
             if reason is not None:
                 del self._active[number]
-                self._stuck = False
+                self._ended()
                 if reason == "error" and not dead_end:  # the cache of its tokens may be what is wrong
                     self.engine.cache_manager.forget(active.session.number)
                     if self.host is not None:

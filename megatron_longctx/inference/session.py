@@ -311,7 +311,7 @@ def plain_ids(tokens: Sequence[int]) -> list[int]:
         ValueError: they are not integers.
     """
     try:
-        return [operator.index(token) for token in tokens]
+        return list(map(operator.index, tokens))
     except TypeError:
         raise refuse("tokens", reprlib.repr(tokens), "integers, one after another", "Tokenize text first.") from None
 

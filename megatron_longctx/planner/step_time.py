@@ -58,5 +58,5 @@ def _attention_s(job: Job, cluster: Cluster, costs: Costs) -> float:
     for window, layers in model.layer_windows.items():
         plan = configured_plan(config, documents([config.data.seq_length], window=window))
         forward, backward = (simulate(each, cluster, job.target, costs).seconds for each in (plan, backward_plan(plan)))
-        seconds += (layers - sum(model.recurrent_layers)) * (forward * (1 + again) + backward)
+        seconds += layers * (forward * (1 + again) + backward)
     return seconds

@@ -11,7 +11,7 @@ from megatron_longctx.inference.cache_manager import CacheManager
 def slots_of(manager: CacheManager, session: int, rank: int) -> list[int]:
     """The slots of a session's tokens on a rank, in the order of positions."""
     shard = manager.shards(session)[rank]
-    return list(chain.from_iterable(shard.slots(0, shard.tokens)))
+    return list(chain.from_iterable(shard.slots))
 
 
 def batch_with_past(

@@ -283,7 +283,7 @@ def test_a_session_alone_grows_in_one_run_of_slots() -> None:
     session = manager.open()
     for count in (7, 1, 1, 30, 2):
         manager.append({session: count})
-    assert all(len(shard.slots(0, shard.tokens)) == 1 for shard in manager.shards(session))
+    assert all(len(shard.slots) == 1 for shard in manager.shards(session))
 
 
 def test_pages_come_from_the_smallest_run_that_holds_them() -> None:

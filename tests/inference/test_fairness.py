@@ -4,17 +4,21 @@ import random
 import time
 from collections import defaultdict
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_longctx.config import Config
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.pace import Pace, attention_tile, prefill_flops
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Request, Scheduler
+from megatron_longctx.planner.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.compose import compose_config
 from tests.inference.conversations import engine_of, parallel
@@ -85,7 +89,7 @@ def test_a_million_tokens_take_few_rounds_that_are_equally_long() -> None:
     """On a machine whose attention has half the speed of its other products, from the first round on."""
     model = compose_config(["model=llama3_8b"]).model
     pace, cached, times = Pace.timed(model, 2, 2.0), 0, []
-    linear = prefill_flops(model, 0, 1)
+    linear = prefill_flops(model)(0, 1)
     while cached < 2**20:
         new = pace.fitting(cached, 2**20 - cached, pace.room)
         work = pace.work(cached, new)
@@ -94,6 +98,21 @@ def test_a_million_tokens_take_few_rounds_that_are_equally_long() -> None:
         cached += new
     assert max(times) < 1.0 and min(times[10:-1]) > 0.7
     assert len(times) < 1.02 * sum(times) / 0.75
+
+
+composed = lru_cache(lambda name: compose_config([f"model={name}"]).model)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(("llama3_8b", "gpt_oss_20b", "qwen3_next_80b_a3b")), st.integers(0, 2**21), st.integers(1, 2**17)
+)
+def test_work_is_that_of_a_forward_pass(name: str, cached: int, new: int) -> None:
+    """Of dense layers, of windows and experts, and of recurrent layers."""
+    model, mean = composed(name), cached + (new + 1) / 2
+    windows = model.layer_windows.items()
+    pairs = sum(count * new * (mean if left is None else min(mean, left)) for (left, _), count in windows)
+    assert prefill_flops(model)(cached, new) == training_flops(model, 0, Work(new, round(pairs), 0)).causal / 3
 
 
 def test_half_of_a_round_is_for_the_shortest_prompts() -> None:

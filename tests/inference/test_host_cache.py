@@ -134,7 +134,7 @@ def keep_and_find(device: str) -> None:
     first, follower = manager.open(), Follower()
     manager.append({first: 150})
     manager.name_pages(first, text)
-    slots = [slot for run in manager.shards(first)[0].slots(0, 148) for slot in run]
+    slots = [slot for run in manager.shards(first)[0].slots for slot in run][:148]
     expected = [layer[slots].clone() for layer in layers]
     manager.close(first)
     while host.pending:
@@ -147,7 +147,7 @@ def keep_and_find(device: str) -> None:
     assert len(copies) == 37
     while copies:
         host.fetch(follower, copies, 8, text)  # type: ignore[arg-type]
-    slots = [slot for run in manager.shards(follower.number)[0].slots(0, 148) for slot in run]
+    slots = [slot for run in manager.shards(follower.number)[0].slots for slot in run]
     assert all(torch.equal(layer[slots], truth) for layer, truth in zip(layers, expected, strict=True))
     assert host.stores[0].blocks[0].is_pinned() == (device == "cuda")
 

@@ -178,6 +178,34 @@ def short_requests_overtake_one_that_waits_for_room(engine: LongContextEngine) -
         assert sorted([*ended, *late]) == sorted([0, 1, *range(2, 6), *range(12, 16)])
 
 
+def a_request_that_waits_for_room_is_tried_after_every_end(engine: LongContextEngine) -> None:
+    """Also when another has computed a prefix of it, but not in every round: finding a long prefix takes long."""
+    size, opened = engine.cache_manager.slots_per_rank * engine.cache_manager.n // 2, list[int]()
+
+    def counted(tokens: tuple[int, ...], salt: int) -> object:
+        opened.append(len(tokens))
+        return LongContextEngine.open(engine, tokens, salt)
+
+    with scheduling(engine, prefill_chunk=16) as scheduler, mock.patch.object(engine, "open", counted):
+        for number, token, count in ((0, 71, size), (1, 72, size + 10), (2, 72, 40)):
+            scheduler.submit(Request(number, (token,) * count + (9,), Sampling(max_new_tokens=2)))
+        found = finish(scheduler)
+        assert opened == [size, size + 10, 40, *[size + 10] * 3]
+        assert all(len(tokens_of(events)) == 2 for events in found.values())
+
+
+def a_request_waits_for_a_prefix_that_is_its_own(engine: LongContextEngine) -> None:
+    """Other tokens than its own may be between equal ones."""
+    with scheduling(engine, prefill_chunk=64) as scheduler:
+        for number, token in enumerate((74, 73)):
+            scheduler.submit(Request(number, (73,) * 20 + (token,) + (73,) * 80, Sampling(max_new_tokens=1)))
+        waiting = []
+        for _ in range(2):
+            scheduler.advance()
+            waiting.append(scheduler.num_requests["waiting"])
+        assert waiting == [1, 0]
+
+
 def other_clients_caches_are_not_found(engine: LongContextEngine) -> None:
     """Neither kept nor active ones, and no request waits for one."""
     prompt, sampling = tuple(range(60, 110)), Sampling(max_new_tokens=3)
@@ -310,6 +338,8 @@ def with_every_engine(rank: int, plain: Config, small: Config, learned: Config, 
         bad_requests_harm_no_other(engine)
         requests_wait_for_room(engine)
         short_requests_overtake_one_that_waits_for_room(engine)
+        a_request_that_waits_for_room_is_tried_after_every_end(engine)
+        a_request_waits_for_a_prefix_that_is_its_own(engine)
         other_clients_caches_are_not_found(engine)
         shared_pages_are_promised_once(engine)
         no_request_waits_for_a_short_prefix(engine)

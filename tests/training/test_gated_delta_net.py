@@ -1,5 +1,6 @@
 """Recurrent layers: runs at any parallel sizes are those of one rank, and what cannot run is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ def test_flops_of_a_recurrent_layer_grow_with_tokens_alone(
     projections += 6 * 4 * (8 + 6) * (kind == "K")
     flops = training_flops(model, 128, Work(tokens=100, pairs=0, dense_pairs=10_000))
     assert flops.causal == flops.dense == 6 * 100 * (2 * (projections + rule + mlp) + 32 * 128)
+    mixed = replace(model, pattern=f"{kind}-*-", num_layers=4)
+    assert (model.layer_windows, mixed.layer_windows) == ({}, {(None, None): 2})
 
 
 @pytest.mark.parametrize(
