@@ -137,6 +137,7 @@ class Scheduler:
         prefill_chunk: the most prompt tokens computed between two decodes, without a `pace`.
         pace: sizes the chunks of prompts by the times that `observe` gets.
         host: keeps copies of pages that active requests do not hold; None for none.
+        work: on prompts, of the round that runs or ran last, in the pace's unit.
     """
 
     engine: LongContextEngine
@@ -158,9 +159,9 @@ class Scheduler:
         self._active: dict[int, _Active] = {}
         self._cancelled: list[int] = []
         self._pace = self.pace or Pace(self.prefill_chunk)
-        self._work = 0.0  # on prompts, of the latest round
+        self.work = 0.0
         self._timed = False  # whether it computed anything, and copied nothing from the host
-        self._untimed: deque[tuple[bool, float]] = deque()  # these of rounds whose time is not known yet
+        self._untimed: deque[tuple[bool, float]] = deque(maxlen=9)  # these of rounds whose time is not known yet
         self._stuck = False  # no waiting request could be admitted, and nothing has changed since
         self._exact_chunk = self.engine.exact_chunk
         manager, model = self.engine.cache_manager, self.engine.model
@@ -207,27 +208,20 @@ class Scheduler:
         events = self._refused + self._cancel()
         self._refused = []
         self._admit()
-        self._work, self._timed = 0.0, bool(self._active)
+        self.work, self._timed = 0.0, bool(self._active)
         if not (self._pace.owes_decode and any(active.generation for active in self._active.values())):
             self._prefill()
         events += self._decode()
         if self.host is not None:
             self.host.store()
-        if self._pace.delay_s is not None:
-            self._untimed.append((self._timed, self._work))
+        self._untimed.append((self._timed, self.work))
         return events
 
     def observe(self, seconds: float) -> None:
         """Note the time of the first `advance` whose time is not noted. All ranks note the same."""
-        if self._untimed:
-            timed, work = self._untimed.popleft()
-            if timed:
-                self._pace.observe(seconds, work)
-
-    @property
-    def computes_prompts(self) -> bool:
-        """Whether the latest round, or the one that is running, computes parts of prompts."""
-        return self._work > 0
+        timed, work = self._untimed.popleft()
+        if timed:
+            self._pace.observe(seconds, work)
 
     def close(self) -> None:
         """Close every session."""
@@ -361,7 +355,7 @@ class Scheduler:
             self._timed = self._stuck = False
         prompts = [active for active in self._active.values() if active.left and not active.coming]
         states = [(active.session.cached_tokens, active.left) for active in prompts]
-        sizes, self._work = self._pace.shares(states, self._exact_chunk)
+        sizes, self.work = self._pace.shares(states, self._exact_chunk)
         chunk: dict[Session, tuple[int, ...]] = {}
         for active, size in zip(prompts, sizes, strict=True):
             if size:

@@ -67,7 +67,7 @@ class Rounds:
                 self._observe()
 
     def _overlap(self) -> None:
-        if self._news is None and not self._scheduler.computes_prompts:
+        if self._news is None and not self._scheduler.work:
             self._news = self._exchange(wait=False)
 
     def _exchange(self, wait: bool) -> list[Any]:
