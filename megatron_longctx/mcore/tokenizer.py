@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,18 @@ def detokenize(tokenizer: MegatronTokenizerText, ids: Sequence[int]) -> str:
     if tokenizer.library == "tiktoken":
         return str(tokenizer._tokenizer.tokenizer.decode([i for i in ids if i >= _TIKTOKEN_SPECIAL]))
     return str(tokenizer.detokenize(list(ids)))
+
+
+def decoder(tokenizer: MegatronTokenizerText) -> Callable[[Sequence[int]], str]:
+    """Return a function with the results of `detokenize`.
+
+    For a Hugging Face tokenizer it is several times as fast: Megatron-Core lists all special tokens for every token.
+    """
+    library: Any = tokenizer._tokenizer.tokenizer if tokenizer.library == "huggingface" else None
+    if (backend := getattr(library, "backend_tokenizer", None)) is None:
+        return partial(detokenize, tokenizer)
+    special = frozenset(library.convert_tokens_to_ids(library.all_special_tokens))
+    return lambda ids: str(backend.decode([i for i in ids if i not in special], skip_special_tokens=False))
 
 
 def max_token_chars(tokenizer: MegatronTokenizerText) -> int | None:

@@ -18,7 +18,7 @@ from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling, not_finite
 from ..inference.scheduler import Request, Scheduler
 from ..inference.session import check_length
-from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize
+from ..mcore.tokenizer import bos_tokens, build_tokenizer, decoder
 from ..models.chat import Chat, ChatMessage, load_chat
 from ..training import forks
 from ..training.ranks import broadcast_json
@@ -138,7 +138,7 @@ class _Conversation:
         """Generate and print an answer. Return it, all tokens, how many of the prompt were cached, and the time of each
         new one."""
         prints = dist.get_rank() == 0
-        stream = TextStream(lambda ids: detokenize(self.tokenizer, ids), self.chat.stop_texts)
+        stream = TextStream(decoder(self.tokenizer), self.chat.stop_texts)
         answer, tokens, cached, times = "", list(prompt), 0, []
         self.scheduler.submit(Request(0, tuple(prompt), self.sampling))
         while self.scheduler.busy:

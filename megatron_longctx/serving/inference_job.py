@@ -169,8 +169,9 @@ def build_job(
     return job
 
 
-def start(job: InferenceJob, work: Work) -> None:
-    """Run `work` on every rank, on this host or as torchrun or Slurm has started them.
+def start(job: InferenceJob, work: Work, first: Work | None = None) -> None:
+    """Run `work` on every rank, on this host or as torchrun or Slurm has started them. Rank 0 runs `first` instead, if
+    it is given, which need not be pickled.
 
     Raises ValueError: `work` raised it on all ranks. Raises JobFailed: another rank ended.
     """
@@ -185,11 +186,11 @@ def start(job: InferenceJob, work: Work) -> None:
         with Progress(f"waiting for {place.world_size} ranks", told=place.rank == 0):
             join_group(place, rendezvous_store(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
         with _stopped_together(place):
-            _work(job, work)
+            _work(job, first or work)
         dist.destroy_process_group()
         return
     with suppress(Stopped), _ranks(job, work):
-        _work(job, work)
+        _work(job, first or work)
 
 
 @contextmanager
@@ -246,6 +247,9 @@ def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
         joined.set()
         yield
         dist.barrier()
+    except (KeyboardInterrupt, Stopped, JobFailed):  # others are in the middle of a round, and would report this end
+        others.kill()
+        raise
     except RuntimeError as error:  # raised by the process group for a broken connection, or a rank that hangs
         ended.set()
         message = str(error)
@@ -257,9 +261,6 @@ def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
         if message == str(error):
             raise
         raise JobFailed(message) from error
-    except (KeyboardInterrupt, Stopped):  # others are in the middle of a round, and would report this rank's end
-        others.kill()
-        raise
     finally:
         ended.set()
         if dist.is_initialized():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -23,18 +22,11 @@ class Rounds:
 
     Args:
         inbox: of rank 0; None on the others.
-        observe: called after each round.
         group: of processes on the host that exchange news; None for the job's.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        inbox: Inbox | None,
-        observe: Callable[[], None] = lambda: None,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._scheduler, self._inbox, self._observe, self._group = scheduler, inbox, observe, group
+    def __init__(self, scheduler: Scheduler, inbox: Inbox | None, group: dist.ProcessGroup | None = None) -> None:
+        self._scheduler, self._inbox, self._group = scheduler, inbox, group
         self._seconds: list[float] = []  # of rounds that the other ranks do not know yet, as rank 0 measured them
         self._news: list[Any] | None = None  # of the next round
 
@@ -64,7 +56,7 @@ class Rounds:
             if self._inbox is not None:
                 self._inbox.last_beat = None
                 self._inbox.deliver(events)
-                self._observe()
+                self._inbox.observe(scheduler)
 
     def _overlap(self) -> None:
         if self._news is None and not self._scheduler.work:

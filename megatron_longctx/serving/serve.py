@@ -1,42 +1,39 @@
 """`megatron-longctx serve`: an OpenAI-compatible server over a run's checkpoint.
 
-Rank 0 receives requests over HTTP. Before every round it sends the new ones to all ranks, which run the same scheduler.
+A process beside rank 0 receives requests over HTTP. Before every round, rank 0 sends the new ones to all ranks, which
+run the same scheduler.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import logging
 import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from ..config import ServeConfig
 from ..config.extras import absent, install
-from ..core.errors import refuse
+from ..core.errors import JobFailed, refuse
 from ..inference.host_cache import HostCache
 from ..inference.pace import Pace, attention_tile
-from ..inference.scheduler import Scheduler
+from ..inference.scheduler import RequestLimits, Scheduler
 from ..inference.states import ROWS_OF_SEQUENCE
 from ..inference.warm_up import warm_up
-from ..mcore.tokenizer import bos_tokens, build_tokenizer, detokenize, max_token_chars
+from ..mcore.tokenizer import build_tokenizer
 from ..models.chat import load_chat
 from ..training import forks
-from ..training.ranks import broadcast_json
+from ..training.ranks import RankFailed, RankProcesses, broadcast_json
 from ..training.rendezvous import RankInfo
-from ..training.signals import handled_signals
+from ..training.signals import blocked, handled_signals
 from .grammar import Grammars
 from .http_api.access import build_access
 from .http_api.inbox import Inbox
-from .http_api.parsing import Model
 from .inference_job import (
     InferenceJob,
     Stopped,
@@ -49,10 +46,7 @@ from .inference_job import (
 )
 from .rounds import Rounds
 
-if TYPE_CHECKING:
-    from .http_api.metrics import Metrics
-
-logger = logging.getLogger(__name__)
+_ENDS_WITHIN_S = 10.0  # after the last answers, for which it waits 3 s
 
 
 def serve(words: Sequence[str]) -> None:
@@ -64,8 +58,10 @@ def serve(words: Sequence[str]) -> None:
     job = forks.checked(job_of, words)
     place = RankInfo.from_environment(os.environ)
     if place is None or place.rank == 0:
-        _listen(job.config.serve).close()  # refuse a taken port before the model is loaded
-    start(job, _serve)
+        with _http_process(job) as http:
+            start(job, _serve, functools.partial(_serve, http=http))
+    else:
+        start(job, _serve)
 
 
 def job_of(words: Sequence[str]) -> InferenceJob:
@@ -86,17 +82,33 @@ def job_of(words: Sequence[str]) -> InferenceJob:
     return job
 
 
-def _listen(settings: ServeConfig) -> socket.socket:
-    address = settings.host, settings.port
-    try:
-        return socket.create_server(address, family=socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        where, expected = f"{settings.host}:{settings.port}", f"an address to listen at ({reason})"
-        raise refuse("serve.host:serve.port", where, expected, "Choose another port; 0 takes any free one.") from None
+_Http = tuple[Inbox, RankProcesses]
+"""Rank 0's end of the connection to the process of the HTTP interface, and that process."""
 
 
-def _serve(job: InferenceJob, groups: Any) -> None:
+@contextmanager
+def _http_process(job: InferenceJob) -> Iterator[_Http]:
+    """Run the process of the HTTP interface. It starts first, as a fork if this process has no threads and no GPU yet.
+
+    Refuse a port that is taken, before the model is loaded.
+    """
+    from .http_api.server import listen, run
+
+    listen(job.config.serve).close()
+    (ours, theirs), shared = socket.socketpair(), Inbox.new_shared()
+    stalled_s = min(job.config.serve.stalled_s, job.timeout_s / 2)
+    name = job.config.serve.served_model_name or str(job.options)
+    args, how = (job.config, name, theirs, shared, stalled_s), "spawn" if forks.obstacle() else "fork"
+    with ours:
+        with theirs, blocked(handled_signals()):  # signals may go to all processes; rank 0 decides when to end
+            process = RankProcesses(run, args, [0], start_method=how, daemon=True)
+        try:
+            yield Inbox(ours, shared), process
+        finally:
+            process.kill()
+
+
+def _serve(job: InferenceJob, groups: Any, http: _Http | None = None) -> None:
     settings = job.config.serve
     with open_engine(job, groups) as (engine, tokenizer):
         warm_up(engine, settings.max_active)
@@ -116,59 +128,38 @@ def _serve(job: InferenceJob, groups: Any) -> None:
         group = None
         if dist.get_backend() == "nccl":
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=job.timeout_s))
-        if dist.get_rank() != 0:
+        if http is None:
             for number in handled_signals():  # signals may go to all ranks; rank 0 decides when to end
                 signal.signal(number, signal.SIG_IGN)
-            Rounds(scheduler, None, group=group).run()
+            Rounds(scheduler, None, group).run()
             return
-        inbox = Inbox(settings.max_waiting, min(settings.stalled_s, job.timeout_s / 2))
-        served = Model(
-            name=settings.served_model_name or str(job.options),
-            encode=tokenizer.tokenize,
-            decode=lambda ids: detokenize(tokenizer, ids),
-            stop_token=tokenizer.eod,
-            chat=load_chat(job.config.inference.chat_template, tokenizer),
-            default_tokens=job.config.inference.max_new_tokens,
-            limits=scheduler.request_limits,
-            max_token_chars=max_token_chars(tokenizer),
-            begin=tuple(bos_tokens(tokenizer)),
-            check_grammar=lambda grammar: grammars().compile(grammar),
-        )
+        inbox = http[0]
 
         def beat() -> None:
             if inbox.stopping:
                 raise Stopped
             inbox.beat()
 
-        with _serving(served, inbox, settings) as metrics:
+        inbox.prepare = lambda grammar: grammars().compile(grammar)
+        with _serving(http, scheduler.request_limits):
             engine.model.attention.on_layer = beat
-            Rounds(scheduler, inbox, lambda: metrics.of_round(scheduler), group).run()
+            Rounds(scheduler, inbox, group).run()
 
 
 @contextmanager
-def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[Metrics]:
-    """Run the server in a thread, and yield its metrics; if it ends, the inbox stops. This thread keeps the signals and
-    the model."""
-    from .http_api.app import Api
-    from .http_api.server import build_server
-
-    origins = tuple(filter(None, map(str.strip, (settings.allowed_origins or "").split(","))))
-    access = build_access(settings, os.environ)
-    api = Api(model, inbox, settings.max_body_bytes, settings.timeout_s, access, origins)
-    server, listener = build_server(api, settings.max_connections), _listen(settings)
+def _serving(http: _Http, limits: RequestLimits) -> Iterator[None]:
+    """Let the HTTP interface begin, and end with the context; if it ends before, the inbox stops. Raises JobFailed."""
+    inbox, process = http
     previous = {n: signal.signal(n, inbox.ask_to_stop) for n in handled_signals()}
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        with ThreadPoolExecutor(1, "http") as pool:
-            served = pool.submit(server.run, [listener])
-            served.add_done_callback(inbox.ask_to_stop)
-            logger.info("serving %s at http://%s:%d/v1", model.name, host, listener.getsockname()[1])
-            try:
-                yield api.metrics
-            finally:
-                inbox.stop()
-                server.should_exit = True
-        served.result()  # raises the error that ended it
+        inbox.open(limits)
+        try:
+            yield
+        finally:
+            inbox.stop()
+            process.wait(_ENDS_WITHIN_S)
+    except RankFailed as failed:
+        raise JobFailed(f"the HTTP process {failed.summary.removeprefix('rank 0 ')}") from failed
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

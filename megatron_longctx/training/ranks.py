@@ -155,6 +155,8 @@ class RankProcesses:
 
 def _rank_process(report: Connection, fn: Function, rank: int, args: tuple[Any, ...]) -> None:
     mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
+    if parent_has_ended():  # before, while this process imported what `fn` needs
+        return
     try:
         fn(rank, *args)
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
-"""A server in this process. Tests take requests from its inbox in place of the ranks, and answer them."""
+"""A server in a thread of this process. Tests take requests from the inbox in place of rank 0, and answer them."""
 
+import asyncio
 import http.client
 import json
 import math
@@ -18,7 +19,7 @@ from megatron_longctx.models.chat import Chat
 from megatron_longctx.serving.http_api import server
 from megatron_longctx.serving.http_api.access import Access
 from megatron_longctx.serving.http_api.app import Api
-from megatron_longctx.serving.http_api.inbox import Inbox
+from megatron_longctx.serving.http_api.inbox import Inbox, Outbox
 from megatron_longctx.serving.http_api.parsing import Model
 from megatron_longctx.serving.http_api.server import build_server
 from tests.shared.jobs import PATIENCE_S
@@ -41,10 +42,11 @@ def encode(text: str) -> list[int]:
 
 @dataclass
 class Served:
-    """A running server, its port and the ranks' side of its inbox."""
+    """A running server, its port and both ends of its connection to rank 0."""
 
     port: int
     inbox: Inbox
+    outbox: Outbox
     _server: uvicorn.Server
     _taken: list[Request | int] = field(default_factory=list)
 
@@ -132,22 +134,29 @@ def serving(
     timeout_s: float = 30.0,
     access: Access | None = None,
     chat: Chat | None = None,
-    inbox: Inbox | None = None,
+    stalled_s: float = math.inf,
     encode: Callable[[str], list[int]] = encode,
     origins: tuple[str, ...] = (),
 ) -> Iterator[Served]:
-    inbox = inbox or Inbox(max_waiting)
     model = Model("m", encode, decode, 0, chat or Chat(), 16, LIMITS, 1)
-    api = Api(model, inbox, 1000, timeout_s, access or Access(), origins)
+    (ours, theirs), shared = socket.socketpair(), Inbox.new_shared()
+    inbox, outbox = Inbox(ours, shared), Outbox(theirs, shared, max_waiting, stalled_s)
+    api = Api(model, outbox, 1000, timeout_s, access or Access(), origins)
     listener = socket.create_server(("127.0.0.1", 0))
     running = build_server(api, max_connections)
     running.config.timeout_keep_alive = math.ceil(PATIENCE_S)  # do not close slow connections on a busy machine
-    thread = threading.Thread(target=running.run, args=([listener],))
+
+    async def run() -> None:
+        assert await outbox.open() == LIMITS
+        await asyncio.gather(running.serve([listener]), outbox.follow(api.metrics.show, running))
+
+    inbox.open(LIMITS)
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
     try:
-        yield Served(listener.getsockname()[1], inbox, running)
+        yield Served(listener.getsockname()[1], inbox, outbox, running)
     finally:
         inbox.stop()
-        running.should_exit = True
         thread.join(PATIENCE_S)
+        ours.close()
         assert not thread.is_alive()

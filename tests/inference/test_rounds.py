@@ -1,13 +1,15 @@
 """What the ranks of a server exchange, and when."""
 
-from collections.abc import Callable
+import pickle
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_longctx.config import Config
 from megatron_longctx.inference.pace import Pace
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.inference.scheduler import Scheduler
+from megatron_longctx.inference.scheduler import Event, Scheduler
 from megatron_longctx.serving.http_api.inbox import Inbox
 from megatron_longctx.serving.rounds import Rounds
 from megatron_longctx.testing.distributed import run_distributed
@@ -31,18 +33,23 @@ def rounds_of_one_request(rank: int, config: Config) -> list[str]:
 
         setattr(where, name, call)
 
-    with engine_of(config) as engine:
+    def delivered(events: Sequence[Event]) -> str:
+        if any(event.finish_reason for event in events):
+            inbox.ask_to_stop()
+        return str(len(events))
+
+    ours, theirs = socket.socketpair()
+    inbox = Inbox(ours, Inbox.new_shared())
+    with engine_of(config) as engine, ours, theirs:
         scheduler = Scheduler(engine, pace=Pace.timed(config.model, 2, 0.5))
-        inbox = Inbox(9) if rank == 0 else None
-        rounds = Rounds(scheduler, inbox)
+        rounds = Rounds(scheduler, inbox if rank == 0 else None)
         note(engine.model.attention, "begin_replicated", lambda *_: "s")
         note(scheduler, "observe", lambda seconds: "t" if seconds > 0 else "?")
         note(rounds, "_overlap", lambda: "w")
-        if inbox is not None:
-            note(inbox, "take", lambda: "<")
-            note(inbox, "deliver", lambda events: str(len(events)))
-            end = inbox.ask_to_stop
-            inbox.submit([(range(60), Sampling(TOKENS), 0)], 0, lambda event: end() if event.finish_reason else None)
+        note(inbox, "take", lambda: "<")
+        note(inbox, "deliver", delivered)
+        theirs.send(pickle.dumps([(0, range(60), Sampling(TOKENS), 0, 0)]))
+        inbox.open(scheduler.request_limits)
         rounds.run()
         return done
 

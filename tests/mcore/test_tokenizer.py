@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, bos_tokens, build_tokenizer, detokenize, tokenizer_digest
+from megatron_longctx.mcore.tokenizer import (
+    BYTE_LEVEL_EOD,
+    bos_tokens,
+    build_tokenizer,
+    decoder,
+    detokenize,
+    tokenizer_digest,
+)
 from megatron_longctx.models.chat import special_tokens, template_of
 from tests.shared.published import CHAT, TEXTS, write_tokenizer
 
@@ -36,6 +43,8 @@ def test_hugging_faces_folder_or_its_tokenizer_json(tmp_path: Path) -> None:
         assert detokenize(tokenizer, tokenizer.tokenize(TEXT)) == TEXT
         assert (tokenizer.vocab_size, tokenizer.eod, template_of(tokenizer)) == (290, 1, CHAT)
         assert special_tokens(tokenizer)["bos_token"] == "<|begin|>"
+        for ids in ([i, j] for i in range(280) for j in (0, 1, 70, 275)):  # special ones, and parts of characters
+            assert decoder(tokenizer)(ids) == detokenize(tokenizer, ids)
     assert tokenizer_digest(tokenizers[0]) == tokenizer_digest(tokenizers[1])
 
 

@@ -1,4 +1,4 @@
-"""The routes, on Starlette. Requests go to an inbox, which brings back their events."""
+"""The routes, on Starlette. Requests go to an outbox, which brings back their events."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ... import __version__
 from ...inference.scheduler import Event
 from .access import Access
-from .inbox import Inbox
+from .inbox import Outbox
 from .metrics import Metrics
 from .options import ApiError, printable
 from .parsing import Model, ParsedRequest, parse_request
@@ -36,7 +36,7 @@ from .responses import Answer
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"[\w.:+-]{1,128}", re.ASCII)
-_KEEP_ALIVE_S = 10.0  # between comments in a stream without tokens
+_KEEP_ALIVE, _KEEP_ALIVE_S = b": keep-alive\n\n", 10.0  # a comment in a stream without tokens for so long
 _RETRY_AFTER_S = 1
 _LONG = 2**16  # bytes of a body; longer ones are parsed one at a time
 
@@ -47,6 +47,7 @@ _CORS: dict[str, Any] = {
 }
 
 _T = TypeVar("_T")
+_Events = asyncio.Queue[list[Event]]  # those of a round
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Api:
     """The interface's routes and what they need."""
 
     model: Model
-    inbox: Inbox
+    outbox: Outbox
     max_body_bytes: int
     timeout_s: float  # the time limit for sending a body
     access: Access = field(default_factory=Access)
@@ -101,8 +102,8 @@ class Api:
 
     async def _ready(self, request: Request) -> Response:
         """Tell whether new requests are accepted."""
-        status = "stopping" if self.inbox.stopping else "stalled" if self.inbox.stalled else "ok"
-        return _json({"status": status, "requests": self.inbox.num_requests}, 200 if status == "ok" else 503)
+        status = "stopping" if self.outbox.stopping else "stalled" if self.outbox.stalled else "ok"
+        return _json({"status": status, "requests": self.outbox.num_requests}, 200 if status == "ok" else 503)
 
     async def _version(self, request: Request) -> Response:
         return _json({"version": __version__})
@@ -121,46 +122,40 @@ class Api:
     async def _complete(self, request: Request, chat: bool) -> Response:
         _require_json(request)
         parsed = await self._parse(await self._read_body(request), chat)
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def listen(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        if self.inbox.stalled and not self.inbox.stopping:
+        events: _Events = asyncio.Queue()
+        if self.outbox.stalled and not self.outbox.stopping:
             raise ApiError(503, "the ranks do not answer: one of them hangs, or computes for long", "server_error")
-        count, most = len(parsed.prompts) * parsed.best_of, self.inbox.max_waiting
+        count, most = len(parsed.prompts) * parsed.best_of, self.outbox.max_waiting
         if count > most:
             raise ApiError(400, f"the body asks for {count} answers: expected at most {most}")
-        numbers = self.inbox.submit(parsed.answers, request.state.client, listen)
+        numbers = self.outbox.submit(parsed.answers, request.state.client, events.put_nowait)
         if numbers is None:
-            if self.inbox.stopping:
+            if self.outbox.stopping:
                 raise ApiError(503, "the server is stopping", "server_error")
             raise ApiError(429, "too many requests wait already: try again later", "rate_limit_error")
-        answer = request.state.answer = Answer(self.model, parsed, numbers, self.inbox.cancel)
+        answer = request.state.answer = Answer(self.model, parsed, numbers, self.outbox.cancel)
         streams = False
         try:
             if not parsed.stream:
                 await _while_connected(request, self._finish(answer, events))
                 return _json(await run_in_threadpool(answer.whole))
             # Wait for the first event before the status is sent, because the ranks may refuse the request.
-            first = await _while_connected(request, _next(events))
-            chunks = self._chunks(answer, first)  # raises what the ranks refuse
+            come = await _while_connected(request, _next(events))
+            sent = self._chunk(answer, come[0]) if come else _KEEP_ALIVE  # raises what the ranks refuse
             streams = True
             return StreamingResponse(
-                self._stream(answer, chunks, events),
+                self._stream(answer, sent, come[1:], events),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache"},
-                background=BackgroundTask(answer.close),  # it also runs if the client disconnects
+                background=BackgroundTask(_close, answer),  # it also runs if the client disconnects
             )
         finally:
             if not streams:
                 answer.close()
 
     async def _parse(self, body: bytes, chat: bool) -> ParsedRequest:
-        """Parse a body, long ones one by one and at most half of the time: parsing holds Python's lock, which the
-        ranks' rounds and other requests' tokens need, too."""
+        """Parse a body, long ones one by one and at most half of the time: parsing holds Python's lock, which other
+        requests' tokens need, too."""
         if len(body) <= _LONG:
             return await run_in_threadpool(parse_request, self.model, body, chat)
         async with self._parsing_long:
@@ -170,30 +165,32 @@ class Api:
             finally:
                 await asyncio.sleep(time.monotonic() - began)
 
-    async def _finish(self, answer: Answer, events: asyncio.Queue[Event]) -> None:
+    async def _finish(self, answer: Answer, events: _Events) -> None:
         while not answer.finished:
-            answer.add(await events.get())
+            for event in await events.get():
+                answer.add(event)
 
-    def _chunks(self, answer: Answer, event: Event | None) -> list[bytes]:
-        """Return what a stream sends for an event, or for a while without one."""
-        if event is None:
-            return [b": keep-alive\n\n"]
+    def _chunk(self, answer: Answer, event: Event) -> bytes:
+        """Return what a stream sends for an event."""
         choice = answer.add(event)
-        return [] if choice is None else [_sent_event(chunk) for chunk in answer.chunks(choice)]
+        return b"" if choice is None else b"".join(map(_sent_event, answer.chunks(choice)))
 
     async def _stream(
-        self, answer: Answer, chunks: Sequence[bytes], events: asyncio.Queue[Event]
+        self, answer: Answer, sent: bytes, come: Sequence[Event], events: _Events
     ) -> AsyncIterator[bytes]:
-        """Yield the server-sent events of an answer. chunks: the first."""
+        """Yield what a stream sends, in one part for the events that have come. sent: for the first, before `come`."""
         try:
             while True:
-                for chunk in chunks:
-                    yield chunk
+                for event in come:
+                    sent += self._chunk(answer, event)
+                if sent:
+                    yield sent
                 if answer.finished:
                     break
-                chunks = self._chunks(answer, await _next(events))
+                come = await _next(events)
+                sent = b"" if come else _KEEP_ALIVE
         except ApiError as error:  # the status has been sent already
-            yield _sent_event(error.body)
+            yield sent + _sent_event(error.body)
             return
         for last in answer.last_chunks():
             yield _sent_event(last)
@@ -316,11 +313,19 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _
         leaving.cancel()
 
 
-async def _next(events: asyncio.Queue[Event]) -> Event | None:
-    """Return the next event; None if there is none for a while."""
+async def _close(answer: Answer) -> None:
+    answer.close()  # not in another thread, as Starlette runs plain functions
+
+
+async def _next(events: _Events) -> list[Event]:
+    """Return the events that have come, waiting for some; none if there are none for a while."""
+    come: list[Event] = []
     with suppress(TimeoutError):
-        return await asyncio.wait_for(events.get(), _KEEP_ALIVE_S)
-    return None
+        async with asyncio.timeout(_KEEP_ALIVE_S):
+            come += await events.get()
+        while not events.empty():
+            come += events.get_nowait()
+    return come
 
 
 def _sent_event(body: Mapping[str, Any]) -> bytes:

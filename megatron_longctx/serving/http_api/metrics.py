@@ -1,13 +1,12 @@
 """What operators see of the server: metrics of Prometheus, and the figures of a request in the log."""
 
-import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client import Counter as Count
 
-from ...inference.scheduler import Scheduler
 from .responses import Answer
 
 _FIRST_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
@@ -15,7 +14,7 @@ _NEXT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 
 class Metrics:
-    """The counters of one server. `of_round` is called by the thread that runs the model, the rest by the server's."""
+    """The counters of one server."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -29,23 +28,19 @@ class Metrics:
         self._first = Histogram("first_token_seconds", "time to the first token", buckets=_FIRST_S, **kinds)
         self._next = Histogram("next_token_seconds", "time per token after the first", buckets=_NEXT_S, **kinds)
         self._counted: Counter[str] = Counter()
-        self._looked = 0.0
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return bytes(generate_latest(self.registry))
 
-    def of_round(self, scheduler: Scheduler) -> None:
-        """Look at the scheduler, at most once a second as long as it is busy."""
-        if scheduler.busy and time.monotonic() - self._looked < 1:
-            return
-        self._looked, counts = time.monotonic(), scheduler.engine.mode_counts
-        for gauge, numbers in ((self._requests, scheduler.num_requests), (self._pages, scheduler.num_pages)):
+    def show(self, requests: Mapping[str, int], pages: Mapping[str, int], passes: Mapping[str, int]) -> None:
+        """Show what rank 0 has found: numbers of requests and pages by their states, and of all passes by mode."""
+        for gauge, numbers in ((self._requests, requests), (self._pages, pages)):
             for state, number in numbers.items():
                 gauge.labels(state).set(number)
-        for mode, number in (counts - self._counted).items():
+        for mode, number in (Counter(passes) - self._counted).items():
             self._passes.labels(mode).inc(number)
-        self._counted = Counter(counts)
+        self._counted = Counter(passes)
 
     def refused(self, status: int) -> None:
         self._refused.labels(str(status)).inc()

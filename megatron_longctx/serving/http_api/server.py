@@ -1,7 +1,14 @@
-"""The uvicorn server, with limits on connections, on the time that they may be silent or not read, and on stopping."""
+"""The process of the HTTP interface: uvicorn, with limits on connections, on the time that they may be silent or not
+read, and on stopping."""
 
 import asyncio
+import functools
+import gc
+import logging
 import math
+import os
+import socket
+import sys
 import time
 from collections import Counter
 from typing import Any
@@ -9,7 +16,18 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ...config import Config, ServeConfig
+from ...core.errors import refuse
+from ...mcore.tokenizer import bos_tokens, build_tokenizer, decoder, max_token_chars
+from ...models.chat import load_chat
+from ...training.ranks import exit_with_parent
+from ..grammar import Grammars
+from .access import build_access
 from .app import Api
+from .inbox import Outbox
+from .parsing import Model
+
+logger = logging.getLogger(__name__)
 
 _STOP_S = 3
 
@@ -64,7 +82,7 @@ class _Connection(H11Protocol):
 
 
 def build_server(api: Api, max_connections: int) -> uvicorn.Server:
-    """Return a server to run in a thread, on a socket that the caller provides.
+    """Return a server to run on a socket that the caller provides.
 
     Beyond `max_connections`, connections that wait for their clients are closed, or new ones are answered with 503.
     """
@@ -84,3 +102,48 @@ def build_server(api: Api, max_connections: int) -> uvicorn.Server:
         timeout_graceful_shutdown=_STOP_S,
     )
     return uvicorn.Server(config)
+
+
+def listen(settings: ServeConfig) -> socket.socket:
+    """Return a socket that listens at the address of the settings. Refuse one that is taken or not this host's."""
+    address = settings.host, settings.port
+    try:
+        return socket.create_server(address, family=socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        where, expected = f"{settings.host}:{settings.port}", f"an address to listen at ({reason})"
+        raise refuse("serve.host:serve.port", where, expected, "Choose another port; 0 takes any free one.") from None
+
+
+def run(_: int, config: Config, name: str, end: socket.socket, shared: Any, stalled_s: float) -> None:
+    """Serve the model `name` of a job from when rank 0 is ready until it stops, as a process of its own."""
+    exit_with_parent()
+    gc.freeze()  # a full collection of what is imported takes half a second
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)  # if it is no fork
+    logging.getLogger(__package__.partition(".")[0]).setLevel(logging.INFO)
+    outbox = Outbox(end, shared, config.serve.max_waiting, stalled_s)
+    asyncio.run(_run(config, name, outbox))
+
+
+async def _run(config: Config, name: str, outbox: Outbox) -> None:
+    settings, tokenizer = config.serve, build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+    grammars = functools.cache(lambda: Grammars(tokenizer))  # a large vocabulary takes a second
+    model = Model(
+        name=name,
+        encode=tokenizer.tokenize,
+        decode=decoder(tokenizer),
+        stop_token=tokenizer.eod,
+        chat=load_chat(config.inference.chat_template, tokenizer),
+        default_tokens=config.inference.max_new_tokens,
+        max_token_chars=max_token_chars(tokenizer),
+        begin=tuple(bos_tokens(tokenizer)),
+        check_grammar=lambda grammar: grammars().compile(grammar),
+        limits=await outbox.open(),  # when the rest is ready
+    )
+    origins = tuple(filter(None, map(str.strip, (settings.allowed_origins or "").split(","))))
+    access = build_access(settings, os.environ)
+    api = Api(model, outbox, settings.max_body_bytes, settings.timeout_s, access, origins)
+    server, listener = build_server(api, settings.max_connections), listen(settings)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    logger.info("serving %s at http://%s:%d/v1", name, host, listener.getsockname()[1])
+    await asyncio.gather(server.serve([listener]), outbox.follow(api.metrics.show, server))
