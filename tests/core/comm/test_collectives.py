@@ -24,6 +24,10 @@ def error_of(work: Callable[[], Any], kind: type[Exception] = PeerMemoryError) -
         return str(error)
 
 
+VALUES = (None, {"a": [1, 10**30, "ü"]}, *("y" * size for size in (501, 502, 503, 9000)))
+"""The first message has room for a text of 504 bytes."""
+
+
 def _collectives(rank: int) -> list[Any]:
     group, mine = world_group(), torch.tensor([rank, 10 * rank])
 
@@ -36,7 +40,7 @@ def _collectives(rank: int) -> list[Any]:
         gather_objects(group, (rank, "x" * rank)),
         all_reduce_sum(group, mine.double()).tolist(),
         all_gather_rows(group, mine).tolist(),
-        [broadcast_json(value if rank == 0 else "ignored") for value in (None, {"a": [1, 10**30, "ü"]}, ("x",) * 9)],
+        [broadcast_json(value if rank == 0 else "ignored") for value in (*VALUES, ("x",) * 9)],
         error_of(lambda: all_or_none(group, work, "packing", "Take less.")),
         all_or_none(group, lambda: 10 * rank, "packing", "Take less."),  # after a failure too
         *(error_of(lambda name=name: choose_transport(name, group, torch.device("cpu")).name, ValueError)
@@ -46,7 +50,7 @@ def _collectives(rank: int) -> list[Any]:
 
 def test_collectives_over_three_ranks() -> None:
     objects, sums, gathered = [(0, ""), (1, "x"), (2, "xx")], [3.0, 30.0], [[0, 0], [1, 10], [2, 20]]
-    plain = [None, {"a": [1, 10**30, "ü"]}, ["x"] * 9]
+    plain = [*VALUES, ["x"] * 9]
     error = "packing failed on rank 1 of the group's 3: MemoryError: all is full. Take less."
     pigeon = "transport=pigeon: expected one of auto, peer, p2p. Set transport to one of these."
     on_cpus = ["no error: p2p", "no error: p2p", pigeon]
