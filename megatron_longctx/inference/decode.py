@@ -35,7 +35,7 @@ MAX_ROWS = 128
 take longer than reading its weights, and computing them on every rank is no longer free."""
 MAX_PROMPT_ROWS = 1024
 """The most rows of prompts in one step. On H200s plans keep the host busy for 30 to 45 ms, in which a GPU computes
-more rows of Llama 3 8B."""
+more rows of Llama 3 8B, by their FLOPs."""
 MAX_PROMPT_PAIRS = 512 * 131_072
 """The most pairs of a row and a token that it may see in such a step. With so many, prompts of 511 tokens take less
 time this way than by plans (analysis/results/inference_rows_h200.md), whose attention is faster."""

@@ -17,6 +17,7 @@ from megatron_longctx.models.chat import Chat
 from megatron_longctx.serving.http_api import app
 from megatron_longctx.serving.http_api.access import API_KEY, Access, build_access
 from megatron_longctx.serving.http_api.app import Api
+from megatron_longctx.serving.http_api.inbox import Inbox, Outbox
 from megatron_longctx.serving.http_api.parsing import ApiError, Model, parse_request
 from megatron_longctx.serving.http_api.server import build_server
 from tests.inference.http_server import BODY, LIMITS, LONG, Served, answer_on, decode, encode, ended, serving, until
@@ -351,5 +352,7 @@ def test_a_request_that_takes_long_is_not_disconnected() -> None:
 
 
 def test_connections_are_checked_at_the_time_limit() -> None:
-    api = Api(Model("m", encode, decode, 0, Chat(), 16, LIMITS), None, 1000, 1.5, Access())  # type: ignore[arg-type]
-    assert build_server(api, 1).config.timeout_keep_alive == 2
+    with socket.socket() as end:
+        outbox = Outbox(end, Inbox.new_shared(), 1)
+        api = Api(Model("m", encode, decode, 0, Chat(), 16, LIMITS), outbox, 1000, 1.5, Access())
+        assert build_server(api, 1).config.timeout_keep_alive == 2

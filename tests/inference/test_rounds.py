@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megatron_longctx.config import Config
 from megatron_longctx.inference.pace import Pace
@@ -14,14 +15,16 @@ from megatron_longctx.serving.http_api.inbox import Inbox
 from megatron_longctx.serving.rounds import Rounds
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import engine_of, parallel
+from tests.inference.http_server import until
 from tests.shared.training import tiny_config
 
 TOKENS = 6
 
 
-def rounds_of_one_request(rank: int, config: Config) -> list[str]:
-    """Serve one request and return what happens in which order: < takes news, t notes the time of a round, s launches
-    a step, w begins to wait for its tokens, and a digit is the number of events that are delivered."""
+def rounds_of_two_requests(rank: int, config: Config) -> list[str]:
+    """Serve a request, and one that comes when it has two tokens. Return what happens in which order: < takes news, p
+    and t note the time of a round with and without prompts, s launches a step, w begins to wait for its tokens, and a
+    digit is the number of events that are delivered."""
     done: list[str] = []
 
     def note(where: Any, name: str, mark: Callable[..., str]) -> None:
@@ -34,17 +37,23 @@ def rounds_of_one_request(rank: int, config: Config) -> list[str]:
         setattr(where, name, call)
 
     def delivered(events: Sequence[Event]) -> str:
-        if any(event.finish_reason for event in events):
+        ended.extend(event for event in events if event.finish_reason)
+        if len(ended) == 2:
             inbox.ask_to_stop()
+        if "".join(done).count("1") == 1:
+            theirs.send(pickle.dumps([(1, range(60, 120), Sampling(TOKENS), 0, 0)]))
+            until(lambda: not inbox._arrived.empty())
         return str(len(events))
 
+    ended: list[Event] = []
     ours, theirs = socket.socketpair()
     inbox = Inbox(ours, Inbox.new_shared())
     with engine_of(config) as engine, ours, theirs:
-        scheduler = Scheduler(engine, pace=Pace.timed(config.model, 2, 0.5))
+        pace = mock.Mock(wraps=Pace(2048), room=2048, owes_decode=False)  # no time changes what it does
+        scheduler = Scheduler(engine, pace=pace)
         rounds = Rounds(scheduler, inbox if rank == 0 else None)
         note(engine.model.attention, "begin_replicated", lambda *_: "s")
-        note(scheduler, "observe", lambda seconds: "t" if seconds > 0 else "?")
+        pace.observe.side_effect = lambda seconds, work: done.append("?" if seconds <= 0 else "p" if work else "t")
         note(rounds, "_overlap", lambda: "w")
         note(inbox, "take", lambda: "<")
         note(inbox, "deliver", delivered)
@@ -56,8 +65,9 @@ def rounds_of_one_request(rank: int, config: Config) -> list[str]:
 
 def test_news_and_events_pass_while_single_tokens_are_computed(tmp_path: Path) -> None:
     config = parallel(tiny_config(tmp_path, "rounds"), 2, decode="replicated", page_tokens=1)
-    first, other = ("".join(found) for found in run_distributed(rounds_of_one_request, 2, config))
+    first, other = ("".join(found) for found in run_distributed(rounds_of_two_requests, 2, config))
     # The prompt's round draws the first token, and its news are exchanged at its end; those of later rounds while
-    # their tokens are computed. The times of these rounds come one round later. The last event stops the server.
-    assert first == "<sw1" + "<tsw<1" + "sw<1" + (TOKENS - 3) * "tsw<1" + "t0<", first
-    assert other == first.translate({ord(c): None for c in "<01"})
+    # their tokens are computed. The times of these rounds come one round later: that of the round before the second
+    # prompt's together with the prompt's, in this order. The last event stops the server.
+    assert first == "<sw1<psw<1sw<1" + "tswsw2<tpsw<2" + "sw<2" + 3 * "tsw<1" + "t0<", first
+    assert other == first.translate({ord(c): None for c in "<012"})

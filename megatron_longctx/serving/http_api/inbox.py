@@ -152,7 +152,8 @@ class Outbox(_End):
     async def open(self) -> RequestLimits:
         """Return the limits of a request when rank 0 is ready. Raises EOFError: it has ended."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        return await self._receive()  # type: ignore[no-any-return]
+        limits: RequestLimits = await self._receive()
+        return limits
 
     async def follow(self, show: Callable[..., None], server: Any) -> None:
         """Pass on what rank 0 sends, events to their listeners and figures to `show`. When it stops, end the server."""

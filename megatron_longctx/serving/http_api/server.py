@@ -20,7 +20,6 @@ from ...config import Config, ServeConfig
 from ...core.errors import refuse
 from ...mcore.tokenizer import bos_tokens, build_tokenizer, decoder, max_token_chars
 from ...models.chat import load_chat
-from ...training.ranks import exit_with_parent
 from ..grammar import Grammars
 from .access import build_access
 from .app import Api
@@ -117,7 +116,6 @@ def listen(settings: ServeConfig) -> socket.socket:
 
 def run(_: int, config: Config, name: str, end: socket.socket, shared: Any, stalled_s: float) -> None:
     """Serve the model `name` of a job from when rank 0 is ready until it stops, as a process of its own."""
-    exit_with_parent()
     gc.freeze()  # a full collection of what is imported takes half a second
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)  # if it is no fork
     logging.getLogger(__package__.partition(".")[0]).setLevel(logging.INFO)
