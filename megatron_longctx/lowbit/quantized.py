@@ -30,6 +30,7 @@ from ..core.comm.collectives import PeerMemoryError, all_gather_single, all_or_n
 from ..core.comm.p2p import P2PTransport
 from ..core.comm.symmetric import why_no_peer_memory
 from ..core.errors import refuse
+from ..core.kernels.fused import load_fused
 from .peer_memory import PeerMemory, allocate_peer_memory
 from .quantize import DTYPES, Format, QuantFormat, RawFormat, dequantize, quantize, requantize_sum, sum_quantized
 
@@ -40,6 +41,8 @@ Forms = tuple[QuantFormat, QuantFormat] | None
 HALF_BYTES = 64 * 2**20
 """The size of each half of a rank's memory. Larger tensors are reduced in pieces."""
 _REMEDY = "Choose reduction.transport=collective, which needs none."
+_MAX_NORM_WIDTH = 16384
+"""The most elements of a row that a block normalizes without running out of registers."""
 _EXTRA_ONE_STEP_BYTES = 2**20
 """The bytes that one step may send more than two steps do: about what links carry in the time of a second wait."""
 
@@ -68,18 +71,31 @@ class PeerReduction:
             x, out: `[N]` contiguous, N > 0; may be the same tensor.
             forms: of the values and of their sums; None for unquantized values. One step uses only the first.
         """
-        pair = forms or _raw(x)
-        first, n = pair[0], self._memory.world
-        num_bytes = first.message_bytes(x.numel())
-        fits = n * num_bytes <= self._memory.half_bytes
+        pair, n = forms or _raw(x), self._memory.world
         self._in_order(x.device)
         with torch.no_grad():
-            if fits and num_bytes * (n - 1) * (n - 2) / n <= _EXTRA_ONE_STEP_BYTES:
-                self._kernels.one_step(self._memory, x, out, first)
+            if self._takes_one_step(x, pair[0]):
+                self._kernels.one_step(self._memory, x, out, pair[0])
                 return
             for part in self._pieces(x.numel(), pair, n):
-                chunk = -(-(part.stop - part.start) // (n * first.group_size)) * first.group_size
+                whole = n * pair[0].group_size
+                chunk = -(-(part.stop - part.start) // whole) * pair[0].group_size
                 self._kernels.two_step(self._memory, x[part], out[part], pair, chunk=chunk, stride=chunk)
+
+    def _takes_one_step(self, x: Tensor, form: Format) -> bool:
+        num_bytes, n = form.message_bytes(x.numel()), self._memory.world
+        fits = n * num_bytes <= self._memory.half_bytes
+        return fits and num_bytes * (n - 1) * (n - 2) / n <= _EXTRA_ONE_STEP_BYTES
+
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """Run `sum_norm_triton.sum_norm` over the ranks; None, and nothing has changed, if `all_reduce` of such a
+        tensor takes two steps, or the kernel does not take it."""
+        kernel = _fused_norm() if _takes_norm(x, residual, weight) else None
+        if kernel is None or not self._takes_one_step(x, _raw(x)[0]):
+            return None
+        self._in_order(x.device)
+        with torch.no_grad():
+            return kernel.sum_norm(self._memory, x, residual, weight, eps)  # type: ignore[no-any-return]
 
     def all_gather(self, x: Tensor) -> Tensor | None:
         """Return the ranks' contiguous `[..., w]` side by side, `[..., n w]`; None if the memory has no room for it."""
@@ -120,6 +136,20 @@ class PeerReduction:
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
         self._stream = stream
+
+
+_fused_norm = functools.partial(load_fused, f"{__package__}.sum_norm", "norms")
+
+
+def _takes_norm(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+    alike = x.dtype == residual.dtype == weight.dtype and x.dtype in DTYPES and 0 < weight.numel() <= _MAX_NORM_WIDTH
+    return alike and x.is_cuda and x.numel() > 0 and x.is_contiguous() and residual.is_contiguous()
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    """Run `sum_norm_triton.sum_norm` on one rank; None, and nothing has changed, on CPUs and for other dtypes."""
+    kernel = _fused_norm() if _takes_norm(x, residual, weight) else None
+    return None if kernel is None else kernel.sum_norm(None, x, residual, weight, eps)
 
 
 def _raw(x: Tensor) -> tuple[RawFormat, RawFormat]:

@@ -2,7 +2,8 @@
 
 `DirectLayer` issues the same operations on the same parameters in the same order as `TransformerLayer`, `SelfAttention`
 and `MLP` of Megatron-Core 0.16 and 0.19 in evaluation, so results are equal bit for bit. It omits their autograd
-functions, contexts, module calls and views. For few tokens, that host work takes longer than the GPU's.
+functions, contexts, module calls and views. For few tokens, that host work takes longer than the GPU's. On GPUs an
+RMSNorm is one kernel with the sum before it, which rounds where these operations do and adds squares in another order.
 
 `SharedWeights` are for ranks of a cache that each hold a part of every matrix. For few tokens, which all ranks compute,
 this is Helix Parallelism (NVIDIA, 2025): ranks hold parts of the sequence in attention, and parts of the matrices
@@ -35,7 +36,7 @@ from torch.nn import functional
 from ..core.comm import all_gather_rows
 from ..core.comm.collectives import all_gather_single
 from ..inference.fp8 import product
-from ..lowbit.quantized import all_reduce, peer_reduction
+from ..lowbit.quantized import PeerReduction, add_norm, all_reduce, peer_reduction
 from .groups import WeightGroups
 from .norms import LayerNorm, PostNormAdd, RMSNorm
 from .rope import Rotation, checking_rope
@@ -109,6 +110,20 @@ def why_not_direct(gpt: GPTModel, shared: bool = False) -> str | None:
     return None
 
 
+@dataclass
+class Stream:
+    """The residual stream `[s, 1, h]`, and its norm for the part of a layer that comes next."""
+
+    hidden: Tensor
+    normed: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """Return the norm and forget it, so that it lives no longer than the product that reads it."""
+        normed, self.normed = self.normed, None
+        assert normed is not None
+        return normed
+
+
 class DirectLayer:
     """One layer, in evaluation mode, of a model that `why_not_direct` accepts. Call it without gradients.
 
@@ -120,7 +135,7 @@ class DirectLayer:
     def __init__(self, layer: TransformerLayer, shares: SharedWeights | None = None) -> None:
         attention, mlp, config = layer.self_attention, layer.mlp, layer.config
         self._layer, self._shares = layer, shares
-        self._input_norm, self._mlp_norm = layer.input_layernorm, layer.pre_mlp_layernorm
+        self.input_norm, self._mlp_norm = layer.input_layernorm, layer.pre_mlp_layernorm
         self._projection, self._down = attention.linear_proj, mlp.linear_fc2
         self._groups = attention.num_query_groups_per_partition if shares is None else shares.kv_heads
         self._head_dim = attention.hidden_size_per_attention_head
@@ -131,9 +146,14 @@ class DirectLayer:
         self._post_norms = [_norm(getattr(bda, "norm", None)) for bda in (layer.self_attn_bda, layer.mlp_bda)]
 
     def __call__(
-        self, hidden: Tensor, rotation: Rotation | None, attend: AttentionFn, gathered: LayerWeights | None = None
-    ) -> Tensor:
-        """Run the layer on `[s, 1, h]`, and return the same shape.
+        self,
+        stream: Stream,
+        rotation: Rotation | None,
+        attend: AttentionFn,
+        next_norm: Callable[[Tensor], Tensor],
+        gathered: LayerWeights | None = None,
+    ) -> None:
+        """Run the layer on a stream whose norm is `input_norm`'s, and leave it with the one of `next_norm`.
 
         attend: called with rotated queries and keys.
         gathered: the weights of all ranks that share them, for tokens that only this rank has; None for its own.
@@ -141,18 +161,17 @@ class DirectLayer:
         attention_norm, mlp_norm = self._post_norms
         weights = LayerWeights.of(self._layer) if gathered is None else gathered
         is_whole = gathered is not None
-        attended = self._attention(hidden, rotation, attend, weights, is_whole)
-        attended = self._row_parallel(self._projection, weights.projection, attended, is_whole)
-        hidden = attention_norm(attended).add_(hidden)
+        attended = product(self._attention(stream, rotation, attend, weights, is_whole), weights.projection)
+        self._add(stream, self._projection, attended, is_whole, attention_norm, self._mlp_norm)
         del attended
-        wide = self._activate(product(self._mlp_norm(hidden), weights.up), weights.up_bias)
-        return mlp_norm(self._row_parallel(self._down, weights.down, wide, is_whole)).add_(hidden)
+        wide = self._activate(product(stream.take(), weights.up), weights.up_bias)
+        self._add(stream, self._down, product(wide, weights.down), is_whole, mlp_norm, next_norm)
 
     def _attention(
-        self, hidden: Tensor, rotation: Rotation | None, attend: AttentionFn, weights: LayerWeights, is_whole: bool
+        self, stream: Stream, rotation: Rotation | None, attend: AttentionFn, weights: LayerWeights, is_whole: bool
     ) -> Tensor:
         """Return `[s, 1, h d]`. A separate function, so that its intermediate tensors do not live through the MLP."""
-        mixed = product(self._input_norm(hidden), weights.qkv)
+        mixed = product(stream.take(), weights.qkv)
         if weights.qkv_bias is not None:  # not in the product: Megatron's layers round before they add it
             mixed = mixed + weights.qkv_bias
         if self._shares is not None and not is_whole:
@@ -177,16 +196,37 @@ class DirectLayer:
         gate, value = wide.view(*wide.shape[:-1], -1, self._up_rows).chunk(2, -1)
         return (self._activation(gate) * value).flatten(-2)  # type: ignore[no-any-return]
 
-    def _row_parallel(self, linear: RowParallelLinear, weight: Tensor, x: Tensor, is_whole: bool) -> Tensor:
-        """Apply a row-parallel layer: the product, its sum over the ranks with the same tokens, and the bias."""
-        out = product(x, weight)
-        out = _sum(linear, out) if self._shares is None else self._shares.sum(linear, out, is_whole)
-        return out if linear.bias is None else out + linear.bias
+    def _add(
+        self,
+        stream: Stream,
+        linear: RowParallelLinear,
+        out: Tensor,
+        is_whole: bool,
+        post_norm: Callable[[Tensor], Tensor],
+        norm: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Finish a row-parallel layer's product: sum it over the ranks with the same tokens, add its bias, its own norm
+        and the residual, and normalize that for the next part."""
+        shares, hidden, normed = self._shares, stream.hidden, None
+        rms = norm.plain if isinstance(norm, RMSNorm) and post_norm is _same and linear.bias is None else None
+        if rms and shares is not None and (peers := shares.exact_peers(linear, out, is_whole)) is not None:
+            normed = peers.sum_norm(out, hidden, *rms)
+        if normed is None:
+            out = _sum(linear, out) if shares is None else shares.sum(linear, out, is_whole)
+            normed = add_norm(out, hidden, *rms) if rms else None
+        if normed is None:
+            out = post_norm(out if linear.bias is None else out + linear.bias).add_(hidden)
+            normed = norm(out)
+        stream.hidden, stream.normed = out, normed
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _norm(norm: torch.nn.Module | None) -> Callable[[Tensor], Tensor]:
     """Return a norm, or instead of an absent one a function that is cheaper to call than a module."""
-    return (lambda x: x) if norm is None or isinstance(norm, IdentityOp) else norm
+    return _same if norm is None or isinstance(norm, IdentityOp) else norm
 
 
 def _sum(linear: RowParallelLinear, out: Tensor) -> Tensor:
@@ -248,15 +288,24 @@ class SharedWeights:
         Policies may quantize sums; exact ones of few tokens travel over peer memory, if any.
         """
         group = self._groups.slices if gathered else self._groups.megatron.tp
+        if (peers := self.exact_peers(linear, out, gathered)) is not None:
+            return all_reduce(out, group, bits=None, out=out, peers=peers)
         if isinstance(linear, ReducedRowParallelLinear):
             reducer = linear.reducer_over(group)
             if reducer.format("all_reduce", out) is not None:
                 return reducer.all_reduce(out)
-        if self.peers is not None and not gathered:
-            return all_reduce(out, group, bits=None, out=out, peers=self.peers)
         if group.size() > 1:
             dist.all_reduce(out, group=group)
         return out
+
+    def exact_peers(self, linear: RowParallelLinear, out: Tensor, gathered: bool) -> PeerReduction | None:
+        """Return what sums these products exactly over peer memory; None for another way."""
+        if self.peers is None or gathered:
+            return None
+        if isinstance(linear, ReducedRowParallelLinear):
+            reducer = linear.reducer_over(self._groups.megatron.tp)
+            return None if reducer.format("all_reduce", out) is not None else self.peers
+        return self.peers
 
     def layer(self, number: int) -> LayerWeights:
         """Return a layer's weights of all ranks of the cache, and begin to gather those of the next layer.

@@ -33,7 +33,7 @@ from ..inference.sampling import PromptScorer
 from ..inference.states import RecurrentStates
 from . import checkpoint
 from .core_attention import layer_window
-from .direct import AttentionFn, DirectLayer, SharedWeights, why_not_direct
+from .direct import AttentionFn, DirectLayer, SharedWeights, Stream, why_not_direct
 from .fp8 import check_fp8, quantize_layers, stored_bytes
 from .groups import share_weights
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
@@ -204,10 +204,12 @@ class CachedGPT:
         if not len(hidden):
             self._attend_without_tokens()
             return hidden
+        norms = [*(layer.input_norm for layer, *_ in self._layers), gpt.decoder.final_layernorm]
+        stream = Stream(hidden, norms[0](hidden))
         for number, (layer, window, attend) in enumerate(self._layers):
             weights = None if shares is None else shares.layer(number)
-            hidden = layer(hidden, None if rotations is None else rotations.of(window), attend, weights)
-        return gpt.decoder.final_layernorm(hidden)  # type: ignore[no-any-return]
+            layer(stream, None if rotations is None else rotations.of(window), attend, norms[number + 1], weights)
+        return stream.take()
 
     def _attend_without_tokens(self) -> None:
         """Take part in the other ranks' attention, without launching other kernels on empty tensors."""

@@ -52,6 +52,11 @@ class _MegatronNorm(torch.nn.Module):
 class RMSNorm(_MegatronNorm, torch.nn.RMSNorm):
     """`x / rms(x) * weight`."""
 
+    @property
+    def plain(self) -> tuple[Tensor, float] | None:
+        """The weight and eps of a norm that uses its weight as it is stored; None for another."""
+        return None if self._zero_centered or self.eps is None else (self.weight, self.eps)
+
     def _normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 

@@ -102,6 +102,35 @@ def compare_step_by_step() -> int:
     return compared
 
 
+def added_and_normed(rows: Sequence[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float):  # type: ignore[no-untyped-def]
+    """Return the residual with the sum of all ranks' rows, rounded as separate operations round, and its RMSNorm."""
+    hidden = (in_rank_order(rows).float() + residual.float()).to(residual.dtype)
+    wide = hidden.double()
+    return hidden, (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()).to(hidden.dtype)
+
+
+def compare_sums_with_norms() -> int:
+    from megatron_longctx.lowbit.sum_norm_triton import PUSH, SUM, sum_norm
+    from tests.core.comm.simulated_peers import one_process
+
+    cases = list(itertools.product((1, 2, 3), ((1, 96), (4, 33), (7, 160)), (torch.float32, torch.float16)))
+    for number, (n, shape, dtype) in enumerate(cases):
+        xs, memories = [x.view(shape) for x in tensors(n, shape[0] * shape[1], dtype, number)], one_process(n, 2**14)
+        residual, weight = tensors(1, xs[0].numel(), dtype, 99)[0].view(shape), tensors(1, shape[1], dtype, 98)[0]
+        for call in range(2):  # both halves of the memory
+            outs = [x.clone() for x in xs]
+            for phase, rank in itertools.product((PUSH, SUM), range(n)):
+                if n > 1 or phase == SUM:
+                    memory = memories[rank] if n > 1 else None
+                    normed = sum_norm(memory, outs[rank], residual, weight, 1e-3, phase)
+                    if phase == SUM:
+                        hidden, expected = added_and_normed(xs, residual, weight, 1e-3)
+                        assert torch.equal(outs[rank], hidden), (n, shape, call)
+                        torch.testing.assert_close(normed, expected)
+            assert n == 1 or [m.state.tolist() for m in memories] == [[call + 1, 0]] * n
+    return len(cases)
+
+
 def _calls_in_any_order(rank: int, folder: Path, world: int) -> list[str]:
     """Make many calls of all kinds, which ranks enter at different times, and compare them with collectives."""
     from tests.core.comm.simulated_peers import mapped
@@ -155,12 +184,15 @@ def test_kernels_in_the_interpreter():
 def test_kernels_compile_for_hopper(bits, short, scatter):
     """Triton's interpreter accepts more than its compiler, and the code must contain what orders memory."""
     pytest.importorskip("triton")
-    from megatron_longctx.lowbit import peer_kernels
+    from megatron_longctx.lowbit import peer_kernels, sum_norm_triton
 
     constants = {"BITS": bits, "TO_BITS": bits, "SYMMETRIC": False, "SHORT": short, "HALF": 64, "ROWS": 32}
     constants |= {"SUM_ROWS": 4, "WORLD": 3, "LANES": 4, "MAX": 128, "SCATTER": scatter, "GATHER": False, "PHASES": 7}
     pointers = {"x": "*bf16", "out": "*bf16", "data": "*i64", "flags": "*i64", "state": "*i64"}
-    for kernel, waits in ((peer_kernels._two_step_kernel, 1 if scatter else 2), (peer_kernels._one_step_kernel, 1)):
+    pointers |= {"residual": "*bf16", "weight": "*bf16", "normed": "*bf16", "eps": "fp32", "half_bytes": "i64"}
+    constants["COLS"] = 4096
+    kernels = (peer_kernels._two_step_kernel, peer_kernels._one_step_kernel, sum_norm_triton._sum_norm_kernel)
+    for kernel, waits in zip(kernels, (1 if scatter else 2, 1, 1), strict=True):
         code = hopper_code(kernel, constants, pointers)
         assert code.count("atom.global.sys.release.exch.b64") == waits
         assert code.count("atom.global.sys.acquire.add.u64") == waits
@@ -266,6 +298,30 @@ def test_calls_of_all_kinds_have_the_bits_of_collectives(world: int, half_bytes:
     assert run_distributed(_same_bits, world, half_bytes, backend="nccl", timeout=300.0) == [[]] * world
 
 
+def _with_norms(rank: int) -> list[str]:
+    """Sums with norms between other calls, alone and over ranks; sums of many rows take two steps, or another way."""
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), []
+    reduction = peer_reduction("peer", dist.group.WORLD, device)
+    assert reduction is not None
+    for number, (rows, width) in enumerate(itertools.product((1, 2, 32, 300), (64, 4096, 5120, 16384))):
+        x, residual = (_draw(rows * width, torch.bfloat16, device, 10 * number + seed) for seed in (rank, 7))
+        x, residual, weight = x.view(rows, width), residual.view(rows, width), _draw(width, x.dtype, device, 3)
+        if number % 3 == rank % 3:
+            torch.cuda._sleep(2_000_000)
+        for over_ranks in (True, False):
+            every = list(all_gather_rows(dist.group.WORLD, x)) if over_ranks else [x]
+            hidden, expected = added_and_normed(every, residual, weight, 1e-5)
+            out = x.clone()
+            normed = (reduction.sum_norm if over_ranks else quantized.add_norm)(out, residual, weight, 1e-5)
+            if normed is None:
+                wrong += [f"{rows} of {width}: {over_ranks}"] if not over_ranks or len(every) == 2 else []
+            elif not torch.equal(out, hidden) or (normed - expected).abs().gt(2**-6 * expected.abs()).any():
+                wrong.append(f"{rows} of {width} over ranks {over_ranks}: {(normed - expected).abs().max()}")
+            every_sum = all_reduce(x, dist.group.WORLD, bits=None, peers=reduction)
+            wrong += [] if not over_ranks or torch.equal(every_sum, in_rank_order(every)) else ["a sum between"]
+    return wrong
+
+
 def _in_a_graph(rank: int) -> list[str]:
     """Replay two calls, which use both halves of the memory, and three with new data, and make eager calls between."""
     device, wrong = torch.device("cuda", torch.cuda.current_device()), []
@@ -314,7 +370,7 @@ def _beside_computation(rank: int) -> list[str]:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("calls", [_in_a_graph, _beside_computation])
+@pytest.mark.parametrize("calls", [_in_a_graph, _beside_computation, _with_norms])
 def test_calls_in_cuda_graphs_and_beside_computation(calls) -> None:
     assert run_distributed(calls, MAX_WORLD, backend="nccl", timeout=300.0) == [[]] * MAX_WORLD
 
@@ -322,4 +378,5 @@ def test_calls_in_cuda_graphs_and_beside_computation(calls) -> None:
 if __name__ == "__main__":
     logging.basicConfig()
     assert compare_step_by_step() == len(FORMS) == 10
+    assert compare_sums_with_norms() == 18
     compare_between_processes()

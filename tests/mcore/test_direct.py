@@ -15,7 +15,7 @@ from megatron_longctx.config import Config
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.lowbit.reduction import ReductionPolicy
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.direct import DirectLayer, why_not_direct
+from megatron_longctx.mcore.direct import DirectLayer, Stream, why_not_direct
 from megatron_longctx.mcore.inference import CachedGPT, build_engine, inference_config
 from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.training import GPT2, tiny_config
@@ -185,7 +185,8 @@ def freed_inputs(rank: int, config: Config) -> list[bool]:
     layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *_: freed.extend(base() is None for base in bases))
     rotation = gpt.rotary_pos_emb.rotations(torch.arange(9)).full
     with torch.no_grad():
-        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation, attend)
+        ones = torch.ones(9, 1, config.model.hidden_size)
+        DirectLayer(layer)(Stream(ones, ones), rotation, attend, layer.input_layernorm)
     groups.destroy()
     return freed
 

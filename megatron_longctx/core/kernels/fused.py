@@ -38,7 +38,7 @@ def row_strides(x: Tensor) -> tuple[int, ...]:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Tensor | int], constants: Mapping[str, int],
+    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Tensor | float], constants: Mapping[str, int],
     specialization: Hashable = None, **options: int,
 ) -> None:  # fmt: skip
     """Launch a kernel on the device of its first argument, a tensor; skip Triton's argument inspection from then on.
@@ -51,7 +51,7 @@ def launch(
     options: compiler options, e.g. num_warps.
     """
     if specialization is None:
-        specialization = tuple([_of_number(x) if type(x) is int else specialization_of(x) for x in arguments])
+        specialization = tuple([specialization_of(x) if isinstance(x, Tensor) else _of_number(x) for x in arguments])
     assert isinstance(arguments[0], Tensor)
     device = arguments[0].get_device()
     key = kernel, device, specialization, tuple(constants.values()), tuple(options.values())
@@ -66,7 +66,7 @@ def launch(
         _compiled[key] = compiled
 
 
-def specialization_of(argument: Tensor | int) -> Hashable:
+def specialization_of(argument: Tensor | float) -> Hashable:
     """Return the properties by which Triton selects a variant: of tensors the dtype and alignment, of integers being 1,
     a multiple of 16, or 64-bit."""
     if isinstance(argument, Tensor):
@@ -75,5 +75,5 @@ def specialization_of(argument: Tensor | int) -> Hashable:
 
 
 @functools.lru_cache(maxsize=2**16)
-def _of_number(x: int) -> int:
+def _of_number(x: float) -> int:
     return 1 if x == 1 else 2 * (x % 16 == 0) + 4 * (not -(2**31) <= x < 2**31)
