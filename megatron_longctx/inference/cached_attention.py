@@ -268,16 +268,28 @@ class CachedAttention:
         """
         self._pages, self._new_slots, self._num_new = pages, slots, slots[0].numel()
 
+    def place(self, layer: int) -> tuple[Tensor, Tensor | slice] | None:
+        """Return a layer's cache `[slots, 2, 1, g, d]` and the slots of the new tokens, if it holds keys and values as
+        they are: the caller may then store them itself, in this order. None for another format."""
+        slots = self._new_slots[self.shape.window(layer) is not None]
+        return None if self.shape.int8 else (self._storage[layer], slots)
+
     @torch.inference_mode()
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sink: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        scale: float | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Store this rank's new keys and values, and attend to all keys that its queries see in this layer.
 
         Args:
             layer: counted from 0.
             q: this rank's new tokens, `[s, 1, h, d]`, in the order of the plan's rows.
-            k, v: `[s, 1, g, d]`.
+            k, v: `[s, 1, g, d]`; None if they are in `place` already.
             scale: the factor of the scores; default `d ** -0.5`.
             sink: `[h]`, a logit per head that takes part in every softmax and has no value; None for none.
 
@@ -291,12 +303,13 @@ class CachedAttention:
         self.on_layer()
         rows, shape = self._num_new, self.shape
         for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
-            if x.shape != (rows, 1, heads, shape.head_dim):
+            if x is not None and x.shape != (rows, 1, heads, shape.head_dim):
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: expected [{rows}, 1, {heads}, {shape.head_dim}], the new "
                     f"tokens of rank {self.rank} in the plan or rows that were begun."
                 )
-        self._store(layer, k, v)
+        if k is not None and v is not None:
+            self._store(layer, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._pages is not None:
             return self._attend_replicated(layer, self._pages[shape.window(layer)], q, scale, sink)

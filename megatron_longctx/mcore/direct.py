@@ -36,14 +36,17 @@ from torch.nn import functional
 from ..core.comm import all_gather_rows
 from ..core.comm.collectives import all_gather_single
 from ..inference.fp8 import product
+from ..inference.prefetch import Empty, Prefetch
 from ..lowbit.quantized import PeerReduction, add_norm, all_reduce, peer_reduction
 from .groups import WeightGroups
 from .norms import LayerNorm, PostNormAdd, RMSNorm
 from .rope import Rotation, checking_rope
 from .row_parallel import ReducedRowParallelLinear
 
-AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function of queries `[s, 1, h, d]`, and keys and values `[s, 1, g, d]`, that returns `[s, 1, h, d]`."""
+AttentionFn = Callable[[Tensor, Tensor, Tensor, Rotation | None], Tensor]
+"""A function of queries `[s, 1, g, h / g, d]`, keys and values `[s, 1, g, 1, d]`, and the rotation of queries and keys,
+that returns `[s, 1, h, d]`."""
+NormFn = Callable[[Tensor], Tensor]
 
 _FALSE = (
     *("fp32_residual_connection", "sequence_parallel", "attention_output_gate", "inference_fuse_tp_communication"),
@@ -150,12 +153,12 @@ class DirectLayer:
         stream: Stream,
         rotation: Rotation | None,
         attend: AttentionFn,
-        next_norm: Callable[[Tensor], Tensor],
+        next_norm: NormFn,
         gathered: LayerWeights | None = None,
     ) -> None:
         """Run the layer on a stream whose norm is `input_norm`'s, and leave it with the one of `next_norm`.
 
-        attend: called with rotated queries and keys.
+        attend: rotates and attends.
         gathered: the weights of all ranks that share them, for tokens that only this rank has; None for its own.
         """
         attention_norm, mlp_norm = self._post_norms
@@ -178,10 +181,7 @@ class DirectLayer:
             mixed = self._shares.mixed(mixed)
         mixed = mixed.view(*mixed.shape[:2], self._groups, -1, self._head_dim)
         q, k, v = mixed.split_with_sizes((mixed.shape[3] - 2, 1, 1), 3)
-        q, k = self._q_norm(q), self._k_norm(k)
-        if rotation is not None:
-            q, k = rotation.rotate_both(q, k)
-        return attend(q.flatten(2, 3), k.squeeze(3), v.squeeze(3)).flatten(2)
+        return attend(self._q_norm(q), self._k_norm(k), v, rotation).flatten(2)
 
     def _activate(self, wide: Tensor, bias: Tensor | None) -> Tensor:
         """Apply the activation to the columns of one rank after another: gates and values of each are together."""
@@ -197,13 +197,7 @@ class DirectLayer:
         return (self._activation(gate) * value).flatten(-2)  # type: ignore[no-any-return]
 
     def _add(
-        self,
-        stream: Stream,
-        linear: RowParallelLinear,
-        out: Tensor,
-        is_whole: bool,
-        post_norm: Callable[[Tensor], Tensor],
-        norm: Callable[[Tensor], Tensor],
+        self, stream: Stream, linear: RowParallelLinear, out: Tensor, is_whole: bool, post_norm: NormFn, norm: NormFn
     ) -> None:
         """Finish a row-parallel layer's product: sum it over the ranks with the same tokens, add its bias, its own norm
         and the residual, and normalize that for the next part."""
@@ -224,7 +218,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _norm(norm: torch.nn.Module | None) -> Callable[[Tensor], Tensor]:
+def _norm(norm: torch.nn.Module | None) -> NormFn:
     """Return a norm, or instead of an absent one a function that is cheaper to call than a module."""
     return _same if norm is None or isinstance(norm, IdentityOp) else norm
 
@@ -268,7 +262,7 @@ class SharedWeights:
         device = next(gpt.parameters()).device
         self.peers = peer_reduction(_PEERS[transport], tp, device)
         self._mixed_peers = peer_reduction(_PEERS[transport], self._mixed_group, device)
-        self._prefetch = _Prefetch(device)
+        self._prefetch = Prefetch[LayerWeights](device)
 
     def all_heads(self, sinks: Tensor | None) -> Tensor | None:
         """Return the sinks `[h]` of all heads of the cache, from those of this rank."""
@@ -300,12 +294,10 @@ class SharedWeights:
 
     def exact_peers(self, linear: RowParallelLinear, out: Tensor, gathered: bool) -> PeerReduction | None:
         """Return what sums these products exactly over peer memory; None for another way."""
-        if self.peers is None or gathered:
-            return None
-        if isinstance(linear, ReducedRowParallelLinear):
-            reducer = linear.reducer_over(self._groups.megatron.tp)
-            return None if reducer.format("all_reduce", out) is not None else self.peers
-        return self.peers
+        if self.peers is None or gathered or not isinstance(linear, ReducedRowParallelLinear):
+            return None if gathered else self.peers
+        reducer = linear.reducer_over(self._groups.megatron.tp)
+        return self.peers if reducer.format("all_reduce", out) is None else None
 
     def layer(self, number: int) -> LayerWeights:
         """Return a layer's weights of all ranks of the cache, and begin to gather those of the next layer.
@@ -317,7 +309,7 @@ class SharedWeights:
             self._prefetch.begin(number + 1, self._gather)
         return weights
 
-    def _gather(self, number: int, empty: Callable[[str, tuple[int, ...], Tensor], Tensor]) -> LayerWeights:
+    def _gather(self, number: int, empty: Empty) -> LayerWeights:
         own, group = LayerWeights.of(self._layers[number]), self._groups.gather
 
         def rows(name: str, part: Tensor, group: dist.ProcessGroup = group) -> Tensor:
@@ -372,40 +364,6 @@ class SharedWeights:
             found = work(every)[rank * size :][: len(own)]
             if len(own):
                 yield start, found
-
-
-class _Prefetch:
-    """Gathers one layer's weights on a stream of its own while the layer before computes; on CPUs at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._memory: list[dict[str, Tensor]] = [{}, {}, {}]  # of layers of even and of odd numbers, and of both
-        self._begun: dict[int, tuple[LayerWeights, torch.cuda.Event | None]] = {}
-
-    def begin(self, number: int, gather: Callable[..., LayerWeights]) -> None:
-        def empty(name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-            memory = self._memory[2 if name == "columns" else number % 2]
-            size = torch.Size(shape).numel()
-            if name not in memory or memory[name].numel() < size:
-                memory[name] = like.new_empty(size)
-            return memory[name][:size].view(shape)
-
-        if self._stream is None:
-            self._begun = {number: (gather(number, empty), None)}
-            return
-        # The memory's last layer has been launched, and this waits for it.
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            weights = gather(number, empty)
-            self._begun = {number: (weights, self._stream.record_event())}
-
-    def take(self, number: int, gather: Callable[..., LayerWeights]) -> LayerWeights:
-        if number not in self._begun:
-            self.begin(number, gather)
-        weights, ready = self._begun.pop(number)
-        if ready is not None:
-            ready.wait()
-        return weights
 
 
 def _rows_of_slice(x: Tensor, dim: int, heads: tuple[int, int], own: int, slices: int) -> Tensor:

@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from .fp8 import check_fp8, quantize_layers, stored_bytes
 from .groups import share_weights
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
 from .recurrent import RecurrentMixer
-from .rope import Rotations
+from .rope import Rotation, Rotations
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import ShardedSequence, build_sequence
 from .step import local_device
@@ -70,6 +69,17 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
         self.rotations: Rotations | None = None
         self._rotates, self.window = original.rotates, original.window
         self._attention = attention
+
+    def rotate_and_attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+        """See `direct.AttentionFn`: rotate, store and attend."""
+        attention, of = self._attention, (self.softmax_scale, self.softmax_offset)
+        if rotation is not None:
+            place = attention.place(self.layer)
+            rotated = None if place is None else rotation.rotate_into(q, k, v, *place)
+            if rotated is not None:
+                return attention(self.layer, rotated.flatten(2, 3), None, None, *of)
+            q, k = rotation.rotate_both(q, k)
+        return attention(self.layer, q.flatten(2, 3), k.squeeze(3), v.squeeze(3), *of)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return `[s, 1, h/tp * d]` of query `[s, 1, h/tp, d]` and key, value `[s, 1, g/tp, d]`; the plan masks."""
@@ -129,11 +139,7 @@ class CachedGPT:
             logger.info("layers run as Megatron's own, which takes the host longer: %s", why)
             return None
         return [
-            (
-                DirectLayer(layer, self._shares),
-                core.window,
-                partial(self.attention, core.layer, scale=core.softmax_scale, sink=core.softmax_offset),
-            )
+            (DirectLayer(layer, self._shares), core.window, core.rotate_and_attend)
             for layer, core in zip(gpt.decoder.layers, self._cores, strict=True)
         ]
 

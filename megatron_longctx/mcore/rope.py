@@ -54,6 +54,24 @@ class Rotation:
         q, k = rotate((q, k), self.cos, self.sin, self.interleaved)
         return q, k
 
+    def rotate_into(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor | slice) -> Tensor | None:
+        """Rotate queries and keys, and store keys and values, in one kernel; None, and nothing is stored, on CPUs.
+
+        Args:
+            q: `[s, 1, g, h / g, d]`. k, v: `[s, 1, g, 1, d]`.
+            rows: a layer of the cache, `[slots, 2, 1, g, d]` contiguous, of their dtype.
+            slots: of the tokens; int64 `[s]` if they are not neighbours.
+
+        Returns:
+            the queries, contiguous.
+        """
+        alike = q.dtype == k.dtype == v.dtype == rows.dtype
+        impl = _fused() if q.is_cuda and alike and _fusable((q, k, v), self.cos, self.sin) else None
+        if impl is None:
+            return None
+        into = (rows[slots], None) if isinstance(slots, slice) else (rows, slots)
+        return impl.rotate_into(q, k, v, self.cos, self.sin, self.interleaved, *into)  # type: ignore[no-any-return]
+
 
 @dataclass(frozen=True)
 class Rotations:

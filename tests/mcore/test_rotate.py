@@ -57,6 +57,26 @@ def compare(device: str) -> int:
     return compared
 
 
+def compare_stores(device: str) -> int:
+    """Queries and keys are rotated, and keys and values are where a cache has them; nothing else is written."""
+    from megatron_longctx.mcore.rotate_triton import rotate_into, rotate_triton
+
+    compared = 0
+    for (s, _, g, m, d, pairs), interleaved, apart in itertools.product(SIZES, (False, True), (False, True)):
+        dtype = DTYPES[compared % 3]
+        (q, k), cos, sin = queries_and_keys((s, 1, g, m, d, pairs), dtype, 1, device)
+        v = torch.randn(s, 1, g, 2, d, generator=torch.Generator().manual_seed(2)).to(device, dtype)[:, :, :, :1]
+        rows = torch.zeros(2 * s + 3, 2, 1, g, d, dtype=dtype, device=device)
+        slots = torch.randperm(len(rows), generator=torch.Generator().manual_seed(3))[:s].to(device) if apart else None
+        found = rotate_into(q, k, v, cos, sin, interleaved, rows, slots)
+        wanted, expected = rotate_triton((q, k), cos, sin, interleaved, False), torch.zeros_like(rows)
+        where = torch.arange(s, device=device) if slots is None else slots
+        expected[where] = torch.stack((wanted[1].squeeze(3), v.squeeze(3)), 1)
+        assert torch.equal(found, wanted[0]) and torch.equal(rows, expected)
+        compared += 1
+    return compared
+
+
 @pytest.mark.parametrize(("rest", "interleaved"), [(0, True), (64, False)])
 def test_the_kernel_compiles_for_hopper(rest: int, interleaved: bool) -> None:
     pytest.importorskip("triton")
@@ -64,7 +84,9 @@ def test_the_kernel_compiles_for_hopper(rest: int, interleaved: bool) -> None:
 
     constants = {"INVERSE": False, "INTERLEAVED": interleaved, "HEADS": 16, "HALF": 64 - rest // 2, "REST": rest}
     pointers = dict.fromkeys(("x", "x_out", "y", "y_out"), "*bf16") | {"cos": "*fp32", "sin": "*fp32"}
-    hopper_code(_rotate_kernel, constants, pointers)
+    for store in (0, 2):
+        more = {"z": "*bf16", "slots": "*i64"}
+        hopper_code(_rotate_kernel, constants | {"STORE": store, "COLS": 128 if store else 0}, pointers | more)
 
 
 def test_the_inverse_restores_the_inputs_which_are_not_written_to() -> None:
@@ -83,8 +105,8 @@ def test_the_inverse_restores_the_inputs_which_are_not_written_to() -> None:
 
 @pytest.mark.gpu
 def test_fused_kernel_equals_torch_on_a_gpu() -> None:
-    assert compare("cuda") == len(SIZES) * 4
+    assert compare("cuda") == compare_stores("cuda") == len(SIZES) * 4
 
 
 if __name__ == "__main__":
-    assert compare("cpu") == len(SIZES) * 4
+    assert compare("cpu") == compare_stores("cpu") == len(SIZES) * 4
