@@ -167,7 +167,7 @@ def _one_step_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Send the whole message to all ranks, and sum the messages of all ranks.
 
-    If GATHER, put them side by side instead, in rows of `width` elements of each rank.
+    If GATHER, put them side by side instead, in rows of `width` elements of each rank; 2 if groups divide these rows.
     """
     epoch = tl.load(state) + 1
     half = (epoch & 1) * half_bytes
@@ -204,12 +204,19 @@ def _one_step_kernel(  # type: ignore[no-untyped-def]
             for source in tl.static_range(WORLD):
                 base = tl.zeros([SUM_ROWS], tl.int64) + (here + source * row)
                 a, b = _add(a, b, in_a, in_b, base, x, values, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
-                if GATHER:
+                if GATHER == 2:  # places are computed once for a group, whose values are neighbours
+                    begin = group * (2 * HALF)
+                    line = tl.multiple_of((begin // width * WORLD + source) * width + begin % width, 2 * HALF)
+                    at = out + line[:, None] + col
+                    tl.store(at, a.to(out.dtype.element_ty), mask=in_a)
+                    tl.store(at + HALF, b.to(out.dtype.element_ty), mask=in_b)
+                if GATHER == 1:
                     at = out + (place // width * WORLD + source) * width + place % width
                     tl.store(at, a.to(out.dtype.element_ty), mask=in_a)
                     after = place + HALF
                     at = out + (after // width * WORLD + source) * width + after % width
                     tl.store(at, b.to(out.dtype.element_ty), mask=in_b)
+                if GATHER:
                     a = tl.zeros([SUM_ROWS, HALF], tl.float32)
                     b = tl.zeros([SUM_ROWS, HALF], tl.float32)
             if not GATHER:
@@ -281,7 +288,8 @@ def _one_step(world: int, most: int, numel: int, form: Format, phases: int, widt
     groups = form.groups(numel)
     per, blocks, rows, warps = _work_split(most, groups, 1, form.group_size)
     numbers = (numel, groups, per, form.message_bytes(numel), form.value_bytes(numel), width or 1)
-    sizes = _constants(form) | {"SUM_ROWS": rows // 4 if per <= rows // 4 else rows, "GATHER": width is not None}
+    gather = 0 if width is None else 1 + (width % form.group_size == 0)
+    sizes = _constants(form) | {"SUM_ROWS": rows // 4 if per <= rows // 4 else rows, "GATHER": gather}
     constants = {"BITS": form.bits, **sizes, **_ranks(world), "PHASES": phases & (PUSH | SUM)}
     return _Call(blocks, numbers, tuple(map(specialization_of, numbers)), constants, warps)
 

@@ -43,6 +43,9 @@ HALF_BYTES = 64 * 2**20
 _REMEDY = "Choose reduction.transport=collective, which needs none."
 _MAX_NORM_WIDTH = 16384
 """The most elements of a row that a block normalizes without running out of registers."""
+_MAX_NORM_BYTES = 2**22
+"""The most bytes that a rank sums and normalizes in one kernel: with more, the sum alone, whose blocks do not wait for
+whole rows, and a kernel for the norm take less time."""
 _EXTRA_ONE_STEP_BYTES = 2**20
 """The bytes that one step may send more than two steps do: about what links carry in the time of a second wait."""
 
@@ -91,7 +94,7 @@ class PeerReduction:
         """Run `sum_norm_triton.sum_norm` over the ranks; None, and nothing has changed, if `all_reduce` of such a
         tensor takes two steps, or the kernel does not take it."""
         kernel = _fused_norm() if _takes_norm(x, residual, weight) else None
-        if kernel is None or not self._takes_one_step(x, _raw(x)[0]):
+        if kernel is None or x.nbytes > _MAX_NORM_BYTES or not self._takes_one_step(x, _raw(x)[0]):
             return None
         self._in_order(x.device)
         with torch.no_grad():

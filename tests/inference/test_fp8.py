@@ -80,6 +80,9 @@ def compare(device: str) -> int:
         exact = one.double() @ (weight.values.double() * weight.scales).t()
         rtol = 2**-7 if dtype == torch.bfloat16 else 1e-5  # the interpreter truncates bf16 where GPUs round it
         torch.testing.assert_close(found.cpu().double(), exact, rtol=rtol, atol=float(exact.abs().max()) / 1e5)
+        plain = rows_of((outputs, inputs), dtype)
+        found, exact = fused.vector_product(one.to(device), plain.to(device), None), one.double() @ plain.double().t()
+        torch.testing.assert_close(found.cpu().double(), exact, rtol=rtol, atol=float(exact.abs().max()) / 1e5)
         compared += 1
     return compared
 

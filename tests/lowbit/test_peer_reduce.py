@@ -131,6 +131,22 @@ def compare_sums_with_norms() -> int:
     return len(cases)
 
 
+def compare_gathers() -> int:
+    """Rows that groups of 128 elements divide, and rows that they do not."""
+    from megatron_longctx.lowbit.peer_kernels import PUSH, SUM, one_step
+    from tests.core.comm.simulated_peers import one_process
+
+    cases = list(itertools.product((2, 3), ((1, 128), (5, 384), (5, 200), (3, 64))))
+    for number, (n, (rows, width)) in enumerate(cases):
+        xs, memories = tensors(n, rows * width, torch.float32, number), one_process(n, 2**16)
+        found = [x.new_empty(n * x.numel()) for x in xs]
+        for phase, rank in itertools.product((PUSH, SUM), range(n)):
+            one_step(memories[rank], xs[rank], found[rank], RawFormat(4), phase, width)
+        expected = torch.stack([x.view(rows, width) for x in xs], 1).flatten()
+        assert all(torch.equal(each, expected) for each in found), (n, rows, width)
+    return len(cases)
+
+
 def _calls_in_any_order(rank: int, folder: Path, world: int) -> list[str]:
     """Make many calls of all kinds, which ranks enter at different times, and compare them with collectives."""
     from tests.core.comm.simulated_peers import mapped
@@ -303,13 +319,14 @@ def _with_norms(rank: int) -> list[str]:
     device, wrong = torch.device("cuda", torch.cuda.current_device()), []
     reduction = peer_reduction("peer", dist.group.WORLD, device)
     assert reduction is not None
-    for number, (rows, width) in enumerate(itertools.product((1, 2, 32, 300), (64, 4096, 5120, 16384))):
+    for number, (rows, width) in enumerate(itertools.product((1, 2, 32, 120), (64, 4096, 5120, 16384))):
         x, residual = (_draw(rows * width, torch.bfloat16, device, 10 * number + seed) for seed in (rank, 7))
         x, residual, weight = x.view(rows, width), residual.view(rows, width), _draw(width, x.dtype, device, 3)
         if number % 3 == rank % 3:
             torch.cuda._sleep(2_000_000)
         for over_ranks in (True, False):
-            every = list(all_gather_rows(dist.group.WORLD, x)) if over_ranks else [x]
+            rows_of_all = all_gather_rows(dist.group.WORLD, x.flatten()).view(-1, rows, width)
+            every = list(rows_of_all) if over_ranks else [x]
             hidden, expected = added_and_normed(every, residual, weight, 1e-5)
             out = x.clone()
             normed = (reduction.sum_norm if over_ranks else quantized.add_norm)(out, residual, weight, 1e-5)
@@ -379,4 +396,5 @@ if __name__ == "__main__":
     logging.basicConfig()
     assert compare_step_by_step() == len(FORMS) == 10
     assert compare_sums_with_norms() == 18
+    assert compare_gathers() == 8
     compare_between_processes()
