@@ -276,6 +276,7 @@ class _StepInputs:
             self._fields = torch.zeros(num_fields * most, dtype=torch.int64, device=device)
             self._staging = torch.zeros(num_fields * most, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._held: list[list[list[int]]] = [[[] for _ in range(tiles)] for _ in pages]
+        self._changes: list[tuple[list[int], list[int]]] = [([], []) for _ in pages]  # places in a table, and numbers
 
     def fields(self, size: int) -> Tensor:
         """Return the fields on the device, int64 `[num_fields, size]`.
@@ -290,15 +291,22 @@ class _StepInputs:
 
     def send(self, size: int) -> None:
         self.fields(size).copy_(self.staging(size), non_blocking=True)
+        for table, (places, numbers) in zip(self.pages, self._changes, strict=True):
+            if places:  # of all tiles in one copy, for which the host waits
+                both = torch.tensor([*places, *numbers], device=table.device).view(2, -1)
+                table.view(-1)[both[0]] = both[1].int()
+                places.clear()
+                numbers.clear()
 
     def set_pages(self, index: int, pages: Sequence[Sequence[int]]) -> None:
-        """Set the pages of a tile in every group of layers; only numbers that differ are written."""
-        for table, of_group, new in zip(self.pages, self._held, pages, strict=True):
+        """Set the pages of a tile in every group of layers, which `send` writes; only numbers that differ."""
+        for table, of_group, (places, numbers), new in zip(self.pages, self._held, self._changes, pages, strict=True):
             held = of_group[index]
             if held == new:
                 continue
-            same = len(held) if held == new[: len(held)] else 0
-            table[index, same : len(new)] = torch.tensor(new[same:], dtype=torch.int32, device=table.device)
+            same, first = len(held) if held == new[: len(held)] else 0, index * table.shape[1]
+            places += range(first + same, first + len(new))
+            numbers += new[same:]
             of_group[index] = list(new)
 
 

@@ -282,13 +282,19 @@ def passes(
 def draw(
     generations: Sequence[Generation], group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[Generation, tuple[int, Score | None]]:
-    """Draw the next token of every generation where its logits are, and return them on all ranks. Collective."""
+    """Draw the next token of every generation where its logits are, and return them on all ranks. Collective, unless
+    all ranks know all tokens already."""
+    known: dict[Generation, tuple[int, Score | None]] = {}
+    for generation in generations:
+        how, next_token = generation.sampling, generation.session.next_token
+        plain = how.temperature == 0 and not how.adjusts and how.logprobs is None
+        if plain and next_token is not None and next_token.greedy is not None:
+            known[generation] = next_token.greedy, None
+    generations = [generation for generation in generations if generation not in known]
+    if not generations:
+        return known
     following = [generation.session.next_token or NextToken() for generation in generations]
     settings = [generation.sampling for generation in generations]
-    greedy = [each.greedy for each in following if each.greedy is not None]
-    plain = all(each.temperature == 0 and not each.adjusts and each.logprobs is None for each in settings)
-    if plain and len(greedy) == len(generations):
-        return {generation: (token, None) for generation, token in zip(generations, greedy, strict=True)}
     most = max((each.logprobs for each in settings if each.logprobs is not None), default=-1)
     rows = torch.zeros(len(generations), 1 + max(0, 2 + 2 * most), dtype=torch.float64, device=device)
     for row, generation, each in zip(rows, generations, following, strict=True):
@@ -298,7 +304,7 @@ def draw(
             if most >= 0 and token >= 0:
                 row[1:] = score_table(each.logits[None], torch.tensor([token], device=device), most)[0]
     found = all_reduce_sum(group, rows).tolist()
-    return {
+    return known | {
         generation: (int(row[0]), None if each.logprobs is None else Score.of(int(row[0]), row[1:], each.logprobs))
         for generation, row, each in zip(generations, found, settings, strict=True)
     }

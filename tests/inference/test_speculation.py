@@ -5,12 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_longctx.config import Config
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Request, Scheduler
-from megatron_longctx.inference.session import Generation, Session
+from megatron_longctx.inference.session import Generation, NextToken, Session, draw
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import engine_of, parallel
 from tests.shared.training import changed, tiny_config
@@ -114,3 +115,16 @@ def test_only_replicated_steps_have_drafts(tmp_path: Path) -> None:
         inference = replace(config.inference, speculate=4, prefill_chunk=16, **{name: value})
         with pytest.raises(ValueError, match=r"inference\.speculate=4: expected 0 with inference\." + name):
             LongContextEngine(None, None, None, inference)  # type: ignore[arg-type]
+
+
+def test_tokens_that_all_ranks_know_are_not_drawn_again() -> None:
+    """One rank has the logits of a prompt; those of its neighbour, and of one that samples, are on another."""
+    known, drawn, sampled = sessions = [Session(_Engine(), number) for number in range(3)]  # type: ignore[arg-type]
+    for session in sessions:
+        session.tokens = [1, 2]
+    known.next_token, drawn.next_token = NextToken(None, 7), NextToken(torch.tensor([0.0, 3.0, 1.0]), None)
+    sampled.next_token = NextToken(torch.tensor([0.0, 50.0, 0.0]), 2)
+    plain = Sampling(max_new_tokens=3)
+    all_three = list(map(Generation, sessions, (plain, plain, replace(plain, temperature=1.0))))
+    found = draw(all_three, None, torch.device("cpu"))
+    assert [found[each] for each in all_three] == [(7, None), (1, None), (1, None)]
