@@ -26,7 +26,8 @@ from .batch import ScheduledChunk
 from .cache_manager import CacheManager
 from .cached_attention import CachedAttention, CachedModel
 from .paged import FUSED_DTYPES, Pages, has_fused_kernels, max_queries_per_tile
-from .session import NOT_FINITE, NextToken
+from .session import NOT_FINITE, NextToken, RunningToken
+from .step_inputs import StepIds, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Decoder:
     for drafts. They share their memory. Padding rows see no tokens, and their keys and values go to an unused slot.
 
     Attributes:
+        running: the tokens of the last `launch`.
         max_drafted: the most sequences whose drafts are computed in one step; 0 without `inference.speculate`.
 
     Args:
@@ -71,6 +73,7 @@ class Decoder:
         elif settings.decode == "replicated":
             self._max_sequences = float("inf")  # in several steps
         self._graphs = self._max_sequences > 0 and _use_graphs(settings.cuda_graphs, self._attention)
+        self._waits = not self._graphs and settings.decode != "replicated"
         # Without graphs the host's time dominates. Plans divide its work among the ranks as far as it computes.
         # Recurrent layers take a row for a token of another sequence.
         self._states = self._attention.states
@@ -79,6 +82,7 @@ class Decoder:
             self._attention.allocate_merge(max(MAX_ROWS, self.max_prompt))
         shape = self._attention.shape
         self._tile = max_queries_per_tile(shape.num_heads, shape.num_kv_heads)
+        self.running: StepIds | None = None
         self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._draft_tile = min(self._tile, 1 << settings.speculate.bit_length())
         self._draft_rows = -(-(1 + settings.speculate) // self._draft_tile) * self._draft_tile
@@ -92,7 +96,9 @@ class Decoder:
         self._no_row = 0, 0, *places, *[0] * len(self._windows), *states  # sees nothing, and nobody sees it
         num_fields = 1 + len(self._no_row)
         pages = [manager.groups[0].num_pages, manager.groups[-1].num_pages][: len(self._unused)]
-        self._inputs = _StepInputs(self._attention.device, tiles, pages, num_fields)
+        self._inputs = StepInputs(
+            self._attention.device, tiles, pages, num_fields, MAX_ROWS, max(MAX_ROWS, MAX_PROMPT_ROWS)
+        )
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
         logger.info("decode: %s (%s)", self.name, why)
 
@@ -102,6 +108,12 @@ class Decoder:
         if not self._max_sequences:
             return "by plans"
         return "replicated, CUDA graphs" if self._graphs else "replicated"
+
+    @property
+    def max_launched(self) -> int:
+        """The most sequences of a `launch`; 0 where a step is not launched before the one before has ended."""
+        waits = self._waits or self._states is not None or self.max_drafted
+        return 0 if waits else int(min(self._max_sequences, MAX_ROWS))
 
     @property
     def max_prompt(self) -> int:
@@ -149,6 +161,22 @@ class Decoder:
         found = iter(self._step(chunks, texts, self._draft_tile, every=True))
         return [list(islice(found, len(text))) for text in texts]
 
+    def launch(self, chunks: Sequence[ScheduledChunk], tokens: Sequence[int]) -> list[RunningToken]:
+        """Launch a step of one token of every sequence, and do not wait for it.
+
+        Args:
+            tokens: up to MAX_ROWS; -1 - r for the likeliest token of row r of the launch before, which may still run.
+        """
+        size = self._stage(chunks, [[token] for token in tokens], 1)
+        _, ids = self._run(size, 1, size)
+        ids = ids[: len(chunks)]
+        torch.clamp(
+            ids, min=0, out=self._inputs.latest[: len(chunks)]
+        )  # one that is not finite computes nothing useful
+        self.running = StepIds(ids)
+        self._attention.on_wait()
+        return [RunningToken(self.running, row) for row in range(len(chunks))]
+
     def release(self) -> None:
         """Drop the graphs, which hold messages of process groups: the groups cannot be destroyed before."""
         if self._captured:
@@ -158,6 +186,23 @@ class Decoder:
     def _step(
         self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], tile: int, every: bool = False
     ) -> list[NextToken]:
+        size = self._stage(chunks, texts, tile, every)
+        count = sum(map(len, texts)) if every else len(chunks)
+        logits, ids = self._run(size, tile, size if every else size // tile)
+        self._attention.on_wait()
+        greedy = ids.tolist()[:count]
+        if self._attention.rank:  # the logits of one rank suffice, so that all tokens are drawn from the same numbers
+            return [NextToken(None, token) for token in greedy]
+        kept = logits[:count].clone()  # a replay overwrites the results of the one before
+        return [NextToken(row, token) for row, token in zip(kept, greedy, strict=True)]
+
+    def _run(self, size: int, tile: int, ends: int) -> tuple[Tensor, Tensor]:
+        return (self._replay if self._graphs else self._compute)(size, tile, ends)
+
+    def _stage(
+        self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], tile: int, every: bool = False
+    ) -> int:
+        """Send the inputs of a step to the device, and return its rows."""
         rows: list[Sequence[int]] = []
         ends: list[int] = []  # the rows whose logits are computed: every one, or the last of each chunk
         for chunk, text in zip(chunks, texts, strict=True):
@@ -175,16 +220,8 @@ class Decoder:
         size = _padded(len(rows), tile)
         rows += [self._no_row] * (size - len(rows))
         numbers = [*ends, *[0] * (size - len(ends)), *chain.from_iterable(zip(*rows, strict=True))]
-        self._inputs.staging(size).copy_(torch.tensor(numbers).view(-1, size))
-        self._inputs.send(size)
-        most = size if every else size // tile
-        logits, ids = (self._replay if self._graphs else self._compute)(size, tile, most)
-        self._attention.on_wait()
-        greedy = ids.tolist()[: len(ends)]
-        if self._attention.rank:  # the logits of one rank suffice, so that all tokens are drawn from the same numbers
-            return [NextToken(None, token) for token in greedy]
-        kept = logits[: len(ends)].clone()  # a replay overwrites the results of the one before
-        return [NextToken(row, token) for row, token in zip(kept, greedy, strict=True)]
+        self._inputs.send(torch.tensor(numbers).view(-1, size))
+        return size
 
     def _rows(self, chunk: ScheduledChunk, text: Sequence[int]) -> Iterator[list[int]]:
         """Yield the fields of every new token: its id and position; for every group of layers its slot on this rank and
@@ -224,7 +261,11 @@ class Decoder:
         self._attention.begin_replicated(pages, (slots[0], slots[-1]))
         if self._states is not None:
             self._states.begin_replicated(*fields[-2:])
-        logits = self._model.logits(fields[_TOKEN], fields[_POSITION], fields[_ENDS, :ends])
+        tokens = fields[_TOKEN]
+        if tile == 1:
+            before = self._inputs.latest[(-1 - tokens).clamp_(0, MAX_ROWS - 1)]
+            tokens = torch.where(tokens < 0, before, tokens)
+        logits = self._model.logits(tokens, fields[_POSITION], fields[_ENDS, :ends])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
         if self._attention.world > 1:
             dist.broadcast(ids, group=self._attention.group, group_src=0)
@@ -262,52 +303,6 @@ class Decoder:
             if enabled:
                 gc.enable()
         return graph, logits, ids
-
-
-class _StepInputs:
-    """The inputs of a step, at fixed addresses: `num_fields` numbers per row, and for each of `tiles` tiles of rows, in
-    every group of layers, up to `pages` page numbers."""
-
-    def __init__(self, device: torch.device, tiles: int, pages: Sequence[int], num_fields: int) -> None:
-        most = max(MAX_ROWS, MAX_PROMPT_ROWS)
-        self._num_fields = num_fields
-        with torch.inference_mode(False):  # they outlive the call
-            self.pages = [torch.zeros(tiles, count, dtype=torch.int32, device=device) for count in pages]
-            self._fields = torch.zeros(num_fields * most, dtype=torch.int64, device=device)
-            self._staging = torch.zeros(num_fields * most, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._held: list[list[list[int]]] = [[[] for _ in range(tiles)] for _ in pages]
-        self._changes: list[tuple[list[int], list[int]]] = [([], []) for _ in pages]  # places in a table, and numbers
-
-    def fields(self, size: int) -> Tensor:
-        """Return the fields on the device, int64 `[num_fields, size]`.
-
-        The first field has per chunk the row whose logits are computed. The others are of rows: see `Decoder._rows`.
-        """
-        return self._fields[: self._num_fields * size].view(self._num_fields, size)
-
-    def staging(self, size: int) -> Tensor:
-        """Return the fields on the host. A step has read them by the time its tokens are known."""
-        return self._staging[: self._num_fields * size].view(self._num_fields, size)
-
-    def send(self, size: int) -> None:
-        self.fields(size).copy_(self.staging(size), non_blocking=True)
-        for table, (places, numbers) in zip(self.pages, self._changes, strict=True):
-            if places:  # of all tiles in one copy, for which the host waits
-                both = torch.tensor([*places, *numbers], device=table.device).view(2, -1)
-                table.view(-1)[both[0]] = both[1].int()
-                places.clear()
-                numbers.clear()
-
-    def set_pages(self, index: int, pages: Sequence[Sequence[int]]) -> None:
-        """Set the pages of a tile in every group of layers, which `send` writes; only numbers that differ."""
-        for table, of_group, (places, numbers), new in zip(self.pages, self._held, self._changes, pages, strict=True):
-            held = of_group[index]
-            if held == new:
-                continue
-            same, first = len(held) if held == new[: len(held)] else 0, index * table.shape[1]
-            places += range(first + same, first + len(new))
-            numbers += new[same:]
-            of_group[index] = list(new)
 
 
 def _count_from(positions: Sequence[range], first: int) -> int:

@@ -20,9 +20,23 @@ from .cached_attention import CachedModel, local_rows
 from .choose_cache_mode import Chooser
 from .decode import MAX_PROMPT_PAIRS, Decoder
 from .sampling import PromptScorer, Sampling, Score, no_token, not_finite
-from .session import Generation, Grammars, NextToken, Session, check_ids, check_length, draw, passes, plain_ids
+from .session import (
+    Generation,
+    Grammars,
+    NextToken,
+    RunningToken,
+    Session,
+    check_ids,
+    check_length,
+    draw,
+    passes,
+    plain_ids,
+)
 from .states import StateRows
+from .step_ahead import runs_ahead, step_ahead
 
+Drawn = dict[Generation, list[tuple[int | None, Score | None]]]
+"""New tokens with their scores."""
 MAX_RANK_TOKENS = 65536
 """The most new tokens that a rank computes in one pass, over all sequences, unless a chunk is larger. It bounds the
 memory of activations (86 KB per token in the MLP of Llama 3 8B)."""
@@ -157,6 +171,8 @@ class LongContextEngine:
         """
         for session in sessions:
             self._check_open(session, begun=True)
+            if isinstance(session.next_token, RunningToken):
+                session.next_token = None
         self._compute_pending(sessions)
         rows = torch.zeros(len(sessions), self.model.vocab_size, device=self._attention.device)
         for row, session in zip(rows, sessions, strict=True):
@@ -176,9 +192,13 @@ class LongContextEngine:
         session.finish_reason = None
         return Generation(session, sampling, stream, grammars=self.grammars)
 
-    def step(self, generations: Sequence[Generation]) -> dict[Generation, list[tuple[int | None, Score | None]]]:
+    def step(self, generations: Sequence[Generation], ahead: bool = False) -> Drawn:
         """Generate for every generation in one batch, after any tokens of their sessions that are not cached: one
         token, and with `inference.speculate` those that a draft foresaw, as if each had been computed alone.
+
+        Args:
+            ahead: if all take the likeliest tokens, launch the step for the next tokens before the host has these. A
+                generation may then get no token in this call.
 
         Returns:
             the tokens with their scores (None without `Sampling.logprobs`). In place of a stop token, which only
@@ -187,18 +207,22 @@ class LongContextEngine:
         Raises:
             CacheFull: the tokens to compute do not fit; nothing has changed.
         """
+        if ahead and runs_ahead(self, generations):
+            return step_ahead(self, generations)
         drafts: dict[Session, list[int]] = {}
         if len(generations) <= self._decoder.max_drafted:
             drafts = {each.session: each.draft(self.settings.speculate, self._max_tokens) for each in generations}
         self._compute_pending([generation.session for generation in generations], drafts)
-        found: dict[Generation, list[tuple[int | None, Score | None]]] = {each: [] for each in generations}
+        found: Drawn = {}
         going = generations
         while going:
-            drawn = draw(going, self._attention.group, self._attention.device)
-            for each, (token, score) in drawn.items():
-                found[each].append((token if each.add(token, self._max_tokens) else None, score))
+            self._draw(going, found)
             going = [each for each in going if each.follow()]
         return found
+
+    def _draw(self, generations: Sequence[Generation], found: Drawn) -> None:
+        for each, (token, score) in draw(generations, self._attention.group, self._attention.device).items():
+            found.setdefault(each, []).append((token if each.add(token, self._max_tokens) else None, score))
 
     def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, list[int]]]:
         """Generate for several sessions in one batch; each ends independently.

@@ -375,10 +375,12 @@ class Scheduler:
         if not running:
             return []
         drawing = [generation for generation in running if generation.finish_reason is None]
-        drawn = self.engine.step(drawing) if drawing else {}
+        drawn = self.engine.step(drawing, ahead=True) if drawing else {}
         events = []
         for generation, active in running.items():
             number, reason = active.request.number, generation.finish_reason
+            if reason is None and generation not in drawn:
+                continue  # its next token is being computed
             scores, active.session.scores = active.session.scores, None
             found = None if scores is None else scores.found
             *before, (token, score) = drawn.get(generation, [(None, None)])

@@ -40,6 +40,24 @@ class NextToken(NamedTuple):
     greedy: int | None = None
 
 
+class RunningToken:
+    """A `NextToken` of a step that may still run. Its logits are not kept.
+
+    Attributes:
+        row: of the step.
+    """
+
+    logits = None
+
+    def __init__(self, ids: Callable[[], Sequence[int]], row: int) -> None:
+        self.ids, self.row = ids, row
+
+    @property
+    def greedy(self) -> int:
+        """The likeliest token or NOT_FINITE, for which the host waits."""
+        return self.ids()[self.row]
+
+
 Matcher = Callable[[Sequence[int]], Tensor]
 """Returns the tokens that may follow an answer, which has grown since the last call, in a grammar: bool
 `[vocabulary]`."""
@@ -71,7 +89,7 @@ class Session:
         self.closed = False
         self.finish_reason: str | None = None  # of the latest generation: stop or length
         self.reused_tokens = 0  # cached before the latest append
-        self.next_token: NextToken | None = None  # None: no rank has its logits
+        self.next_token: NextToken | RunningToken | None = None  # None: no rank has its logits
         self.ahead: list[tuple[int, NextToken]] = []  # drafted tokens that are cached, and what follows each
         self.exact_chunks = 0  # see `exact_tokens`
         self.keep_at: int | None = None  # tokens after which a recurrent state is kept; None: before every last page
@@ -81,6 +99,11 @@ class Session:
     @property
     def cached_tokens(self) -> int:
         return 0 if self.closed else self._engine.cache_manager.length(self.number)
+
+    @property
+    def awaits_last(self) -> bool:
+        """Whether its last token alone is not cached."""
+        return self.cached_tokens == len(self.tokens) - 1
 
     @property
     def exact_tokens(self) -> int:
@@ -156,6 +179,17 @@ class Generation:
             raise refuse("grammar", "", "an engine with `grammars`", "Set them, or leave the grammar out.")
         if self.sampling.max_new_tokens == 0:
             self.finish_reason = "length"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every token is the likeliest one, and nothing else is asked of it."""
+        how = self.sampling
+        return how.temperature == 0 and not how.adjusts and how.logprobs is None
+
+    def ends_with_next(self, max_tokens: float) -> bool:
+        """Whether the next token is the last one, whatever it is."""
+        few = len(self.tokens) + 1 < self.sampling.max_new_tokens
+        return self.finish_reason is not None or not few or len(self.session.tokens) + 1 >= max_tokens
 
     @cached_property
     def _prompt(self) -> frozenset[int]:
@@ -286,10 +320,9 @@ def draw(
     all ranks know all tokens already."""
     known: dict[Generation, tuple[int, Score | None]] = {}
     for generation in generations:
-        how, next_token = generation.sampling, generation.session.next_token
-        plain = how.temperature == 0 and not how.adjusts and how.logprobs is None
-        if plain and next_token is not None and next_token.greedy is not None:
-            known[generation] = next_token.greedy, None
+        next_token = generation.session.next_token
+        if generation.is_plain and next_token is not None and (token := next_token.greedy) is not None:
+            known[generation] = token, None
     generations = [generation for generation in generations if generation not in known]
     if not generations:
         return known

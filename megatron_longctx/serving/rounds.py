@@ -50,7 +50,8 @@ class Rounds:
                     scheduler.cancel(item)
             busy = scheduler.busy
             events = scheduler.advance() if busy else []
-            synchronize(attention.device)  # a round ends with its kernels
+            if scheduler.work:
+                synchronize(attention.device)  # its time includes that of its prompts
             if busy:
                 self._seconds.append(time.monotonic() - began)
             if self._inbox is not None:

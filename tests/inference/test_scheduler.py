@@ -4,6 +4,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -301,6 +302,38 @@ def answers_to_one_prompt_compute_it_once(engine: LongContextEngine) -> None:
     assert len({tuple(tokens_of(events[i])) for i in range(3)}) == 3
 
 
+def steps_that_run_ahead_change_no_answer(engine: LongContextEngine) -> None:
+    """Requests come at different times, end by length or by a token that they meet, or are cancelled."""
+    source = random.Random(9)
+    texts = [tuple(source.randrange(256) for _ in range(size)) for size in (3, 40, 1, 17, 25, 9, 70, 12)]
+    requests = [Request(i, text, Sampling(max_new_tokens=source.randint(2, 12))) for i, text in enumerate(texts)]
+    for number in (1, 4, 6):
+        ends = alone(engine, requests[number])
+        stop = (ends[len(ends) // 2],)
+        requests[number] = replace(requests[number], sampling=replace(requests[number].sampling, stop=stop))
+    sampled = replace(requests[3].sampling, temperature=1.0, seed=4)  # no step runs ahead beside it
+    requests[3] = replace(requests[3], sampling=sampled)
+    expected = [alone(engine, request) for request in requests]
+    launch = engine._decoder.launch
+    with (
+        mock.patch.object(engine._decoder, "launch", side_effect=launch) as launched,
+        scheduling(engine, max_active=4, prefill_chunk=16) as scheduler,
+    ):
+        found: defaultdict[int, list[Event]] = defaultdict(list)
+        for request in (*requests, Request(99, texts[1], Sampling(max_new_tokens=100))):
+            scheduler.submit(request)
+            for _ in range(3):
+                for event in scheduler.advance():
+                    found[event.number].append(event)
+        scheduler.cancel(99)
+        for number, events in finish(scheduler).items():
+            found[number] += events
+    assert [tokens_of(found[number]) for number in range(len(requests))] == expected
+    assert found[99][-1].finish_reason == "cancelled"
+    tokens = [token for call in launched.call_args_list for token in call.args[1]]
+    assert min(tokens) < -1 and any(token >= 0 for token in tokens), "no step followed one that ran"
+
+
 def exact_reuse_takes_whole_chunks(engine: LongContextEngine) -> None:
     """The first logits are bit-identical for a request alone, and beside others and a kept cache."""
     chunk = engine.settings.prefill_chunk
@@ -344,6 +377,13 @@ def with_every_engine(rank: int, plain: Config, small: Config, learned: Config, 
         shared_pages_are_promised_once(engine)
         no_request_waits_for_a_short_prefix(engine)
         answers_to_one_prompt_compute_it_once(engine)
+    ahead = replace(plain, inference=replace(plain.inference, decode="replicated"))
+    with engine_of(ahead) as engine:
+        for check in (steps_that_run_ahead_change_no_answer, bad_requests_harm_no_other, requests_wait_for_room):
+            check(engine)
+        a_cancelled_request_is_found_again(engine)
+        answers_to_one_prompt_compute_it_once(engine)
+        assert concurrent_requests_get_their_own_answers(engine) == found[:12]
     with engine_of(small) as engine:
         promised_pages_are_kept(engine)
     with engine_of(learned) as engine:
