@@ -66,8 +66,9 @@ def rounds_of_two_requests(rank: int, config: Config) -> list[str]:
 def test_news_and_events_pass_while_single_tokens_are_computed(tmp_path: Path) -> None:
     config = parallel(tiny_config(tmp_path, "rounds"), 2, decode="replicated", page_tokens=1)
     first, other = ("".join(found) for found in run_distributed(rounds_of_two_requests, 2, config))
-    # The prompt's round draws the first token, and its news are exchanged at its end; those of later rounds while
-    # their tokens are computed. The times of these rounds come one round later: that of the round before the second
-    # prompt's together with the prompt's, in this order. The last event stops the server.
-    assert first == "<sw1<psw<1sw<1" + "tswsw2<tpsw<2" + "sw<2" + 3 * "tsw<1" + "t0<", first
+    # The prompt's round draws the first token and launches the step for the next, and its news are exchanged at its
+    # end; those of later rounds while their tokens are computed. The times of these rounds come one round later: that
+    # of the round before the second prompt's together with the prompt's, in this order. The last token needs no step
+    # after it, and its event stops the server.
+    assert first == "<swsw1<psw<1sw<1" + "tswsw2<tpsw<2" + "sw<2" + 2 * "tsw<1" + "t1<", first
     assert other == first.translate({ord(c): None for c in "<012"})
