@@ -33,9 +33,12 @@ logger = logging.getLogger(__name__)
 MAX_ROWS = 128
 """The most sequences that are decoded in one step. Beyond this, on an H100 or H200 in bf16, the model's matrix products
 take longer than reading its weights, and computing them on every rank is no longer free."""
-MAX_PROMPT_ROWS = 1024
-"""The most rows of prompts in one step. On H200s plans keep the host busy for 30 to 45 ms, in which a GPU computes
-more rows of Llama 3 8B, by their FLOPs."""
+MAX_PROMPT_ROWS = 4096
+"""The most rows of prompts in one step that is captured. `warm_up` measures up to how many of them steps take less time
+than plans."""
+_UNMEASURED_PROMPT_ROWS = 1024
+"""The same until it is measured, and without graphs. With Llama 3 8B's shape on H200s a step of so many rows takes 28
+ms, and plans keep the host of even a short prompt busy for 30 to 110 ms."""
 MAX_PROMPT_PAIRS = 512 * 131_072
 """The most pairs of a row and a token that it may see in such a step. With so many, prompts of 511 tokens take less
 time this way than by plans (analysis/results/inference_rows_h200.md), whose attention is faster."""
@@ -50,10 +53,12 @@ are read and written, if there are any."""
 class Decoder:
     """The replicated path for batches of single tokens and of short prompts; `takes` says which it computes.
 
-    Rows are padded to one of a few sizes, so that there are at most 8 graphs for single tokens, 20 for prompts and 8
+    Rows are padded to one of a few sizes, so that there are at most 8 graphs for single tokens, 28 for prompts and 8
     for drafts. They share their memory. Padding rows see no tokens, and their keys and values go to an unused slot.
 
     Attributes:
+        has_graphs: whether steps are replayed from graphs.
+        max_prompt: the most rows of prompts in one step; 0 if they are left to plans. All ranks have the same.
         max_drafted: the most sequences whose drafts are computed in one step; 0 without `inference.speculate`.
 
     Args:
@@ -70,20 +75,22 @@ class Decoder:
             self._max_sequences = 0
         elif settings.decode == "replicated":
             self._max_sequences = float("inf")  # in several steps
-        self._graphs = self._max_sequences > 0 and _use_graphs(settings.cuda_graphs, self._attention)
+        self.has_graphs = self._max_sequences > 0 and _use_graphs(settings.cuda_graphs, self._attention)
         # Without graphs the host's time dominates. Plans divide its work among the ranks as far as it computes.
         # Recurrent layers take a row for a token of another sequence.
         self._states = self._attention.states
-        self._takes_prompts = self._states is None and (self._graphs or settings.decode == "replicated")
+        takes_prompts = self._states is None and (self.has_graphs or settings.decode == "replicated")
+        self.max_prompt = _UNMEASURED_PROMPT_ROWS if takes_prompts else 0
+        self._most_rows = MAX_PROMPT_ROWS if takes_prompts and self.has_graphs else self.max_prompt
         if self._max_sequences:
-            self._attention.allocate_merge(max(MAX_ROWS, self.max_prompt))
+            self._attention.allocate_merge(max(MAX_ROWS, self._most_rows))
         shape = self._attention.shape
         self._tile = max_queries_per_tile(shape.num_heads, shape.num_kv_heads)
         self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._draft_tile = min(self._tile, 1 << settings.speculate.bit_length())
         self._draft_rows = -(-(1 + settings.speculate) // self._draft_tile) * self._draft_tile
         self.max_drafted = MAX_ROWS // self._draft_rows if settings.speculate and self._max_sequences else 0
-        tiles = max(MAX_ROWS, self.max_prompt // self._tile) if self._max_sequences else 0
+        tiles = max(MAX_ROWS, self._most_rows // self._tile) if self._max_sequences else 0
         self._windows = tuple(window for window in shape.distinct_windows if window is not None)
         self._unused = self._attention.unused_slots[: 1 + bool(self._windows)]
         self._skipped = _PLACES + 2 * len(self._unused)
@@ -101,27 +108,22 @@ class Decoder:
         """How the decoder computes batches, for logs."""
         if not self._max_sequences:
             return "by plans"
-        return "replicated, CUDA graphs" if self._graphs else "replicated"
-
-    @property
-    def max_prompt(self) -> int:
-        """The most tokens of a prompt that the decoder takes, after few others; 0 if it leaves prompts to plans."""
-        return MAX_PROMPT_ROWS if self._takes_prompts else 0
+        return "replicated, CUDA graphs" if self.has_graphs else "replicated"
 
     @property
     def prompt_sizes(self) -> tuple[int, ...]:
-        """The numbers of rows of steps for prompts, in ascending order."""
-        return tuple(sorted({_padded(rows + 1, self._tile) for rows in range(1, self.max_prompt)}))
+        """The numbers of rows that steps for prompts may have, in ascending order."""
+        return tuple(sorted({_padded(rows + 1, self._tile) for rows in range(1, self._most_rows)}))
 
     def batch_sizes(self, sequences: int) -> tuple[int, ...]:
         """Return the most sequences of each graph that decodes 2 to `sequences` of them; empty without graphs."""
         most = min(sequences, MAX_ROWS)
-        return tuple(min(2 << i, most) for i in range((most - 1).bit_length())) if self._graphs else ()
+        return tuple(min(2 << i, most) for i in range((most - 1).bit_length())) if self.has_graphs else ()
 
     def drafted_sizes(self, sequences: int) -> tuple[int, ...]:
         """Return the most sequences of each size of step for drafts, of 1 to `sequences` of them."""
         most = {_padded(count * self._draft_rows, self._draft_tile): count for count in range(1, self.max_drafted + 1)}
-        return tuple(sorted({min(count, sequences) for count in most.values()})) if self._graphs else ()
+        return tuple(sorted({min(count, sequences) for count in most.values()})) if self.has_graphs else ()
 
     def takes(self, chunks: Sequence[ScheduledChunk], mode_is_set: bool = False) -> bool:
         """Whether the decoder computes these chunks: single tokens, or prompts whose rows fit into one step.
@@ -178,7 +180,7 @@ class Decoder:
         self._inputs.staging(size).copy_(torch.tensor(numbers).view(-1, size))
         self._inputs.send(size)
         most = size if every else size // tile
-        logits, ids = (self._replay if self._graphs else self._compute)(size, tile, most)
+        logits, ids = (self._replay if self.has_graphs else self._compute)(size, tile, most)
         self._attention.on_wait()
         greedy = ids.tolist()[: len(ends)]
         if self._attention.rank:  # the logits of one rank suffice, so that all tokens are drawn from the same numbers
