@@ -31,8 +31,8 @@ from .session import NOT_FINITE, NextToken
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 128
-"""The most sequences that are decoded in one step. Beyond this, on an H100 or H200 in bf16, the model's matrix products
-take longer than reading its weights, and computing them on every rank is no longer free."""
+"""The most sequences in one step. Beyond this, on an H100 or H200 in bf16, matrix products of decode take longer than
+reading the model's weights, and computing them on every rank is no longer free."""
 MAX_PROMPT_ROWS = 4096
 """The most rows of prompts in one step that is captured. `warm_up` measures up to how many of them steps take less time
 than plans."""
@@ -86,7 +86,7 @@ class Decoder:
             self._attention.allocate_merge(max(MAX_ROWS, self._most_rows))
         shape = self._attention.shape
         self._tile = max_queries_per_tile(shape.num_heads, shape.num_kv_heads)
-        self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._draft_tile = min(self._tile, 1 << settings.speculate.bit_length())
         self._draft_rows = -(-(1 + settings.speculate) // self._draft_tile) * self._draft_tile
         self.max_drafted = MAX_ROWS // self._draft_rows if settings.speculate and self._max_sequences else 0
@@ -100,6 +100,9 @@ class Decoder:
         num_fields = 1 + len(self._no_row)
         pages = [manager.groups[0].num_pages, manager.groups[-1].num_pages][: len(self._unused)]
         self._inputs = _StepInputs(self._attention.device, tiles, pages, num_fields)
+        with torch.inference_mode(False):  # of the latest replay, because graphs do not share what they return
+            rows = MAX_ROWS if self.has_graphs else 0
+            self._logits = torch.empty(rows, model.vocab_size, device=self._attention.device)
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
         logger.info("decode: %s (%s)", self.name, why)
 
@@ -135,7 +138,8 @@ class Decoder:
             return len(chunks) <= self._max_sequences
         rows = [-(-chunk.new // self._tile) * self._tile for chunk in chunks]
         pairs = sum(count * (chunk.cached + chunk.new) for count, chunk in zip(rows, chunks, strict=True))
-        return not mode_is_set and sum(rows) <= self.max_prompt and pairs <= MAX_PROMPT_PAIRS
+        fits = len(chunks) <= MAX_ROWS and sum(rows) <= self.max_prompt and pairs <= MAX_PROMPT_PAIRS
+        return fits and not mode_is_set
 
     def __call__(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]]) -> list[NextToken]:
         """Run the model over the new tokens of every chunk. Collective over the ranks, which all know all chunks."""
@@ -179,7 +183,7 @@ class Decoder:
         numbers = [*ends, *[0] * (size - len(ends)), *chain.from_iterable(zip(*rows, strict=True))]
         self._inputs.staging(size).copy_(torch.tensor(numbers).view(-1, size))
         self._inputs.send(size)
-        most = size if every else size // tile
+        most = size if every else min(size // tile, MAX_ROWS)
         logits, ids = (self._replay if self.has_graphs else self._compute)(size, tile, most)
         self._attention.on_wait()
         greedy = ids.tolist()[: len(ends)]
@@ -236,11 +240,11 @@ class Decoder:
         key = size, tile, ends
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
-        graph, logits, ids = self._captured[key]
+        graph, ids = self._captured[key]
         graph.replay()
-        return logits, ids
+        return self._logits[:ends], ids
 
-    def _capture(self, size: int, tile: int, ends: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _capture(self, size: int, tile: int, ends: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Capture a step. A step may run any number of times with the same results, so this batch's own warms up."""
         logger.info("decode: capturing a step of %d rows, %d rows of a sequence per tile", size, tile)
         aside, now = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
@@ -260,10 +264,11 @@ class Decoder:
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits, ids = self._compute(size, tile, ends)
+                self._logits[:ends].copy_(logits)
         finally:
             if enabled:
                 gc.enable()
-        return graph, logits, ids
+        return graph, ids
 
 
 class _StepInputs:

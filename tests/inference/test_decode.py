@@ -259,6 +259,11 @@ def test_the_settings_decide_which_batches_are_replicated() -> None:
     manager.append({sessions[3]: 512 * 128 - 1024 - 2})
     seen = [manager.append({sessions[3]: count}) for count in (1024, 1024, 512)]
     assert [replicated.takes(each) for each in seen] == [True, False, True]
+    # So are the rows of logits.
+    replicated.max_prompt = 4096
+    many = [manager.append(dict.fromkeys(sessions[:count], 2)) for count in (128, 129)]
+    assert [replicated.takes(each) for each in many] == [True, False]
+    replicated.max_prompt = 1024
     assert not any(each.takes(prompts[2]) for each in (automatic, plan))
     assert replicated.takes(most, mode_is_set=True) and not replicated.takes(prompts[2], mode_is_set=True)
     assert plan.prompt_sizes == ()
