@@ -170,10 +170,10 @@ class InferenceConfig(Switches):
     seed: int = number(0, -(2**63), 2**63 - 1)  # seed of the draws
     # How ranks share attention over the cache: auto | pass_kv | pass_q | one_hop. auto sends the smaller messages.
     mode: str = choice("auto", CACHE_MODES, "auto")
-    # How small numbers of new tokens are computed: single tokens of several sequences, and prompts of up to 512 tokens
-    # together. replicated: every rank computes the whole model for all of them but attends only to its part of the
-    # cache, with one exchange of partial results per layer. plan: as any other batch, by `mode`. auto: replicated
-    # unless `mode` names a mode; for prompts only if CUDA graphs can be used, and never with exact_reuse.
+    # How small numbers of new tokens are computed: single tokens of several sequences, and short prompts. replicated:
+    # every rank computes the whole model for all of them but attends only to its part of the cache, with one exchange
+    # of partial results per layer. plan: as any other batch, by `mode`. auto: replicated unless `mode` names a mode;
+    # for prompts only if CUDA graphs can be used, and never with exact_reuse.
     decode: str = choice("auto", ("auto", "replicated", "plan"))
     # Draft up to this many tokens per step from the text so far (prompt lookup) and compute them together; the tokens
     # that are generated stay the same. It pays for answers that repeat parts of their prompt. 0: off

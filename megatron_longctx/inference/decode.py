@@ -32,11 +32,14 @@ from .step_inputs import StepIds, StepInputs
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 128
-"""The most sequences that are decoded in one step. Beyond this, on an H100 or H200 in bf16, the model's matrix products
-take longer than reading its weights, and computing them on every rank is no longer free."""
-MAX_PROMPT_ROWS = 1024
-"""The most rows of prompts in one step. On H200s plans keep the host busy for 30 to 45 ms, in which a GPU computes
-more rows of Llama 3 8B, by their FLOPs."""
+"""The most sequences in one step. Beyond this, on an H100 or H200 in bf16, matrix products of decode take longer than
+reading the model's weights, and computing them on every rank is no longer free."""
+MAX_PROMPT_ROWS = 4096
+"""The most rows of prompts in one step that is captured. `warm_up` measures up to how many of them steps take less time
+than plans."""
+_UNMEASURED_PROMPT_ROWS = 1024
+"""The same until it is measured, and without graphs. With Llama 3 8B's shape on H200s a step of so many rows takes 28
+ms, and plans keep the host of even a short prompt busy for 30 to 110 ms."""
 MAX_PROMPT_PAIRS = 512 * 131_072
 """The most pairs of a row and a token that it may see in such a step. With so many, prompts of 511 tokens take less
 time this way than by plans (analysis/results/inference_rows_h200.md), whose attention is faster."""
@@ -51,11 +54,13 @@ are read and written, if there are any."""
 class Decoder:
     """The replicated path for batches of single tokens and of short prompts; `takes` says which it computes.
 
-    Rows are padded to one of a few sizes, so that there are at most 8 graphs for single tokens, 20 for prompts and 8
+    Rows are padded to one of a few sizes, so that there are at most 8 graphs for single tokens, 28 for prompts and 8
     for drafts. They share their memory. Padding rows see no tokens, and their keys and values go to an unused slot.
 
     Attributes:
         running: the tokens of the last `launch`.
+        has_graphs: whether steps are replayed from graphs.
+        max_prompt: the most rows of prompts in one step; 0 if they are left to plans. All ranks have the same.
         max_drafted: the most sequences whose drafts are computed in one step; 0 without `inference.speculate`.
 
     Args:
@@ -72,22 +77,24 @@ class Decoder:
             self._max_sequences = 0
         elif settings.decode == "replicated":
             self._max_sequences = float("inf")  # in several steps
-        self._graphs = self._max_sequences > 0 and _use_graphs(settings.cuda_graphs, self._attention)
-        self._waits = not self._graphs and settings.decode != "replicated"
+        self.has_graphs = self._max_sequences > 0 and _use_graphs(settings.cuda_graphs, self._attention)
+        self._waits = not self.has_graphs and settings.decode != "replicated"
         # Without graphs the host's time dominates. Plans divide its work among the ranks as far as it computes.
         # Recurrent layers take a row for a token of another sequence.
         self._states = self._attention.states
-        self._takes_prompts = self._states is None and (self._graphs or settings.decode == "replicated")
+        takes_prompts = self._states is None and (self.has_graphs or settings.decode == "replicated")
+        self.max_prompt = _UNMEASURED_PROMPT_ROWS if takes_prompts else 0
+        self._most_rows = MAX_PROMPT_ROWS if takes_prompts and self.has_graphs else self.max_prompt
         if self._max_sequences:
-            self._attention.allocate_merge(max(MAX_ROWS, self.max_prompt))
+            self._attention.allocate_merge(max(MAX_ROWS, self._most_rows))
         shape = self._attention.shape
         self._tile = max_queries_per_tile(shape.num_heads, shape.num_kv_heads)
         self.running: StepIds | None = None
-        self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._draft_tile = min(self._tile, 1 << settings.speculate.bit_length())
         self._draft_rows = -(-(1 + settings.speculate) // self._draft_tile) * self._draft_tile
         self.max_drafted = MAX_ROWS // self._draft_rows if settings.speculate and self._max_sequences else 0
-        tiles = max(MAX_ROWS, self.max_prompt // self._tile) if self._max_sequences else 0
+        tiles = max(MAX_ROWS, self._most_rows // self._tile) if self._max_sequences else 0
         self._windows = tuple(window for window in shape.distinct_windows if window is not None)
         self._unused = self._attention.unused_slots[: 1 + bool(self._windows)]
         self._skipped = _PLACES + 2 * len(self._unused)
@@ -96,9 +103,11 @@ class Decoder:
         self._no_row = 0, 0, *places, *[0] * len(self._windows), *states  # sees nothing, and nobody sees it
         num_fields = 1 + len(self._no_row)
         pages = [manager.groups[0].num_pages, manager.groups[-1].num_pages][: len(self._unused)]
-        self._inputs = StepInputs(
-            self._attention.device, tiles, pages, num_fields, MAX_ROWS, max(MAX_ROWS, MAX_PROMPT_ROWS)
-        )
+        most = max(MAX_ROWS, self._most_rows)
+        self._inputs = StepInputs(self._attention.device, tiles, pages, num_fields, MAX_ROWS, most)
+        with torch.inference_mode(False):  # of the latest replay, because graphs do not share what they return
+            rows = MAX_ROWS if self.has_graphs else 0
+            self._logits = torch.empty(rows, model.vocab_size, device=self._attention.device)
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
         logger.info("decode: %s (%s)", self.name, why)
 
@@ -107,7 +116,7 @@ class Decoder:
         """How the decoder computes batches, for logs."""
         if not self._max_sequences:
             return "by plans"
-        return "replicated, CUDA graphs" if self._graphs else "replicated"
+        return "replicated, CUDA graphs" if self.has_graphs else "replicated"
 
     @property
     def max_launched(self) -> int:
@@ -116,24 +125,19 @@ class Decoder:
         return 0 if waits else int(min(self._max_sequences, MAX_ROWS))
 
     @property
-    def max_prompt(self) -> int:
-        """The most tokens of a prompt that the decoder takes, after few others; 0 if it leaves prompts to plans."""
-        return MAX_PROMPT_ROWS if self._takes_prompts else 0
-
-    @property
     def prompt_sizes(self) -> tuple[int, ...]:
-        """The numbers of rows of steps for prompts, in ascending order."""
-        return tuple(sorted({_padded(rows + 1, self._tile) for rows in range(1, self.max_prompt)}))
+        """The numbers of rows that steps for prompts may have, in ascending order."""
+        return tuple(sorted({_padded(rows + 1, self._tile) for rows in range(1, self._most_rows)}))
 
     def batch_sizes(self, sequences: int) -> tuple[int, ...]:
         """Return the most sequences of each graph that decodes 2 to `sequences` of them; empty without graphs."""
         most = min(sequences, MAX_ROWS)
-        return tuple(min(2 << i, most) for i in range((most - 1).bit_length())) if self._graphs else ()
+        return tuple(min(2 << i, most) for i in range((most - 1).bit_length())) if self.has_graphs else ()
 
     def drafted_sizes(self, sequences: int) -> tuple[int, ...]:
         """Return the most sequences of each size of step for drafts, of 1 to `sequences` of them."""
         most = {_padded(count * self._draft_rows, self._draft_tile): count for count in range(1, self.max_drafted + 1)}
-        return tuple(sorted({min(count, sequences) for count in most.values()})) if self._graphs else ()
+        return tuple(sorted({min(count, sequences) for count in most.values()})) if self.has_graphs else ()
 
     def takes(self, chunks: Sequence[ScheduledChunk], mode_is_set: bool = False) -> bool:
         """Whether the decoder computes these chunks: single tokens, or prompts whose rows fit into one step.
@@ -145,7 +149,8 @@ class Decoder:
             return len(chunks) <= self._max_sequences
         rows = [-(-chunk.new // self._tile) * self._tile for chunk in chunks]
         pairs = sum(count * (chunk.cached + chunk.new) for count, chunk in zip(rows, chunks, strict=True))
-        return not mode_is_set and sum(rows) <= self.max_prompt and pairs <= MAX_PROMPT_PAIRS
+        fits = len(chunks) <= MAX_ROWS and sum(rows) <= self.max_prompt and pairs <= MAX_PROMPT_PAIRS
+        return fits and not mode_is_set
 
     def __call__(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]]) -> list[NextToken]:
         """Run the model over the new tokens of every chunk. Collective over the ranks, which all know all chunks."""
@@ -170,9 +175,7 @@ class Decoder:
         size = self._stage(chunks, [[token] for token in tokens], 1)
         _, ids = self._run(size, 1, size)
         ids = ids[: len(chunks)]
-        torch.clamp(
-            ids, min=0, out=self._inputs.latest[: len(chunks)]
-        )  # one that is not finite computes nothing useful
+        torch.clamp(ids, min=0, out=self._inputs.latest[: len(chunks)])  # what follows NOT_FINITE is not used
         self.running = StepIds(ids)
         self._attention.on_wait()
         return [RunningToken(self.running, row) for row in range(len(chunks))]
@@ -188,7 +191,7 @@ class Decoder:
     ) -> list[NextToken]:
         size = self._stage(chunks, texts, tile, every)
         count = sum(map(len, texts)) if every else len(chunks)
-        logits, ids = self._run(size, tile, size if every else size // tile)
+        logits, ids = self._run(size, tile, size if every else min(size // tile, MAX_ROWS))
         self._attention.on_wait()
         greedy = ids.tolist()[:count]
         if self._attention.rank:  # the logits of one rank suffice, so that all tokens are drawn from the same numbers
@@ -197,7 +200,7 @@ class Decoder:
         return [NextToken(row, token) for row, token in zip(kept, greedy, strict=True)]
 
     def _run(self, size: int, tile: int, ends: int) -> tuple[Tensor, Tensor]:
-        return (self._replay if self._graphs else self._compute)(size, tile, ends)
+        return (self._replay if self.has_graphs else self._compute)(size, tile, ends)
 
     def _stage(
         self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], tile: int, every: bool = False
@@ -275,11 +278,11 @@ class Decoder:
         key = size, tile, ends
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
-        graph, logits, ids = self._captured[key]
+        graph, ids = self._captured[key]
         graph.replay()
-        return logits, ids
+        return self._logits[:ends], ids
 
-    def _capture(self, size: int, tile: int, ends: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _capture(self, size: int, tile: int, ends: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Capture a step. A step may run any number of times with the same results, so this batch's own warms up."""
         logger.info("decode: capturing a step of %d rows, %d rows of a sequence per tile", size, tile)
         aside, now = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
@@ -299,10 +302,11 @@ class Decoder:
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits, ids = self._compute(size, tile, ends)
+                self._logits[:ends].copy_(logits)
         finally:
             if enabled:
                 gc.enable()
-        return graph, logits, ids
+        return graph, ids
 
 
 def _count_from(positions: Sequence[range], first: int) -> int:

@@ -125,18 +125,22 @@ def warm_up_runs_every_size(engine: LongContextEngine, learned: bool) -> None:
         sizes = {*range(16, 129, 16)} | (set() if learned else {160, 192, 224, 256, 320, 384, 448, 512, 640})
         # At most as many tokens as the cache has room for, or the model has positions.
         assert set(steps.prompt_steps) == (set() if settings.exact_reuse else sizes)
-        assert engine.cache_manager.used_pages() == 0
+        assert engine.cache_manager.used_pages() == 0 and steps.max_prompt == 1024
 
     # The graphs of batches, if there are any, as far as there are pages.
-    for graphs, sequences, expected in ((True, 12, {1, 2, 4, 8, 16}), (True, 1, {1}), (False, 12, {1})):
-        steps = recorded(engine, "replicated")
-        steps._graphs = graphs
-        warm_up(engine, sequences)
-        assert set(steps.sizes) == expected and engine.cache_manager.used_pages() == 0
-    manager, steps = engine.cache_manager, recorded(engine, "replicated")
-    steps._graphs, other = True, manager.open()
-    manager.append({other: (min(map(manager.free_pages, range(manager.n))) - 3) * manager.n * manager.page_tokens})
-    warm_up(engine, 12)
+    manager, other = engine.cache_manager, None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_longctx.inference.warm_up._seconds", lambda *_: 0.0)
+        for graphs, sequences, expected in ((True, 12, {1, 2, 4, 8, 16}), (True, 1, {1}), (False, 12, {1})):
+            steps = recorded(engine, "replicated")
+            steps.has_graphs = graphs
+            warm_up(engine, sequences)
+            assert set(steps.sizes) == expected and manager.used_pages() == 0
+            assert steps.max_prompt == (max(sizes) if graphs else 1024), "all sizes that it takes have graphs"
+        steps, other = recorded(engine, "replicated"), manager.open()
+        steps.has_graphs = True
+        manager.append({other: (min(map(manager.free_pages, range(manager.n))) - 3) * manager.n * manager.page_tokens})
+        warm_up(engine, 12)
     assert max(steps.sizes) == 2, "3 pages are free on every rank"
     assert set(steps.prompt_steps.values()) == {1}, "no size twice, however many do not fit"
     manager.close(other)
@@ -255,6 +259,11 @@ def test_the_settings_decide_which_batches_are_replicated() -> None:
     manager.append({sessions[3]: 512 * 128 - 1024 - 2})
     seen = [manager.append({sessions[3]: count}) for count in (1024, 1024, 512)]
     assert [replicated.takes(each) for each in seen] == [True, False, True]
+    # So are the rows of logits.
+    replicated.max_prompt = 4096
+    many = [manager.append(dict.fromkeys(sessions[:count], 2)) for count in (128, 129)]
+    assert [replicated.takes(each) for each in many] == [True, False]
+    replicated.max_prompt = 1024
     assert not any(each.takes(prompts[2]) for each in (automatic, plan))
     assert replicated.takes(most, mode_is_set=True) and not replicated.takes(prompts[2], mode_is_set=True)
     assert plan.prompt_sizes == ()

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.config import Config
-from megatron_longctx.inference.batch import ScheduledChunk
+from megatron_longctx.inference.batch import Batch, ScheduledChunk
 from megatron_longctx.inference.cache_manager import CacheFull
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
@@ -191,18 +191,22 @@ def a_batch_that_does_not_fit_is_undone(engine: LongContextEngine) -> None:
 
 
 def warm_up_computes_two_lengths_in_every_mode(engine: LongContextEngine) -> None:
-    computed: list[int] = []
-    modes: set[str] = set()
-    original, begin = engine.model.logits, engine.model.attention.begin
-    engine.model.logits = lambda tokens, *rest: computed.append(len(tokens)) or original(tokens, *rest)  # type: ignore
-    engine.model.attention.begin = lambda batch, mode, **how: modes.add(mode) or begin(batch, mode, **how)  # type: ignore
+    """Of one prompt, and of two together with nothing cached and then with some tokens."""
+    computed: set[tuple[str, tuple[tuple[int, int], ...]]] = set()  # mode; cached and new tokens of every chunk
+    begin = engine.model.attention.begin
+
+    def recorded(batch: Batch, mode: str, **how: bool) -> None:
+        computed.add((mode, tuple((chunk.cached, chunk.new) for chunk in batch.chunks)))
+        begin(batch, mode, **how)
+
+    engine.model.attention.begin = recorded  # type: ignore[method-assign, assignment]
     try:
         warm_up(engine)
     finally:
-        del engine.model.logits
         del engine.model.attention.begin
-    assert len({count for count in computed if count > 1}) == 2
-    assert modes == (set(engine._chooser.candidates) if engine.cache_manager.n > 1 else {"pass_kv"})
+    batches = [((0, 67),), ((0, 130),), ((0, 67), (0, 130)), ((67, 130), (130, 67))]
+    modes = engine._chooser.candidates if engine.cache_manager.n > 1 else ("pass_kv",)
+    assert computed == set(product(modes, batches))
     assert engine.cache_manager.used_pages() == 0 and not engine.cache_manager.sessions
 
 
