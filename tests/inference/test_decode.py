@@ -334,3 +334,36 @@ def test_replayed_steps_equal_plans_on_gpus(context: int, tensor: int, tmp_path:
             assert tokens == eager_tokens == plan_tokens
             torch.testing.assert_close(replayed, eager, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(replayed, planned, rtol=1e-4, atol=1e-4)
+
+
+def long_prompts(rank: int, config: Config) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the logits after prompts by steps and by plans: up to the limit, which captures nothing, and above it."""
+    source, found = random.Random(3), []
+    with engine_of(config) as engine:
+        warm_up(engine)
+        steps = engine._decoder
+        captured, most = set(steps._captured), steps.max_prompt
+        for counts in ([most], [most // 2, 1], [decode.MAX_PROMPT_ROWS], [31] * decode.MAX_ROWS):
+            steps.max_prompt = most if sum(counts) <= most else decode.MAX_PROMPT_ROWS
+            prompts = [source.choices(range(256), k=count) for count in counts]
+            logits = []
+            for mode in ("auto", "pass_kv"):
+                before = engine.mode_counts["replicated"]
+                with engine._chooser.forcing(mode), engine._appended(prompts) as sessions:
+                    logits.append(engine.next_logits(sessions).cpu())
+                assert engine.mode_counts["replicated"] == before + (mode == "auto")
+            assert steps.max_prompt > most or set(steps._captured) == captured, "a prompt waited"
+            found.append((logits[0], logits[1]))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [1, 2])
+def test_long_prompts_are_replayed_on_gpus(context: int, tmp_path: Path) -> None:
+    if max_gpu_ranks() < context:
+        pytest.skip(f"needs {context} CUDA devices")
+    settings = {"train.device": "cuda", "data.seq_length": 128, "model.hidden_size": 64}
+    config = parallel(tiny_config(tmp_path, "x", settings), context, cuda_graphs="true", cache_tokens=10_000)
+    for found in run_distributed(long_prompts, context, config, backend="nccl"):
+        for replayed, planned in found:
+            torch.testing.assert_close(replayed, planned, rtol=1e-4, atol=1e-4)
