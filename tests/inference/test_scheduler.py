@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_longctx.config import Config
+from megatron_longctx.config.gpus import max_gpu_ranks
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Event, Request, Scheduler
@@ -402,6 +403,24 @@ def test_requests_are_served_as_if_alone(tmp_path: Path, n: int) -> None:
     exact = parallel(config, n, prefill_chunk=16, exact_reuse=True)
     found = run_distributed(with_every_engine, n, parallel(config, n), small, learned, exact)
     assert all(tokens == found[0] for tokens in found) and len(found[0]) == 16
+
+
+def ahead_on_gpus(rank: int, config: Config) -> None:
+    with engine_of(config) as engine:
+        steps_that_run_ahead_change_no_answer(engine)
+        a_cancelled_request_is_found_again(engine)
+        answers_to_one_prompt_compute_it_once(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "shared"), [(1, False), (2, False), (2, True)])
+def test_steps_run_ahead_on_gpus(tmp_path: Path, n: int, shared: bool) -> None:
+    """Steps of graphs, which follow each other on the device."""
+    if max_gpu_ranks() < n:
+        pytest.skip(f"needs {n} CUDA devices")
+    settings = {"train.device": "cuda", "data.seq_length": 128, "model.hidden_size": 64}
+    config = parallel(tiny_config(tmp_path, "x", settings), n, shard_weights=shared)
+    run_distributed(ahead_on_gpus, n, config, backend="nccl")
 
 
 def with_windows(rank: int, config: Config) -> list[list[int]]:
