@@ -19,7 +19,7 @@ from megatron_longctx.serving.http_api.access import API_KEY, Access, build_acce
 from megatron_longctx.serving.http_api.app import Api
 from megatron_longctx.serving.http_api.inbox import Inbox, Outbox
 from megatron_longctx.serving.http_api.parsing import ApiError, Model, parse_request
-from megatron_longctx.serving.http_api.server import build_server
+from megatron_longctx.serving.http_api.server import build_server, listen
 from tests.inference.http_server import BODY, LIMITS, LONG, Served, answer_on, decode, encode, ended, serving, until
 from tests.shared.jobs import PATIENCE_S
 
@@ -356,3 +356,13 @@ def test_connections_are_checked_at_the_time_limit() -> None:
         outbox = Outbox(end, Inbox.new_shared(), 1)
         api = Api(Model("m", encode, decode, 0, Chat(), 16, LIMITS), outbox, 1000, 1.5, Access())
         assert build_server(api, 1).config.timeout_keep_alive == 2
+
+
+def test_a_streams_first_token_does_not_wait_until_its_headers_are_acknowledged() -> None:
+    """Clients acknowledge packets after up to 40 ms, and Nagle's algorithm holds small ones back until then."""
+    with (
+        listen(ServeConfig(port=0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...config import Config, ServeConfig
 from ...core.errors import refuse
-from ...mcore.tokenizer import bos_tokens, build_tokenizer, decoder, max_token_chars
+from ...mcore.tokenizer import bos_tokens, build_tokenizer, decoder, encoder, max_token_chars
 from ...models.chat import load_chat
 from ..grammar import Grammars
 from .access import build_access
@@ -107,11 +107,15 @@ def listen(settings: ServeConfig) -> socket.socket:
     """Return a socket that listens at the address of the settings. Refuse one that is taken or not this host's."""
     address = settings.host, settings.port
     try:
-        return socket.create_server(address, family=socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+        listener = socket.create_server(address, family=socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         where, expected = f"{settings.host}:{settings.port}", f"an address to listen at ({reason})"
         raise refuse("serve.host:serve.port", where, expected, "Choose another port; 0 takes any free one.") from None
+    # Connections inherit it. Otherwise the first token, behind the headers, waits 40 ms for the client to acknowledge
+    # these; asyncio sets it only if the listener's protocol is TCP by number, and that of `create_server` is 0.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def run(_: int, config: Config, name: str, end: socket.socket, shared: Any, stalled_s: float) -> None:
@@ -128,7 +132,7 @@ async def _run(config: Config, name: str, outbox: Outbox) -> None:
     grammars = functools.cache(lambda: Grammars(tokenizer))  # a large vocabulary takes a second
     model = Model(
         name=name,
-        encode=tokenizer.tokenize,
+        encode=encoder(tokenizer),
         decode=decoder(tokenizer),
         stop_token=tokenizer.eod,
         chat=load_chat(config.inference.chat_template, tokenizer),
