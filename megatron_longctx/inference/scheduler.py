@@ -372,15 +372,13 @@ class Scheduler:
 
     def _decode(self) -> list[Event]:
         running = {a.generation: a for a in self._active.values() if a.generation is not None}
-        if not running:
-            return []
         drawing = [generation for generation in running if generation.finish_reason is None]
         drawn = self.engine.step(drawing, ahead=True) if drawing else {}
         events = []
         for generation, active in running.items():
             number, reason = active.request.number, generation.finish_reason
-            if reason is None and generation not in drawn:
-                continue  # its next token is being computed
+            if reason is None and generation not in drawn:  # its next token is being computed
+                continue
             scores, active.session.scores = active.session.scores, None
             found = None if scores is None else scores.found
             *before, (token, score) = drawn.get(generation, [(None, None)])

@@ -378,6 +378,10 @@ def with_every_engine(rank: int, plain: Config, small: Config, learned: Config, 
         shared_pages_are_promised_once(engine)
         no_request_waits_for_a_short_prefix(engine)
         answers_to_one_prompt_compute_it_once(engine)
+    windows = changed(plain, {"model.window": 12, "model.window_pattern": 2})
+    for config in (windows, replace(plain, inference=replace(plain.inference, shard_weights=True))):
+        with engine_of(replace(config, inference=replace(config.inference, decode="replicated"))) as engine:
+            steps_that_run_ahead_change_no_answer(engine)
     ahead = replace(plain, inference=replace(plain.inference, decode="replicated"))
     with engine_of(ahead) as engine:
         for check in (steps_that_run_ahead_change_no_answer, bad_requests_harm_no_other, requests_wait_for_room):
