@@ -1,0 +1,143 @@
+"""Steps that are launched before the host has the tokens of the step before: the same tokens and the same cache."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_longctx.config import Config
+from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.inference.scheduler import Request, Scheduler
+from megatron_longctx.inference.session import Generation
+from megatron_longctx.testing.distributed import run_distributed
+from tests.inference.conversations import engine_of, parallel
+from tests.shared.training import tiny_config
+
+PAGE = 4
+TEXTS = tuple(tuple(random.Random(size).choices(range(256), k=size)) for size in (5, 14, 3))
+
+
+def begin(engine: LongContextEngine, new: int = 12) -> list[Generation]:
+    engine.cache_manager.drop_cached()
+    sessions = [engine.open() for _ in TEXTS]
+    engine.append(dict(zip(sessions, TEXTS, strict=True)))
+    return [engine.start(session, Sampling(max_new_tokens=new)) for session in sessions]
+
+
+def launches(engine: LongContextEngine) -> Any:
+    return mock.patch.object(engine._decoder, "launch", side_effect=engine._decoder.launch)
+
+
+def close(generations: list[Generation]) -> None:
+    for each in generations:
+        each.session.close()
+
+
+def a_batch_that_changes_gets_its_own_tokens(engine: LongContextEngine, alone: list[list[int]]) -> None:
+    """A session that leaves the batch for a step comes back with a token of a launch that is no longer the latest."""
+    generations = first, second, third = begin(engine)
+    for batch in ([first, second], [first, second, third], [third, first], [first], [second], generations, generations):
+        engine.step(list(batch), ahead=True)
+    while going := [each for each in generations if each.finish_reason is None]:
+        engine.step(going, ahead=len(going) != 2)  # for two of them, without running ahead
+    assert [each.tokens for each in generations] == alone
+    close(list(generations))
+
+
+def nothing_is_computed_behind_the_last_token(engine: LongContextEngine, alone: list[list[int]]) -> None:
+    generations = begin(engine, 6)
+    longest = generations[1]
+    with mock.patch.object(engine, "_max_tokens", len(TEXTS[1]) + 4), launches(engine) as launch:
+        while going := [each for each in generations if each.finish_reason is None]:
+            engine.step(going, ahead=True)
+    assert [len(each.tokens) for each in generations] == [6, 4, 6] and longest.finish_reason == "length"
+    assert sum(len(call.args[1]) for call in launch.call_args_list) == 5 + 3 + 5
+    close(generations)
+
+
+def answers_are_found_in_the_cache(engine: LongContextEngine, alone: list[list[int]]) -> None:
+    engine.cache_manager.drop_cached()
+    scheduler = Scheduler(engine)
+    scheduler.submit(Request(0, TEXTS[0], Sampling(max_new_tokens=12)))
+    events = [event for _ in range(20) if scheduler.busy for event in scheduler.advance()]
+    assert [event.token for event in events] == alone[0], "an event without a token, or another token"
+    text = (*TEXTS[0], *alone[0])
+    session = engine.open(text)
+    assert session.cached_tokens == (len(text) - 1) // PAGE * PAGE  # all but the last token, which no step reads
+    session.close()
+
+
+def logits_are_computed_again(engine: LongContextEngine, alone: list[list[int]]) -> None:
+    generations = begin(engine)
+    for _ in range(4):
+        engine.step(generations, ahead=True)
+    found = engine.next_logits([each.session for each in generations])
+    again = [engine.open() for _ in generations]
+    engine.append({new: each.session.tokens for new, each in zip(again, generations, strict=True)})
+    torch.testing.assert_close(found, engine.next_logits(again))
+    close(generations)
+    for session in again:
+        session.close()
+
+
+def logits_that_are_not_finite_end_their_answer_alone(engine: LongContextEngine, alone: list[list[int]]) -> None:
+    generations, real = begin(engine), engine.model.logits
+    broken = len(TEXTS[1]) + 3
+
+    def logits(tokens: Tensor, positions: Tensor, rows: Tensor, scorer: Any = None) -> Tensor:
+        found = real(tokens, positions, rows, scorer)
+        found[positions[rows] == broken] = torch.nan
+        return found
+
+    with mock.patch.object(engine.model, "logits", logits):
+        while going := [each for each in generations if each.finish_reason is None]:
+            engine.step(going, ahead=True)
+    first, second, third = generations
+    assert second.finish_reason == "error" and second.tokens == alone[1][:4]
+    assert second.session.cached_tokens == len(second.session.tokens)
+    assert (first.tokens, third.tokens) == (alone[0], alone[2])
+    close(generations)
+
+
+def a_step_that_fails_leaves_the_cache_as_it_was(engine: LongContextEngine, alone: list[list[int]]) -> None:
+    generations = begin(engine)
+    for _ in range(2):
+        engine.step(generations, ahead=True)
+    before = [each.session.cached_tokens for each in generations]
+    with mock.patch.object(engine._decoder, "launch", side_effect=MemoryError), pytest.raises(MemoryError):
+        engine.step(generations, ahead=True)
+    assert [each.session.cached_tokens for each in generations] == before
+    while going := [each for each in generations if each.finish_reason is None]:
+        engine.step(going, ahead=True)
+    assert [each.tokens for each in generations] == alone
+    close(generations)
+
+
+CHECKS: tuple[Callable[[LongContextEngine, list[list[int]]], None], ...] = (
+    a_batch_that_changes_gets_its_own_tokens,
+    nothing_is_computed_behind_the_last_token,
+    answers_are_found_in_the_cache,
+    logits_are_computed_again,
+    logits_that_are_not_finite_end_their_answer_alone,
+    a_step_that_fails_leaves_the_cache_as_it_was,
+)
+
+
+def run_checks(rank: int, config: Config) -> None:
+    with engine_of(config) as engine:
+        alone = [engine.generate([text], Sampling(max_new_tokens=12))[0] for text in TEXTS]
+        for check in CHECKS:
+            check(engine, alone)
+            assert engine.cache_manager.used_pages() == 0 and not engine.cache_manager.sessions, check
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_steps_ahead_equal_steps_that_wait(tmp_path: Path, n: int) -> None:
+    config = tiny_config(tmp_path, "ahead", {"data.seq_length": 128})
+    run_distributed(run_checks, n, parallel(config, n, decode="replicated", page_tokens=PAGE))
