@@ -74,7 +74,7 @@ def concurrent_requests_get_their_own_answers(engine: LongContextEngine) -> list
         late = finish(scheduler)
     for request, tokens in zip(requests, expected, strict=True):
         events = early[request.number] + late[request.number]
-        assert tokens_of(events) == tokens
+        assert [event.token for event in events] == tokens
         assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
     return expected
 
