@@ -90,6 +90,7 @@ class Decoder:
         shape = self._attention.shape
         self._tile = max_queries_per_tile(shape.num_heads, shape.num_kv_heads)
         self.running: StepIds | None = None
+        self._older: StepIds | None = None  # of the launch before
         self._captured: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._draft_tile = min(self._tile, 1 << settings.speculate.bit_length())
         self._draft_rows = -(-(1 + settings.speculate) // self._draft_tile) * self._draft_tile
@@ -172,11 +173,13 @@ class Decoder:
         Args:
             tokens: up to MAX_ROWS; -1 - r for the likeliest token of row r of the launch before, which may still run.
         """
+        if self._older is not None:
+            self._older()  # it has read what is staged now
         size = self._stage(chunks, [[token] for token in tokens], 1)
         _, ids = self._run(size, 1, size)
         ids = ids[: len(chunks)]
         torch.clamp(ids, min=0, out=self._inputs.latest[: len(chunks)])  # what follows NOT_FINITE is not used
-        self.running = StepIds(ids)
+        self._older, self.running = self.running, StepIds(ids)
         self._attention.on_wait()
         return [RunningToken(self.running, row) for row in range(len(chunks))]
 

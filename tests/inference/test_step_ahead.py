@@ -14,7 +14,7 @@ from megatron_longctx.config import Config
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Request, Scheduler
-from megatron_longctx.inference.session import Generation
+from megatron_longctx.inference.session import Generation, RunningToken
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import engine_of, parallel
 from tests.shared.training import tiny_config
@@ -119,6 +119,23 @@ def a_step_that_fails_leaves_the_cache_as_it_was(engine: LongContextEngine, alon
     close(generations)
 
 
+def a_launch_waits_for_the_one_before_the_last(engine: LongContextEngine, alone: list[list[int]]) -> None:
+    """Inputs are staged in two memories in turn."""
+    generations, waited = begin(engine), []
+    for number in range(4):
+        engine.step(generations, ahead=True)
+        running = engine._decoder.running
+        assert running is not None
+        engine._decoder.running = mock.Mock(side_effect=lambda n=number, real=running: (waited.append(n), real())[1])
+        for each in generations:
+            assert isinstance(each.session.next_token, RunningToken)
+            each.session.next_token.ids = engine._decoder.running
+    waited.clear()
+    engine._decoder.launch(engine._place({generations[0].session: 1}), [1])
+    assert waited == [2]
+    close(generations)
+
+
 CHECKS: tuple[Callable[[LongContextEngine, list[list[int]]], None], ...] = (
     a_batch_that_changes_gets_its_own_tokens,
     nothing_is_computed_behind_the_last_token,
@@ -126,6 +143,7 @@ CHECKS: tuple[Callable[[LongContextEngine, list[list[int]]], None], ...] = (
     logits_are_computed_again,
     logits_that_are_not_finite_end_their_answer_alone,
     a_step_that_fails_leaves_the_cache_as_it_was,
+    a_launch_waits_for_the_one_before_the_last,
 )
 
 
