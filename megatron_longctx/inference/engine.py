@@ -33,7 +33,6 @@ from .session import (
     plain_ids,
 )
 from .states import StateRows
-from .step_ahead import runs_ahead, step_ahead
 
 Drawn = dict[Generation, list[tuple[int | None, Score | None]]]
 """New tokens with their scores."""
@@ -192,13 +191,9 @@ class LongContextEngine:
         session.finish_reason = None
         return Generation(session, sampling, stream, grammars=self.grammars)
 
-    def step(self, generations: Sequence[Generation], ahead: bool = False) -> Drawn:
+    def step(self, generations: Sequence[Generation]) -> Drawn:
         """Generate for every generation in one batch, after any tokens of their sessions that are not cached: one
         token, and with `inference.speculate` those that a draft foresaw, as if each had been computed alone.
-
-        Args:
-            ahead: if all take the likeliest tokens, launch the step for the next tokens before the host has these. A
-                generation may then get no token in this call.
 
         Returns:
             the tokens with their scores (None without `Sampling.logprobs`). In place of a stop token, which only
@@ -207,8 +202,6 @@ class LongContextEngine:
         Raises:
             CacheFull: the tokens to compute do not fit; nothing has changed.
         """
-        if ahead and runs_ahead(self, generations):
-            return step_ahead(self, generations)
         drafts: dict[Session, list[int]] = {}
         if len(generations) <= self._decoder.max_drafted:
             drafts = {each.session: each.draft(self.settings.speculate, self._max_tokens) for each in generations}

@@ -14,6 +14,7 @@ from .pace import Pace
 from .pages import Copy
 from .sampling import PromptScores, Sampling, Score, no_token
 from .session import Generation, Session, check_ids, check_length
+from .step_ahead import step_ahead
 
 
 @dataclass(frozen=True)
@@ -373,7 +374,7 @@ class Scheduler:
     def _decode(self) -> list[Event]:
         running = {a.generation: a for a in self._active.values() if a.generation is not None}
         drawing = [generation for generation in running if generation.finish_reason is None]
-        drawn = self.engine.step(drawing, ahead=True) if drawing else {}
+        drawn = step_ahead(self.engine, drawing) if drawing else {}
         events = []
         for generation, active in running.items():
             number, reason = active.request.number, generation.finish_reason

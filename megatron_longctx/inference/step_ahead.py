@@ -4,25 +4,18 @@ Likeliest tokens go from step to step on the device, and the host plans, draws a
 that ends an answer has then been computed for nothing; what the cache holds is the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from .engine import Drawn, LongContextEngine
 from .session import Generation, RunningToken, Session
-
-if TYPE_CHECKING:
-    from .engine import Drawn, LongContextEngine
-
-
-def runs_ahead(engine: LongContextEngine, generations: Sequence[Generation]) -> bool:
-    """Whether `step_ahead` takes these."""
-    few = len(generations) <= engine._decoder.max_launched and not engine.settings.exact_reuse
-    return few and all(each.is_plain and each.session.scores is None for each in generations)
 
 
 def step_ahead(engine: LongContextEngine, generations: Sequence[Generation]) -> Drawn:
-    """Run `LongContextEngine.step`: launch what follows the running step, then wait for the tokens of that step."""
+    """Run `LongContextEngine.step`; if all generations take the likeliest tokens, launch what follows the running step,
+    then wait for the tokens of that step. A generation may then get no token in this call."""
+    few = len(generations) <= engine._decoder.max_launched and not engine.settings.exact_reuse
+    if not few or not all(each.is_plain and each.session.scores is None for each in generations):
+        return engine.step(generations)
     found: Drawn = {}
     rows = {each: _running_row(engine, each.session) for each in generations}
     # The others wait for the token that they drew last, or for the first one after a prompt.

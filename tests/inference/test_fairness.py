@@ -40,9 +40,9 @@ class Clock:
         self.now += 0.01 + sum(len(t) * 4e-5 * (1 + s.cached_tokens / 50_000) for s, t in new.items())
         self._append(new)
 
-    def step(self, generations, ahead):  # type: ignore[no-untyped-def]
+    def step(self, generations):  # type: ignore[no-untyped-def]
         self.now += STEP_S
-        return self._step(generations, ahead)
+        return self._step(generations)
 
 
 def beside_a_long_prompt(rank: int, config: Config) -> dict[str, float]:

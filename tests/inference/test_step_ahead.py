@@ -15,6 +15,7 @@ from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Request, Scheduler
 from megatron_longctx.inference.session import Generation, RunningToken
+from megatron_longctx.inference.step_ahead import step_ahead
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import engine_of, parallel
 from tests.shared.training import tiny_config
@@ -43,9 +44,10 @@ def a_batch_that_changes_gets_its_own_tokens(engine: LongContextEngine, alone: l
     """A session that leaves the batch for a step comes back with a token of a launch that is no longer the latest."""
     generations = first, second, third = begin(engine)
     for batch in ([first, second], [first, second, third], [third, first], [first], [second], generations, generations):
-        engine.step(list(batch), ahead=True)
+        step_ahead(engine, list(batch))
     while going := [each for each in generations if each.finish_reason is None]:
-        engine.step(going, ahead=len(going) != 2)  # for two of them, without running ahead
+        step = LongContextEngine.step if len(going) == 2 else step_ahead  # two of them do not run ahead
+        step(engine, going)
     assert [each.tokens for each in generations] == alone
     close(list(generations))
 
@@ -55,7 +57,7 @@ def nothing_is_computed_behind_the_last_token(engine: LongContextEngine, alone: 
     longest = generations[1]
     with mock.patch.object(engine, "_max_tokens", len(TEXTS[1]) + 4), launches(engine) as launch:
         while going := [each for each in generations if each.finish_reason is None]:
-            engine.step(going, ahead=True)
+            step_ahead(engine, going)
     assert [len(each.tokens) for each in generations] == [6, 4, 6] and longest.finish_reason == "length"
     assert sum(len(call.args[1]) for call in launch.call_args_list) == 5 + 3 + 5
     close(generations)
@@ -76,7 +78,7 @@ def answers_are_found_in_the_cache(engine: LongContextEngine, alone: list[list[i
 def logits_are_computed_again(engine: LongContextEngine, alone: list[list[int]]) -> None:
     generations = begin(engine)
     for _ in range(4):
-        engine.step(generations, ahead=True)
+        step_ahead(engine, generations)
     found = engine.next_logits([each.session for each in generations])
     again = [engine.open() for _ in generations]
     engine.append({new: each.session.tokens for new, each in zip(again, generations, strict=True)})
@@ -97,7 +99,7 @@ def logits_that_are_not_finite_end_their_answer_alone(engine: LongContextEngine,
 
     with mock.patch.object(engine.model, "logits", logits):
         while going := [each for each in generations if each.finish_reason is None]:
-            engine.step(going, ahead=True)
+            step_ahead(engine, going)
     first, second, third = generations
     assert second.finish_reason == "error" and second.tokens == alone[1][:4]
     assert second.session.cached_tokens == len(second.session.tokens)
@@ -108,13 +110,13 @@ def logits_that_are_not_finite_end_their_answer_alone(engine: LongContextEngine,
 def a_step_that_fails_leaves_the_cache_as_it_was(engine: LongContextEngine, alone: list[list[int]]) -> None:
     generations = begin(engine)
     for _ in range(2):
-        engine.step(generations, ahead=True)
+        step_ahead(engine, generations)
     before = [each.session.cached_tokens for each in generations]
     with mock.patch.object(engine._decoder, "launch", side_effect=MemoryError), pytest.raises(MemoryError):
-        engine.step(generations, ahead=True)
+        step_ahead(engine, generations)
     assert [each.session.cached_tokens for each in generations] == before
     while going := [each for each in generations if each.finish_reason is None]:
-        engine.step(going, ahead=True)
+        step_ahead(engine, going)
     assert [each.tokens for each in generations] == alone
     close(generations)
 
@@ -123,7 +125,7 @@ def a_launch_waits_for_the_one_before_the_last(engine: LongContextEngine, alone:
     """Inputs are staged in two memories in turn."""
     generations, waited = begin(engine), []
     for number in range(4):
-        engine.step(generations, ahead=True)
+        step_ahead(engine, generations)
         running = engine._decoder.running
         assert running is not None
         engine._decoder.running = mock.Mock(side_effect=lambda n=number, real=running: (waited.append(n), real())[1])
