@@ -308,7 +308,8 @@ class CachedAttention:
                     f"{name} has shape {tuple(x.shape)}: expected [{rows}, 1, {heads}, {shape.head_dim}], the new "
                     f"tokens of rank {self.rank} in the plan or rows that were begun."
                 )
-        if k is not None and v is not None:
+        if k is not None:
+            assert v is not None, "keys and values are stored together"
             self._store(layer, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._pages is not None:

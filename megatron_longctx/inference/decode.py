@@ -107,8 +107,7 @@ class Decoder:
         most = max(MAX_ROWS, self._most_rows)
         self._inputs = StepInputs(self._attention.device, tiles, pages, num_fields, MAX_ROWS, most)
         with torch.inference_mode(False):  # of the latest replay, because graphs do not share what they return
-            rows = MAX_ROWS if self.has_graphs else 0
-            self._logits = torch.empty(rows, model.vocab_size, device=self._attention.device)
+            self._logits = torch.empty(MAX_ROWS * self.has_graphs, model.vocab_size, device=self._attention.device)
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
         logger.info("decode: %s (%s)", self.name, why)
 

@@ -188,8 +188,8 @@ class Generation:
 
     def ends_with_next(self, max_tokens: float) -> bool:
         """Whether the next token is the last one, whatever it is."""
-        few = len(self.tokens) + 1 < self.sampling.max_new_tokens
-        return self.finish_reason is not None or not few or len(self.session.tokens) + 1 >= max_tokens
+        is_last = len(self.tokens) + 1 >= self.sampling.max_new_tokens
+        return self.finish_reason is not None or is_last or len(self.session.tokens) + 1 >= max_tokens
 
     @cached_property
     def _prompt(self) -> frozenset[int]:

@@ -50,7 +50,7 @@ def warm_up(engine: LongContextEngine, sequences: int = 1) -> None:
                 with suppress(CacheFull):  # two sequences may not fit
                     _append(engine, _LENGTHS, _LENGTHS[::-1])  # attention to several has kernels of its own
     if engine.replicates(2):
-        _run_prompt_sizes(engine, most, plan_s)
+        _run_prompt_sizes(engine, most, None if plan_s == math.inf else plan_s)  # no plan of such a length fits
     if not engine.settings.exact_reuse:  # single tokens of a prompt are computed otherwise; each takes a page
         for size in decoder.batch_sizes(sequences):
             if size <= pages:
