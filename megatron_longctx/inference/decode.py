@@ -11,7 +11,7 @@ to itself. The tokens of a prompt are neighbouring rows, so that a tile of sever
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
@@ -208,47 +208,60 @@ class Decoder:
         self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], tile: int, every: bool = False
     ) -> int:
         """Send the inputs of a step to the device, and return its rows."""
-        rows: list[Sequence[int]] = []
+        columns: list[list[int]] = [[] for _ in self._no_row]
         ends: list[int] = []  # the rows whose logits are computed: every one, or the last of each chunk
         for chunk, text in zip(chunks, texts, strict=True):
-            first = len(rows) // tile
-            rows += self._rows(chunk, text)
-            ends += range(len(rows) - (len(text) if every else 1), len(rows))
-            rows += [self._no_row] * (-len(rows) % tile)
+            first = len(columns[0]) // tile
+            self._add_rows(columns, chunk, text)
+            last = len(columns[0])
+            ends += range(last - (len(text) if every else 1), last)
+            self._pad(columns, last + -last % tile)
             pages = [self._cache_manager.shards(chunk.session)[self._attention.rank].pages]
             if chunk.windowed is not None:  # later chunks may have left some of them already
                 pages.append(chunk.windowed.pages(self._attention.rank, self._cache_manager.page_tokens))
             elif self._windows:
                 pages *= 2
-            for index in range(first, len(rows) // tile):
+            for index in range(first, len(columns[0]) // tile):
                 self._inputs.set_pages(index, pages)
-        size = _padded(len(rows), tile)
-        rows += [self._no_row] * (size - len(rows))
-        numbers = [*ends, *[0] * (size - len(ends)), *chain.from_iterable(zip(*rows, strict=True))]
-        self._inputs.send(torch.tensor(numbers).view(-1, size))
+        size = _padded(len(columns[0]), tile)
+        self._pad(columns, size)
+        self._inputs.send([ends + [0] * (size - len(ends)), *columns])
         return size
 
-    def _rows(self, chunk: ScheduledChunk, text: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the fields of every new token: its id and position; for every group of layers its slot on this rank and
+    def _pad(self, columns: Sequence[list[int]], size: int) -> None:
+        for column, number in zip(columns, self._no_row, strict=True):
+            column += [number] * (size - len(column))
+
+    def _add_rows(self, columns: Sequence[list[int]], chunk: ScheduledChunk, text: Sequence[int]) -> None:
+        """Add the fields of every new token: its id and position; for every group of layers its slot on this rank and
         the number of its sequence's tokens that are there up to it; how many of these precede each window; and the rows
         of recurrent states.
 
         The counts come from the chunk, because the cache manager may have placed later chunks already."""
-        rank = self._attention.rank
+        rank, new = self._attention.rank, range(chunk.cached, chunk.cached + chunk.new)
+        tokens, places, *others = columns
+        tokens += text
+        places += new
         groups = (chunk, chunk.windowed or chunk)[: len(self._unused)]
-        here = set(chain.from_iterable(chunk.new_spans[rank]))
-        slots = [chain.from_iterable(group.new_slots[rank]) for group in groups]
-        held = [sum(map(len, group.cached_slots[rank])) for group in groups]
-        states = () if self._states is None else self._states.rows.moves[chunk.session]
-        total = held[-1] + len(here)
-        positions = (*groups[-1].cached_positions[rank], *chunk.new_positions(rank)) if self._windows else ()
-        for at, token in enumerate(text, chunk.cached):
-            row, mine = [token, at], at - chunk.cached in here
-            for group, own in enumerate(slots):
-                held[group] += mine
-                row += next(own) if mine else self._unused[group], held[group]
-            row += [total - _count_from(positions, at - window) for window in self._windows]
-            yield [*row, *states]
+        for number, (group, unused) in enumerate(zip(groups, self._unused, strict=True)):
+            slots, counts = others[2 * number : 2 * number + 2]
+            own, held, at = chain.from_iterable(group.new_slots[rank]), sum(map(len, group.cached_slots[rank])), 0
+            for span in (*chunk.new_spans[rank], range(chunk.new, chunk.new)):
+                slots += [unused] * (span.start - at)
+                counts += [held] * (span.start - at)
+                slots += islice(own, len(span))
+                counts += range(held + 1, held + 1 + len(span))
+                held, at = held + len(span), span.stop
+        del others[: 2 * len(groups)]
+        if self._windows:
+            positions = *groups[-1].cached_positions[rank], *chunk.new_positions(rank)
+            total = sum(map(len, positions))
+            for window in self._windows:
+                others.pop(0).extend(total - _count_from(positions, at - window) for at in new)
+        for state, row in zip(
+            others, () if self._states is None else self._states.rows.moves[chunk.session], strict=True
+        ):
+            state += [row] * chunk.new
 
     @torch.no_grad()
     def _compute(self, size: int, tile: int, ends: int) -> tuple[Tensor, Tensor]:
