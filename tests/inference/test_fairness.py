@@ -100,6 +100,20 @@ def test_a_million_tokens_take_few_rounds_that_are_equally_long() -> None:
     assert len(times) < 1.02 * sum(times) / 0.75
 
 
+def test_chunks_of_a_tile_are_few() -> None:
+    """Of a million tokens on 2 GPUs, and no round is longer than 13/12 of what was aimed at."""
+    model = compose_config(["model=llama3_8b"]).model
+    pace, cached, sizes, times = Pace.timed(model, 2, 2.0, tile=512), 0, [], []
+    while cached < 10**6:
+        sizes += pace.shares([(cached, 10**6 - cached)])[0]
+        work = pace.work(cached, sizes[-1])
+        times.append(0.02 + work / 1.275e15)
+        pace.observe(times[-1], work)
+        cached += sizes[-1]
+    assert sum(size == 1024 for size in sizes) < 0.1 * len(sizes)
+    assert 2.0 * 0.375 < max(times[10:]) < 2.0 * 0.375 * 13 / 12 + 0.01
+
+
 composed = lru_cache(lambda name: compose_config([f"model={name}"]).model)
 
 
@@ -123,7 +137,13 @@ def test_half_of_a_round_is_for_the_shortest_prompts() -> None:
 
 
 def test_chunks_fill_a_gpu() -> None:
-    """They end at multiples of a tile, if there is room for that; the first prompt gets a tile in any case."""
+    """They end at multiples of a tile, if there is nearly room for that; the first prompt gets a tile in any case."""
+    assert [Pace(room, tile=32).shares([(0, most)])[0] for room, most in ((118, 500), (119, 500), (111, 120))] == [
+        [96],
+        [128],  # at most 13/12 of the room
+        [120],
+    ]
+    assert Pace(111, tile=32).shares([(40, 500)]) == ([120], 120), "from where its cached tokens end"
     pace = Pace(100, tile=32, least=32)
     assert [pace.shares([prompt])[0] for prompt in ((0, 500), (10, 500), (0, 90))] == [[96], [86], [90]]
     assert [Pace(20, tile=32, least=32).shares([prompt])[0] for prompt in ((0, 500), (40, 500))] == [[32], [24]]
