@@ -9,9 +9,8 @@ RMSNorm is one kernel with the sum before it, which rounds where these operation
 this is Helix Parallelism (NVIDIA, 2025): ranks hold parts of the sequence in attention, and parts of the matrices
 elsewhere. A layer has four exchanges: queries, keys and values are gathered, attention's partial results are exchanged
 by heads, and the two row-parallel products are summed. For prompts, of which every rank has its own tokens, a layer's
-weights are gathered while the layer before computes. Gathering the tokens instead would move 4 h values for each of
-them: fewer bytes than a layer's weights only for passes of fewer tokens than 13,000 over all ranks, with the shape of
-Llama 3 8B.
+weights are gathered while the layer before computes. Gathering the tokens instead would move 4 h values for each: fewer
+bytes only for passes of fewer tokens than 13,000 over all ranks, with the shape of Llama 3 8B.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from torch.nn import functional
 from ..core.comm import all_gather_rows
 from ..core.comm.collectives import all_gather_single
 from ..inference.fp8 import product
+from ..inference.peer_weights import rows_of_slice, share_layers
 from ..inference.prefetch import Empty, Prefetch
 from ..lowbit.quantized import PeerReduction, add_norm, all_reduce, peer_reduction
 from .groups import WeightGroups
@@ -244,6 +244,7 @@ class SharedWeights:
     transport: `inference.transport`, which also says how sums of few tokens travel.
     kv_heads: of this rank's cache.
     peers: sums over peer memory; None for collectives.
+    remote: of every layer, the weights that this rank reads from others' memory; empty for collectives.
     """
 
     def __init__(self, gpt: GPTModel, groups: WeightGroups, transport: str) -> None:
@@ -258,11 +259,18 @@ class SharedWeights:
         if config.num_query_groups < slices:
             self._mixed_group = tp
             heads = config.num_query_groups, config.num_attention_heads // config.num_query_groups
-            self._of_slice = lambda x, dim: _rows_of_slice(x, dim, heads, own, slices)
+            self._of_slice = lambda x, dim: rows_of_slice(x, dim, heads, own, slices)
         device = next(gpt.parameters()).device
         self.peers = peer_reduction(_PEERS[transport], tp, device)
         self._mixed_peers = peer_reduction(_PEERS[transport], self._mixed_group, device)
         self._prefetch = Prefetch[LayerWeights](device)
+        first = tp.rank() // self._parts * self._parts
+        self._of_cache = range(first, first + self._parts), groups.gather
+        self._of_mixed = self._of_cache[0] if self._of_slice is None else range(tp.size()), self._mixed_group
+        self.remote = []
+        if self.peers is not None and why_not_direct(gpt, shared=True) is None:
+            every = [vars(LayerWeights.of(layer)) for layer in self._layers]
+            self.remote = share_layers([{k: x for k, x in own.items() if x is not None} for own in every], tp, device)
 
     def all_heads(self, sinks: Tensor | None) -> Tensor | None:
         """Return the sinks `[h]` of all heads of the cache, from those of this rank."""
@@ -310,23 +318,29 @@ class SharedWeights:
         return weights
 
     def _gather(self, number: int, empty: Empty) -> LayerWeights:
-        own, group = LayerWeights.of(self._layers[number]), self._groups.gather
+        own, remote = LayerWeights.of(self._layers[number]), self.remote[number] if self.remote else None
 
-        def rows(name: str, part: Tensor, group: dist.ProcessGroup = group) -> Tensor:
-            into = empty(name, (group.size() * part.shape[0], *part.shape[1:]), part)
-            all_gather_single(into, part.detach(), group=group)
+        def rows(name: str, part: Tensor, of: tuple[range, dist.ProcessGroup] = self._of_cache) -> Tensor:
+            ranks, group = of
+            into = empty(name, (len(ranks) * part.shape[0], *part.shape[1:]), part)
+            if remote is not None:
+                remote.gather_rows(name, ranks, into)
+            else:
+                all_gather_single(into, part.detach(), group=group)
             return into
 
         def columns(name: str, part: Tensor) -> Tensor:
             height, width = part.shape
-            parts = empty("columns", (self._parts * height, width), part)
-            all_gather_single(parts, part.detach(), group=group)
             into = empty(name, (height, self._parts * width), part)
-            into.view(height, self._parts, width).copy_(parts.view(self._parts, height, width).transpose(0, 1))
+            if remote is not None:
+                remote.gather_columns(name, self._of_cache[0], into)
+                return into
+            parts = rows("columns", part).view(self._parts, height, width)
+            into.view(height, self._parts, width).copy_(parts.transpose(0, 1))
             return into
 
         def mixed(name: str, part: Tensor) -> Tensor:
-            every = rows(name, part, self._mixed_group)
+            every = rows(name, part, self._of_mixed)
             return every if self._of_slice is None else self._of_slice(every, 0)
 
         return LayerWeights(
@@ -364,17 +378,3 @@ class SharedWeights:
             found = work(every)[rank * size :][: len(own)]
             if len(own):
                 yield start, found
-
-
-def _rows_of_slice(x: Tensor, dim: int, heads: tuple[int, int], own: int, slices: int) -> Tensor:
-    """Return the rows of a slice of query heads, and of its one KV head, along `dim`.
-
-    heads: all KV heads, and the query heads of each.
-    """
-    groups, queries = heads
-    sharing, count = slices // groups, queries * groups // slices
-    by_group = x.view(*x.shape[:dim], groups, queries + 2, -1, *x.shape[dim + 1 :])
-    of_group = by_group.select(dim, own // sharing)
-    first = own % sharing * count
-    parts = of_group.narrow(dim, first, count), of_group.narrow(dim, queries, 2)
-    return torch.cat(parts, dim).flatten(dim, dim + 1)

@@ -223,7 +223,7 @@ class CachedGPT:
         q = torch.empty(0, 1, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
         kv = torch.empty(0, 1, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
         for number, mixer in enumerate(self._mixers):
-            if self._shares is not None:
+            if self._shares is not None and not self._shares.remote:
                 self._shares.layer(number)
             if isinstance(mixer, CachedCoreAttention):
                 mixer(q, kv, kv)
@@ -332,6 +332,7 @@ def build_engine(
         groups, cache_group = shared.megatron, shared.cache
     of_model = with_shared_weights(config)
     gpt, tokenizer = load_model(of_model, groups, build_sequence(of_model, groups.cp), checkpoints, iteration)
+    shares = None if shared is None else SharedWeights(gpt, shared, inference.transport)
     longest = inference.max_model_len or config.data.seq_length
     pages = free_pages(config, longest, device) if inference.cache_tokens is None else pages_per_rank(config)
     kept = windows_of(config, pages)
@@ -351,7 +352,6 @@ def build_engine(
     if dist.get_rank() == 0:
         by = "" if shared is None else f", shared by {n}"
         logger.info("weights: %.2f GiB on each rank%s", stored_bytes(gpt) / GIB, by)
-    shares = None if shared is None else SharedWeights(gpt, shared, inference.transport)
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, most, shares)
     return LongContextEngine(cached, manager, Chooser(shape.workload, inference.mode), inference), tokenizer
 

@@ -3,15 +3,19 @@
 import math
 import random
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
 
 from megatron_longctx.config import Config, ParallelismConfig
+from megatron_longctx.core.comm import all_gather_rows
 from megatron_longctx.inference.memory import check_cache, weight_bytes
+from megatron_longctx.inference.peer_weights import PeerWeights
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import PromptScores
-from megatron_longctx.mcore import inference
+from megatron_longctx.mcore import direct, inference
+from megatron_longctx.mcore.direct import LayerWeights, SharedWeights
 from megatron_longctx.mcore.inference import CachedGPT, inference_config
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.compose import override_config
@@ -56,12 +60,25 @@ def test_every_turn_equals_the_dense_model(
 Answers = tuple[int, list[float], list[list[int]], torch.Tensor]
 
 
-def answers(rank: int, configs: list[Config]) -> list[Answers]:
+def read_from_peers(shares: SharedWeights | None) -> None:
+    """Give every rank the weights of all, as peer memory does on GPUs."""
+    assert shares is not None
+    group = shares._groups.megatron.tp
+    for layer in shares._layers:
+        own = {name: x.detach() for name, x in vars(LayerWeights.of(layer)).items() if x is not None}
+        every = {name: list(all_gather_rows(group, x.flatten()).view(-1, *x.shape)) for name, x in own.items()}
+        shares.remote.append(PeerWeights(every, group.rank()))
+    direct.all_gather_single = None  # type: ignore[assignment]
+
+
+def answers(rank: int, configs: list[Config], from_peers: bool = False) -> list[Answers]:
     """Return the bytes of weights, the scores of a prompt, tokens of sessions and forks, and logits after them."""
     found = []
     inference._HEAD_ROWS = inference._EMBEDDED_ROWS = 16  # prompts take several blocks
     for config in configs:
         with engine_of(config) as engine:
+            if from_peers:
+                read_from_peers(engine.model._shares)  # type: ignore[attr-defined]
             source = random.Random(3)
             prompts = [[source.randrange(256) for _ in range(size)] for size in (90, 2, 30)]
             sessions = [engine.open() for _ in prompts]
@@ -95,6 +112,18 @@ def test_ranks_hold_a_part_of_the_weights_and_answer_alike(models: list[Config])
         assert found[2] == expected[2]
         torch.testing.assert_close(found[3], expected[3], rtol=2e-5, atol=2e-5)
         assert 0 < (quantized[3] - found[3]).abs().max() < 0.02, "sums of 8 bits"
+
+
+@pytest.mark.parametrize(("context", "tensor", "of"), [(3, 1, (0,)), (2, 2, (1, 3))])
+def test_weights_that_are_read_from_peers_give_the_same_numbers(
+    models: list[Config], context: int, tensor: int, of: tuple[int, ...]
+) -> None:
+    """Also with biases, with ranks that have the same keys and values, and with ranks that have no tokens."""
+    sizes = ParallelismConfig(context_parallel_size=context, tensor_parallel_size=tensor)
+    configs = [replace(parallel(models[i], 1, shard_weights=True), parallelism=sizes) for i in of]
+    ways = [run_distributed(answers, context * tensor, configs, from_peers) for from_peers in (False, True)]
+    for expected, found in zip(*map(chain.from_iterable, ways), strict=True):
+        assert found[:3] == expected[:3] and torch.equal(found[3], expected[3])
 
 
 def test_what_cannot_share_is_refused(models: list[Config]) -> None:

@@ -150,11 +150,11 @@ class FlagOperations:
     def issue(self, stream: Any) -> None:
         """Append the operations to a CUDA stream."""
         for count, batch in self._batches:
-            code = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), count, batch, _NO_FLAGS)
+            code = driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), count, batch, _NO_FLAGS)
             if code:
                 raise RuntimeError(f"cuStreamBatchMemOp returned CUDA error {code} for {count.value} operations")
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,70 @@
+"""Weights that ranks read from each other's memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_longctx.config.gpus import max_gpu_ranks
+from megatron_longctx.inference.peer_weights import PeerWeights, copy_block, share_layers
+from megatron_longctx.testing.distributed import run_distributed
+
+SHAPES = {"up": (6, 4), "down": (5, 8), "bias": (7,)}
+
+
+def own(rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return {name: torch.randn(shape, generator=generator).bfloat16().to(device) for name, shape in SHAPES.items()}
+
+
+def check(weights: PeerWeights, ranks: range, device: str = "cpu") -> None:
+    """Compare rows and columns of some ranks with those that they have."""
+    parts = [own(rank, device) for rank in ranks]
+    up, bias = torch.empty(6 * len(ranks), 4), torch.empty(7 * len(ranks))
+    down = torch.full((5, 8 * len(ranks)), torch.nan)
+    up, bias, down = (x.to(device, torch.bfloat16) for x in (up, bias, down))
+    weights.gather_rows("up", ranks, up)
+    weights.gather_rows("bias", ranks, bias)
+    weights.gather_columns("down", ranks, down)
+    assert torch.equal(up, torch.cat([part["up"] for part in parts]))
+    assert torch.equal(bias, torch.cat([part["bias"] for part in parts]))
+    assert torch.equal(down, torch.cat([part["down"] for part in parts], 1))
+
+
+def test_parts_are_in_the_order_of_ranks() -> None:
+    matrices = {name: [own(rank)[name] for rank in range(6)] for name in SHAPES}
+    for rank in range(6):
+        for ranks in (range(6), range(rank // 3 * 3, rank // 3 * 3 + 3), range(2)):
+            check(PeerWeights(matrices, rank), ranks)
+
+
+def test_ranks_begin_with_their_own_part() -> None:
+    orders = [[2 + i for i in PeerWeights({}, rank)._from_own(range(2, 5))] for rank in (2, 3, 4)]
+    assert sorted(order[0] for order in orders) == sorted(order[1] for order in orders) == [2, 3, 4]
+
+
+def read_from_peers(rank: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert dist.group.WORLD is not None
+    layers = [own(rank, "cuda"), {name: 2 * x for name, x in own(rank, "cuda").items()}]
+    before = [{name: x.clone() for name, x in layer.items()} for layer in layers]
+    first, second = share_layers(layers, dist.group.WORLD, device)
+    check(first, range(dist.get_world_size()), "cuda")
+    up = torch.empty(6, 4, dtype=torch.bfloat16, device=device)
+    second.gather_rows("up", range(1), up)
+    assert torch.equal(up, 2 * own(0, "cuda")["up"])
+    for layer, copies in zip(layers, before, strict=True):
+        assert all(torch.equal(layer[name], x) for name, x in copies.items()), "they have moved as they were"
+    dist.barrier()
+
+
+@pytest.mark.gpu
+def test_ranks_read_each_others_weights() -> None:
+    run_distributed(read_from_peers, max_gpu_ranks(2), backend="nccl")
+
+
+@pytest.mark.gpu
+def test_a_block_is_copied_on_a_gpu() -> None:
+    source = torch.randn(300, 128, device="cuda").bfloat16()
+    into = torch.zeros(300, 4, 64, device="cuda", dtype=torch.bfloat16)
+    copy_block(source[:, 32:96], into[:, 2])
+    assert torch.equal(into[:, 2], source[:, 32:96]) and not into[:, [0, 1, 3]].any()
