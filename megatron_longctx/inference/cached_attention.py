@@ -111,7 +111,7 @@ class CachedAttention:
     Attributes:
         layers: the cache of each layer, `[slots, …]`.
         on_layer: called before every layer, but not when a CUDA graph is replayed. It may raise to end the pass.
-        on_wait: called when a replicated step has been launched, before the host waits for its tokens.
+        on_wait: called when a step of decode has been launched, before the host waits for its tokens.
         states: of the model's recurrent layers; None without any.
 
     Args:

@@ -194,7 +194,8 @@ class Decoder:
         size = self._stage(chunks, texts, tile, every)
         count = sum(map(len, texts)) if every else len(chunks)
         logits, ids = self._run(size, tile, size if every else min(size // tile, MAX_ROWS))
-        self._attention.on_wait()
+        if every or _are_single(chunks):
+            self._attention.on_wait()
         greedy = ids.tolist()[:count]
         if self._attention.rank:  # the logits of one rank suffice, so that all tokens are drawn from the same numbers
             return [NextToken(None, token) for token in greedy]

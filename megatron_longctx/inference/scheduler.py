@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..core.comm.device import synchronize
 from ..core.errors import refuse
 from .engine import LongContextEngine
 from .host_cache import HostCache
@@ -206,8 +207,7 @@ class Scheduler:
 
     def advance(self) -> list[Event]:
         """Run one round: admit what fits, compute a chunk of prompts, then decode a token for every complete prompt."""
-        events = self._refused + self._cancel()
-        self._refused = []
+        events, self._refused = self._refused + self._cancel(), []
         self._admit()
         self.work, self._timed = 0.0, bool(self._active)
         if not (self._pace.owes_decode and any(active.generation for active in self._active.values())):
@@ -258,8 +258,7 @@ class Scheduler:
     def _admit(self) -> None:
         if self._stuck:
             return
-        still: list[Request] = []
-        behind: list[Request] = []  # the ones that wait for room in the cache
+        still, behind = list[Request](), list[Request]()  # behind: the ones that wait for room in the cache
         for i, request in enumerate(self._waiting):
             if len(self._active) >= self.max_active:
                 still += self._waiting[i:]
@@ -365,6 +364,7 @@ class Scheduler:
                 active.left -= size
         if chunk:
             self.engine.append(chunk)
+            synchronize(self.engine.model.attention.device)  # a round's time includes that of its prompts
             self._stuck = False
         for active in self._active.values():
             if not active.left and active.generation is None:

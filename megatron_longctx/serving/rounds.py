@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..core.comm.device import synchronize
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Request, Scheduler
 from ..training.ranks import broadcast_json
@@ -17,8 +16,8 @@ from .http_api.inbox import Inbox
 class Rounds:
     """Rounds of the scheduler until rank 0, which has the inbox, is stopped.
 
-    While GPUs compute a token of every answer, the ranks exchange the next round's news. A round with prompts takes so
-    long that its news are exchanged when it has ended, with all that came until then.
+    While GPUs compute a token of every answer, in a round with prompts after these, the ranks exchange the next round's
+    news. If no answer runs, they do so when the round has ended.
 
     Args:
         inbox: of rank 0; None on the others.
@@ -29,6 +28,7 @@ class Rounds:
         self._scheduler, self._inbox, self._group = scheduler, inbox, group
         self._seconds: list[float] = []  # of rounds that the other ranks do not know yet, as rank 0 measured them
         self._news: list[Any] | None = None  # of the next round
+        self._began: float | None = None  # when the round began, until its time is noted
 
     def run(self) -> None:
         """Run rounds. The calling thread has the model."""
@@ -39,7 +39,7 @@ class Rounds:
             if news[0] is None:
                 scheduler.close()
                 return
-            began = time.monotonic()
+            self._began = time.monotonic()
             for seconds in news[0]:
                 scheduler.observe(seconds)
             for item in news[1:]:
@@ -50,18 +50,23 @@ class Rounds:
                     scheduler.cancel(item)
             busy = scheduler.busy
             events = scheduler.advance() if busy else []
-            if scheduler.work:
-                synchronize(attention.device)  # its time includes that of its prompts
             if busy:
-                self._seconds.append(time.monotonic() - began)
+                self._note_time()
             if self._inbox is not None:
                 self._inbox.last_beat = None
                 self._inbox.deliver(events)
                 self._inbox.observe(scheduler)
 
     def _overlap(self) -> None:
-        if self._news is None and not self._scheduler.work:
+        if self._news is None:
+            if self._scheduler.work:  # prompts have been computed: their time says what the next round may compute
+                self._note_time()
             self._news = self._exchange(wait=False)
+
+    def _note_time(self) -> None:
+        if self._began is not None:
+            self._seconds.append(time.monotonic() - self._began)
+            self._began = None
 
     def _exchange(self, wait: bool) -> list[Any]:
         """Return the seconds of rounds, None to end, then requests and numbers of cancelled ones. Every rank waits for

@@ -48,7 +48,7 @@ def rounds_of_two_requests(rank: int, config: Config) -> list[str]:
     ended: list[Event] = []
     ours, theirs = socket.socketpair()
     inbox = Inbox(ours, Inbox.new_shared())
-    waits = mock.patch("megatron_longctx.serving.rounds.synchronize", side_effect=lambda _: done.append("y"))
+    waits = mock.patch("megatron_longctx.inference.scheduler.synchronize", side_effect=lambda _: done.append("y"))
     with engine_of(config) as engine, ours, theirs, waits:
         pace = mock.Mock(wraps=Pace(2048), room=2048, owes_decode=False)  # no time changes what it does
         scheduler = Scheduler(engine, pace=pace)
@@ -67,10 +67,10 @@ def rounds_of_two_requests(rank: int, config: Config) -> list[str]:
 def test_news_and_events_pass_while_single_tokens_are_computed(tmp_path: Path) -> None:
     config = parallel(tiny_config(tmp_path, "rounds"), 2, decode="replicated", page_tokens=1)
     first, other = ("".join(found) for found in run_distributed(rounds_of_two_requests, 2, config))
-    # A round with prompts ends with its kernels; others do not wait for the step that runs ahead.
-    # The prompt's round draws the first token and launches the step for the next, and its news are exchanged at its
-    # end; those of later rounds while their tokens are computed. The times of these rounds come one round later: that
-    # of the round before the second prompt's together with the prompt's, in this order. The last token needs no step
-    # after it, and its event stops the server.
-    assert first == "<swswy1<psw<1sw<1" + "tswswy2<tpsw<2" + "sw<2" + 2 * "tsw<1" + "t1<", first
+    # Prompts end with all kernels; the step that runs ahead is not waited for.
+    # The prompt's round draws the first token and launches the step for the next. Its news are exchanged meanwhile, and
+    # its time is sent; the times of rounds without prompts come one round later: that of the round before the second
+    # prompt's together with the prompt's, in this order. The last token needs no step after it, and its event stops the
+    # server.
+    assert first == "<sysw<1psw<1sw<1" + "tsysw<2tpsw<2" + "sw<2" + 2 * "tsw<1" + "t1<", first
     assert other == first.translate({ord(c): None for c in "<012"})
