@@ -16,7 +16,7 @@ bytes only for passes of fewer tokens than 13,000 over all ranks, with the shape
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import FunctionType
 
@@ -33,10 +33,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.comm import all_gather_rows
-from ..core.comm.collectives import all_gather_single
 from ..inference.fp8 import product
-from ..inference.peer_weights import rows_of_slice, share_layers
 from ..inference.prefetch import Empty, Prefetch
+from ..inference.weight_gathers import Ranks, rows_of_slice, share_layers
 from ..lowbit.quantized import PeerReduction, add_norm, all_reduce, peer_reduction
 from .groups import WeightGroups
 from .norms import LayerNorm, PostNormAdd, RMSNorm
@@ -244,7 +243,7 @@ class SharedWeights:
     transport: `inference.transport`, which also says how sums of few tokens travel.
     kv_heads: of this rank's cache.
     peers: sums over peer memory; None for collectives.
-    remote: of every layer, the weights that this rank reads from others' memory; empty for collectives.
+    collective: whether ranks without tokens have to call `layer` too.
     """
 
     def __init__(self, gpt: GPTModel, groups: WeightGroups, transport: str) -> None:
@@ -267,10 +266,12 @@ class SharedWeights:
         first = tp.rank() // self._parts * self._parts
         self._of_cache = range(first, first + self._parts), groups.gather
         self._of_mixed = self._of_cache[0] if self._of_slice is None else range(tp.size()), self._mixed_group
-        self.remote = []
-        if self.peers is not None and why_not_direct(gpt, shared=True) is None:
-            every = [vars(LayerWeights.of(layer)) for layer in self._layers]
-            self.remote = share_layers([{k: x for k, x in own.items() if x is not None} for own in every], tp, device)
+        layers = [] if why_not_direct(gpt, shared=True) else self._layers  # others are refused later
+        every = [vars(LayerWeights.of(layer)).items() for layer in layers]
+        matrices = [{name: x for name, x in of_layer if x is not None} for of_layer in every]
+        self._gathers = share_layers(matrices, tp, device, self.peers is not None)
+        self.collective = any(each.is_collective for each in self._gathers)
+        self._gathered: dict[int, LayerWeights] = {}  # in the memory that they are copied to, keyed by the layer
 
     def all_heads(self, sinks: Tensor | None) -> Tensor | None:
         """Return the sinks `[h]` of all heads of the cache, from those of this rank."""
@@ -318,34 +319,31 @@ class SharedWeights:
         return weights
 
     def _gather(self, number: int, empty: Empty) -> LayerWeights:
-        own, remote = LayerWeights.of(self._layers[number]), self.remote[number] if self.remote else None
+        if number not in self._gathered:
+            self._gathered[number] = self._prepare(number, empty)
+        weights = self._gathered[number]
+        self._gathers[number].gather()
+        if self._of_slice is None:
+            return weights
+        bias = None if weights.qkv_bias is None else self._of_slice(weights.qkv_bias, 0)
+        return replace(weights, qkv=self._of_slice(weights.qkv, 0), qkv_bias=bias)
 
-        def rows(name: str, part: Tensor, of: tuple[range, dist.ProcessGroup] = self._of_cache) -> Tensor:
-            ranks, group = of
-            into = empty(name, (len(ranks) * part.shape[0], *part.shape[1:]), part)
-            if remote is not None:
-                remote.gather_rows(name, ranks, into)
-            else:
-                all_gather_single(into, part.detach(), group=group)
+    def _prepare(self, number: int, empty: Empty) -> LayerWeights:
+        own, gather = LayerWeights.of(self._layers[number]), self._gathers[number]
+
+        def rows(name: str, part: Tensor, of: Ranks = self._of_cache) -> Tensor:
+            into = empty(name, (len(of[0]) * part.shape[0], *part.shape[1:]), part)
+            gather.add_rows(name, of, into, empty)
             return into
 
         def columns(name: str, part: Tensor) -> Tensor:
-            height, width = part.shape
-            into = empty(name, (height, self._parts * width), part)
-            if remote is not None:
-                remote.gather_columns(name, self._of_cache[0], into)
-                return into
-            parts = rows("columns", part).view(self._parts, height, width)
-            into.view(height, self._parts, width).copy_(parts.transpose(0, 1))
+            into = empty(name, (part.shape[0], self._parts * part.shape[1]), part)
+            gather.add_columns(name, self._of_cache, into, empty)
             return into
 
-        def mixed(name: str, part: Tensor) -> Tensor:
-            every = rows(name, part, self._of_mixed)
-            return every if self._of_slice is None else self._of_slice(every, 0)
-
         return LayerWeights(
-            mixed("qkv", own.qkv),
-            None if own.qkv_bias is None else mixed("qkv_bias", own.qkv_bias),
+            rows("qkv", own.qkv, self._of_mixed),
+            None if own.qkv_bias is None else rows("qkv_bias", own.qkv_bias, self._of_mixed),
             columns("projection", own.projection),
             rows("up", own.up),
             None if own.up_bias is None else rows("up_bias", own.up_bias),

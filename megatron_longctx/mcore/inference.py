@@ -223,7 +223,7 @@ class CachedGPT:
         q = torch.empty(0, 1, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
         kv = torch.empty(0, 1, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
         for number, mixer in enumerate(self._mixers):
-            if self._shares is not None and not self._shares.remote:
+            if self._shares is not None and self._shares.collective:
                 self._shares.layer(number)
             if isinstance(mixer, CachedCoreAttention):
                 mixer(q, kv, kv)

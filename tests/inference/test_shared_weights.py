@@ -11,10 +11,10 @@ import torch
 from megatron_longctx.config import Config, ParallelismConfig
 from megatron_longctx.core.comm import all_gather_rows
 from megatron_longctx.inference.memory import check_cache, weight_bytes
-from megatron_longctx.inference.peer_weights import PeerWeights
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import PromptScores
-from megatron_longctx.mcore import direct, inference
+from megatron_longctx.inference.weight_gathers import PeerWeights
+from megatron_longctx.mcore import inference
 from megatron_longctx.mcore.direct import LayerWeights, SharedWeights
 from megatron_longctx.mcore.inference import CachedGPT, inference_config
 from megatron_longctx.testing.distributed import run_distributed
@@ -64,11 +64,12 @@ def read_from_peers(shares: SharedWeights | None) -> None:
     """Give every rank the weights of all, as peer memory does on GPUs."""
     assert shares is not None
     group = shares._groups.megatron.tp
+    found = []
     for layer in shares._layers:
         own = {name: x.detach() for name, x in vars(LayerWeights.of(layer)).items() if x is not None}
         every = {name: list(all_gather_rows(group, x.flatten()).view(-1, *x.shape)) for name, x in own.items()}
-        shares.remote.append(PeerWeights(every, group.rank()))
-    direct.all_gather_single = None  # type: ignore[assignment]
+        found.append(PeerWeights(every, group.rank()))
+    shares._gathers, shares.collective = found, False
 
 
 def answers(rank: int, configs: list[Config], from_peers: bool = False) -> list[Answers]:

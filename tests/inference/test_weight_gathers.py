@@ -1,11 +1,12 @@
 """Weights that ranks read from each other's memory."""
 
+import ctypes
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.config.gpus import max_gpu_ranks
-from megatron_longctx.inference.peer_weights import PeerWeights, copy_block, share_layers
+from megatron_longctx.inference.weight_gathers import PeerWeights, copier, share_layers
 from megatron_longctx.testing.distributed import run_distributed
 
 SHAPES = {"up": (6, 4), "down": (5, 8), "bias": (7,)}
@@ -20,11 +21,15 @@ def check(weights: PeerWeights, ranks: range, device: str = "cpu") -> None:
     """Compare rows and columns of some ranks with those that they have."""
     parts = [own(rank, device) for rank in ranks]
     up, bias = torch.empty(6 * len(ranks), 4), torch.empty(7 * len(ranks))
-    down = torch.full((5, 8 * len(ranks)), torch.nan)
+    down = torch.empty(5, 8 * len(ranks))
     up, bias, down = (x.to(device, torch.bfloat16) for x in (up, bias, down))
-    weights.gather_rows("up", ranks, up)
-    weights.gather_rows("bias", ranks, bias)
-    weights.gather_columns("down", ranks, down)
+    of = ranks, dist.group.WORLD
+    weights.add_rows("up", of, up, torch.empty)
+    weights.add_rows("bias", of, bias, torch.empty)
+    weights.add_columns("down", of, down, torch.empty)
+    for _ in range(2):
+        down.fill_(torch.nan)
+        weights.gather()
     assert torch.equal(up, torch.cat([part["up"] for part in parts]))
     assert torch.equal(bias, torch.cat([part["bias"] for part in parts]))
     assert torch.equal(down, torch.cat([part["down"] for part in parts], 1))
@@ -47,10 +52,11 @@ def read_from_peers(rank: int) -> None:
     assert dist.group.WORLD is not None
     layers = [own(rank, "cuda"), {name: 2 * x for name, x in own(rank, "cuda").items()}]
     before = [{name: x.clone() for name, x in layer.items()} for layer in layers]
-    first, second = share_layers(layers, dist.group.WORLD, device)
+    first, second = share_layers(layers, dist.group.WORLD, device, over_peers=True)
     check(first, range(dist.get_world_size()), "cuda")
     up = torch.empty(6, 4, dtype=torch.bfloat16, device=device)
-    second.gather_rows("up", range(1), up)
+    second.add_rows("up", (range(1), dist.group.WORLD), up, torch.empty)
+    second.gather()
     assert torch.equal(up, 2 * own(0, "cuda")["up"])
     for layer, copies in zip(layers, before, strict=True):
         assert all(torch.equal(layer[name], x) for name, x in copies.items()), "they have moved as they were"
@@ -59,12 +65,13 @@ def read_from_peers(rank: int) -> None:
 
 @pytest.mark.gpu
 def test_ranks_read_each_others_weights() -> None:
-    run_distributed(read_from_peers, max_gpu_ranks(2), backend="nccl")
+    run_distributed(read_from_peers, 2, backend="nccl")
 
 
 @pytest.mark.gpu
 def test_a_block_is_copied_on_a_gpu() -> None:
-    source = torch.randn(300, 128, device="cuda").bfloat16()
+    source = torch.randn(300, 64, device="cuda").bfloat16()
     into = torch.zeros(300, 4, 64, device="cuda", dtype=torch.bfloat16)
-    copy_block(source[:, 32:96], into[:, 2])
-    assert torch.equal(into[:, 2], source[:, 32:96]) and not into[:, [0, 1, 3]].any()
+    for target in (into[:, 2], whole := torch.empty_like(source)):
+        copier(source, target)(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+    assert torch.equal(into[:, 2], source) and not into[:, [0, 1, 3]].any() and torch.equal(whole, source)
