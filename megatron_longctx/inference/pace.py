@@ -73,14 +73,13 @@ class Pace:
         self._turn = not self._turn
         for room, order in ((self.room / 2, shortest), (self.room, shortest if whole and self._turn else first)):
             for i in order:
-                cached, left = prompts[i][0] + sizes[i], prompts[i][1] - sizes[i]
-                size = self.fitting(cached, -(-left // (whole or 1)) * (whole or 1), room - work)
+                (cached, left), before = prompts[i], self.work(prompts[i][0], sizes[i])
+                size = self.fitting(cached, -(-left // (whole or 1)) * (whole or 1), room - work + before)
                 size = size // (whole or 1) * (whole or 1)
                 if room == self.room and i == order[0]:
-                    size = max(size, (whole or self.least - prompts[i][0] % self.tile) - sizes[i])
-                size = min(size, left)
-                sizes[i] += size
-                work += self.work(cached, size)
+                    size = max(size, whole or self.least - cached % self.tile)
+                sizes[i] = max(sizes[i], min(size, left))
+                work += self.work(cached, sizes[i]) - before
         return sizes, work
 
     def fitting(self, cached: int, most: int, room: float) -> int:
