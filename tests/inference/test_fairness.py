@@ -168,6 +168,7 @@ def test_chunks_fill_a_gpu() -> None:
     assert [pace.shares([prompt])[0] for prompt in ((0, 500), (10, 500), (0, 90))] == [[96], [86], [90]]
     assert [Pace(20, tile=32, least=32).shares([prompt])[0] for prompt in ((0, 500), (40, 500))] == [[32], [24]]
     assert Pace(20, tile=32, least=32).shares([(40, 500), (7, 60)])[0] == [24, 10], "others are not held back"
+    assert Pace(128, tile=32).shares([(0, 500), (24, 500)])[0] == [128, 0], "no piece where no room is left"
     timed = Pace.timed(compose_config(["model=llama3_8b"]).model, 2, 2.0, tile=512)
     assert (timed.tile, timed.least) == (1024, 1024)
 

@@ -93,6 +93,8 @@ def answers(rank: int, configs: list[Config], from_peers: bool = False) -> list[
             logits = engine.next_logits(sessions)
             model = engine.model
             assert isinstance(model, CachedGPT)
+            for each in model._shares._gathers if from_peers and model._shares else ():
+                assert isinstance(each, PeerWeights) and len(each._copies) <= len(each._matrices) * 4, "prepared once"
             held = sum(p.numel() * p.element_size() for p in model._gpt.parameters())
             found.append((held, [score.logprob for score in scores.found], tokens, logits))
     return found
