@@ -73,7 +73,7 @@ class Stream:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    monkeypatch.setattr(symmetric, "_driver", lambda: driver)
+    monkeypatch.setattr(symmetric, "driver", lambda: driver)
     return driver
 
 
