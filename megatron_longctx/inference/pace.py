@@ -18,9 +18,6 @@ DECODE_SHARE = 0.25
 _AIM = 0.375
 """The part of the stated time that a round takes. A short prompt may arrive when a round has just begun, wait for
 `DECODE_SHARE`, and is computed in the next round: 2 1/3 rounds, or 7/8 of the stated time."""
-_STRETCH = 13 / 12
-"""The most of a round's room for chunks that end a tile later: 2 1/3 such rounds are 0.95 of the stated time. Chunks
-of one tile, where nearly two have room, are twice as many."""
 _FIRST = 512
 _LEAST = 64
 """The tokens per rank of the first chunk, whose time is not known, and of any: fewer hardly take less time."""
@@ -34,7 +31,7 @@ class Pace:
         room: of all prompts in a round.
         work: of `new` tokens that follow `cached` ones, in the unit of `room`.
         least: the tokens that the first prompt of a round gets, whatever their work; a multiple of `tile`.
-        tile: chunks end at a multiple of it or at the end of their prompt, if they (nearly) have room for that.
+        tile: chunks end at a multiple of it or at the end of their prompt, if they have room for that.
         delay_s: the time by which long prompts may delay others; None for a room that stays as it is.
     """
 
@@ -83,13 +80,9 @@ class Pace:
         return sizes, work
 
     def fitting(self, cached: int, most: int, room: float) -> int:
-        """Return the largest number of tokens up to `most` whose work after `cached` ones fits into the room, or those
-        up to the end of their tile if these nearly fit."""
+        """Return the largest number of tokens up to `most` whose work after `cached` ones fits into the room."""
         size = bisect_right(range(1, most + 1), room, key=partial(self.work, cached))
         end = (cached + size) // self.tile * self.tile
-        longer = min(most, end + self.tile - cached)
-        if size and self.tile > 1 and self.work(cached, longer) <= room + (_STRETCH - 1) * self.room:
-            return longer
         return end - cached if size < most and end > cached else size
 
     def observe(self, seconds: float, work: float) -> None:

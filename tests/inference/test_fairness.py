@@ -110,28 +110,24 @@ def test_a_million_tokens_take_few_rounds_that_are_equally_long() -> None:
 def test_a_round_has_room_for_its_shares(
     prompts: list[tuple[int, int]], room: int, tile: int, whole: int | None
 ) -> None:
-    """And for nothing more, but for the least of one prompt and the end of a tile."""
+    """And for nothing more, but for the least of one prompt."""
     sizes, work = Pace(room, tile=tile, least=tile).shares(prompts, whole)
     assert all(0 <= size <= left for size, (_, left) in zip(sizes, prompts, strict=True)) and work == sum(sizes) > 0
-    assert work - max(sizes) <= room * 13 / 12 and (work <= room * 13 / 12 or max(sizes) <= (whole or tile))
-    if whole is None and sum(left for _, left in prompts) > 2 * room + 2 * tile:
-        assert work >= room / 2, "half of it is used in any case"
+    assert work - max(sizes) <= room and (work <= room or max(sizes) <= (whole or tile))
+    if whole is None and tile == 1 and sum(left for _, left in prompts) > room:
+        assert work == room, "none of it is left"
 
 
-def test_long_prompts_end_at_tiles_in_few_rounds() -> None:
-    """A million tokens on 2 GPUs. No round is longer than 13/12 of what was aimed at."""
+def test_chunks_of_a_long_prompt_end_at_tiles() -> None:
+    """A million tokens on 2 GPUs."""
     model = compose_config(["model=llama3_8b"]).model
-    pace, cached, times, singles = Pace.timed(model, 2, 2.0, tile=512), 0, [], 0
+    pace, cached = Pace.timed(model, 2, 2.0, tile=512), 0
     while cached < 10**6:
         (size,), work = pace.shares([(cached, 10**6 - cached)])
         assert work == pace.work(cached, size)
-        times.append(0.02 + work / 1.275e15)
-        pace.observe(times[-1], work)
+        pace.observe(0.02 + work / 1.275e15, work)
         cached += size
         assert cached % 1024 == 0 or cached == 10**6
-        singles += size == 1024
-    assert len(times) < 360 and singles < 90, "of 393 and 143 that always fit into the room"
-    assert 2.0 * 0.375 < max(times[10:]) < 2.0 * 0.375 * 13 / 12 + 0.01
 
 
 composed = lru_cache(lambda name: compose_config([f"model={name}"]).model)
@@ -157,18 +153,11 @@ def test_half_of_a_round_is_for_the_shortest_prompts() -> None:
 
 
 def test_chunks_fill_a_gpu() -> None:
-    """They end at multiples of a tile, if there is nearly room for that; the first prompt gets a tile in any case."""
-    assert [Pace(room, tile=32).shares([(0, most)])[0] for room, most in ((118, 500), (119, 500), (111, 120))] == [
-        [96],
-        [128],  # at most 13/12 of the room
-        [120],
-    ]
-    assert Pace(111, tile=32).shares([(40, 500)]) == ([120], 120), "from where its cached tokens end"
+    """They end at multiples of a tile, if there is room for that; the first prompt gets a tile in any case."""
     pace = Pace(100, tile=32, least=32)
     assert [pace.shares([prompt])[0] for prompt in ((0, 500), (10, 500), (0, 90))] == [[96], [86], [90]]
     assert [Pace(20, tile=32, least=32).shares([prompt])[0] for prompt in ((0, 500), (40, 500))] == [[32], [24]]
     assert Pace(20, tile=32, least=32).shares([(40, 500), (7, 60)])[0] == [24, 10], "others are not held back"
-    assert Pace(128, tile=32).shares([(0, 500), (24, 500)])[0] == [128, 0], "no piece where no room is left"
     timed = Pace.timed(compose_config(["model=llama3_8b"]).model, 2, 2.0, tile=512)
     assert (timed.tile, timed.least) == (1024, 1024)
 
