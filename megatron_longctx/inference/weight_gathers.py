@@ -116,21 +116,24 @@ class GroupWeights:
 
 def share_layers(
     layers: Sequence[Mapping[str, Tensor]], group: dist.ProcessGroup, device: torch.device, over_peers: bool
-) -> Sequence[PeerWeights] | Sequence[GroupWeights]:
-    """Return the gathers of every layer, from a rank's own matrices; by collectives if memory is short. Collective."""
-    found: list[PeerWeights] = []
+) -> list[PeerWeights | GroupWeights]:
+    """Return the gathers of every layer, from a rank's own matrices. Collective.
+
+    Layers are gathered by collectives from the first one on for which a rank has no peer memory left. Those before it
+    have moved, so they stay where they are.
+    """
+    found: list[PeerWeights | GroupWeights] = []
     try:
         for own in layers if over_peers else ():
             found.append(PeerWeights.of(own, group, device))
     except PeerMemoryError as error:  # on all ranks alike
-        over_peers = False
         if group.rank() == 0:
-            logger.warning("prompts gather weights by collectives, not over peer memory: %s", error)
-    if not over_peers:
-        return [GroupWeights(own) for own in layers]
-    synchronize(device)
-    dist.barrier(group)
-    return found
+            which = f"{len(layers) - len(found)} of {len(layers)} layers"
+            logger.warning("prompts gather the weights of %s by collectives, not over peer memory: %s", which, error)
+    if found:
+        synchronize(device)
+        dist.barrier(group)
+    return found + [GroupWeights(own) for own in layers[len(found) :]]
 
 
 class _Block(ctypes.Structure):
@@ -151,7 +154,7 @@ class _Block(ctypes.Structure):
 
 def copier(source: Tensor, into: Tensor) -> Copy:
     """Return a function that copies contiguous rows into rows whose elements are neighbours; on GPUs on a stream and by
-    the copy engine, where torch would copy parts of rows by a kernel. Its arguments are prepared: 5 us for the host."""
+    the copy engine, where torch would copy parts of rows by a kernel. The host prepares its arguments only once."""
     if not into.is_cuda:
         return lambda _: into.copy_(source)
     if into.is_contiguous():

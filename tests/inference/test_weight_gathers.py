@@ -1,12 +1,14 @@
 """Weights that ranks read from each other's memory."""
 
 import ctypes
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.inference.weight_gathers import PeerWeights, copier, share_layers
+from megatron_longctx.core.comm.collectives import PeerMemoryError
+from megatron_longctx.inference.weight_gathers import GroupWeights, PeerWeights, copier, share_layers
 from megatron_longctx.testing.distributed import run_distributed
 
 SHAPES = {"up": (6, 4), "down": (5, 8), "bias": (7,)}
@@ -17,16 +19,20 @@ def own(rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).bfloat16().to(device) for name, shape in SHAPES.items()}
 
 
-def check(weights: PeerWeights, ranks: range, device: str = "cpu") -> None:
+def empty(_: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(shape)
+
+
+def check(weights: PeerWeights | GroupWeights, ranks: range, device: str = "cpu") -> None:
     """Compare rows and columns of some ranks with those that they have."""
     parts = [own(rank, device) for rank in ranks]
     up, bias = torch.empty(6 * len(ranks), 4), torch.empty(7 * len(ranks))
     down = torch.empty(5, 8 * len(ranks))
     up, bias, down = (x.to(device, torch.bfloat16) for x in (up, bias, down))
     of = ranks, dist.group.WORLD
-    weights.add_rows("up", of, up, torch.empty)
-    weights.add_rows("bias", of, bias, torch.empty)
-    weights.add_columns("down", of, down, torch.empty)
+    weights.add_rows("up", of, up, empty)
+    weights.add_rows("bias", of, bias, empty)
+    weights.add_columns("down", of, down, empty)
     for _ in range(2):
         down.fill_(torch.nan)
         weights.gather()
@@ -47,6 +53,31 @@ def test_ranks_begin_with_their_own_part() -> None:
     assert sorted(order[0] for order in orders) == sorted(order[1] for order in orders) == [2, 3, 4]
 
 
+def sharing_without_memory(rank: int) -> list[str]:
+    """Share three layers; there is peer memory for the first one alone."""
+    group, world = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+
+    def of(parts: dict[str, torch.Tensor], *_: object) -> PeerWeights:
+        if made:
+            raise PeerMemoryError("no memory is left")
+        made.append(PeerWeights({name: [part] * world for name, part in parts.items()}, rank))
+        return made[0]
+
+    made: list[PeerWeights] = []
+    with mock.patch.object(PeerWeights, "of", of):
+        found = share_layers([own(rank) for _ in range(3)], group, torch.device("cpu"), over_peers=True)
+    assert found[0] is made[0]
+    check(found[1], range(world))
+    return [type(each).__name__ for each in found]
+
+
+def test_layers_that_have_moved_stay_when_memory_ends() -> None:
+    """Parameters are in their memory."""
+    for found in run_distributed(sharing_without_memory, 2):
+        assert found == ["PeerWeights", "GroupWeights", "GroupWeights"]
+
+
 def read_from_peers(rank: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     assert dist.group.WORLD is not None
@@ -55,7 +86,7 @@ def read_from_peers(rank: int) -> None:
     first, second = share_layers(layers, dist.group.WORLD, device, over_peers=True)
     check(first, range(dist.get_world_size()), "cuda")
     up = torch.empty(6, 4, dtype=torch.bfloat16, device=device)
-    second.add_rows("up", (range(1), dist.group.WORLD), up, torch.empty)
+    second.add_rows("up", (range(1), dist.group.WORLD), up, empty)
     second.gather()
     assert torch.equal(up, 2 * own(0, "cuda")["up"])
     for layer, copies in zip(layers, before, strict=True):
@@ -63,7 +94,7 @@ def read_from_peers(rank: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_ranks_read_each_others_weights() -> None:
     run_distributed(read_from_peers, 2, backend="nccl")
 
