@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def _tensor(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return numbers as int64. This takes a fifth of `torch.tensor`'s time: 0.5 ms for 4,096 rows of a prompt."""
+    """Return numbers as int64, in a fraction of the time that `torch.tensor` takes for lists."""
     return torch.from_numpy(numpy.array(rows, dtype=numpy.int64))
 
 

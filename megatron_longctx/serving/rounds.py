@@ -16,8 +16,8 @@ from .http_api.inbox import Inbox
 class Rounds:
     """Rounds of the scheduler until rank 0, which has the inbox, is stopped.
 
-    While GPUs compute a token of every answer, in a round with prompts after these, the ranks exchange the next round's
-    news. If no answer runs, they do so when the round has ended.
+    The ranks exchange the next round's news while GPUs compute a token of every answer, which a round does after its
+    prompts. If no answer runs, they do so when the round has ended.
 
     Args:
         inbox: of rank 0; None on the others.

@@ -3,6 +3,7 @@
 import random
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.config import Config
-from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.inference.engine import Drawn, LongContextEngine
 from megatron_longctx.inference.pace import Pace, attention_tile, prefill_flops
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Request, Scheduler
+from megatron_longctx.inference.session import Generation, Session
 from megatron_longctx.planner.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.compose import compose_config
@@ -36,11 +38,11 @@ class Clock:
         self._append, self._step = engine.append, engine.step
         engine.append, engine.step = self.append, self.step  # type: ignore[method-assign]
 
-    def append(self, new):  # type: ignore[no-untyped-def]
+    def append(self, new: Mapping[Session, Sequence[int]]) -> None:
         self.now += 0.01 + sum(len(t) * 4e-5 * (1 + s.cached_tokens / 50_000) for s, t in new.items())
         self._append(new)
 
-    def step(self, generations):  # type: ignore[no-untyped-def]
+    def step(self, generations: Sequence[Generation]) -> Drawn:
         self.now += STEP_S
         return self._step(generations)
 

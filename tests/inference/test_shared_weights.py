@@ -13,7 +13,7 @@ from megatron_longctx.core.comm import all_gather_rows
 from megatron_longctx.inference.memory import check_cache, weight_bytes
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import PromptScores
-from megatron_longctx.inference.weight_gathers import PeerWeights
+from megatron_longctx.inference.weight_gathers import GroupWeights, PeerWeights
 from megatron_longctx.mcore import inference
 from megatron_longctx.mcore.direct import LayerWeights, SharedWeights
 from megatron_longctx.mcore.inference import CachedGPT, inference_config
@@ -64,7 +64,7 @@ def read_from_peers(shares: SharedWeights | None) -> None:
     """Give every rank the weights of all, as peer memory does on GPUs."""
     assert shares is not None
     group = shares._groups.megatron.tp
-    found = []
+    found: list[PeerWeights | GroupWeights] = []
     for layer in shares._layers:
         own = {name: x.detach() for name, x in vars(LayerWeights.of(layer)).items() if x is not None}
         every = {name: list(all_gather_rows(group, x.flatten()).view(-1, *x.shape)) for name, x in own.items()}
@@ -78,8 +78,10 @@ def answers(rank: int, configs: list[Config], from_peers: bool = False) -> list[
     inference._HEAD_ROWS = inference._EMBEDDED_ROWS = 16  # prompts take several blocks
     for config in configs:
         with engine_of(config) as engine:
+            model = engine.model
+            assert isinstance(model, CachedGPT)
             if from_peers:
-                read_from_peers(engine.model._shares)  # type: ignore[attr-defined]
+                read_from_peers(model._shares)
             source = random.Random(3)
             prompts = [[source.randrange(256) for _ in range(size)] for size in (90, 2, 30)]
             sessions = [engine.open() for _ in prompts]
@@ -91,8 +93,6 @@ def answers(rank: int, configs: list[Config], from_peers: bool = False) -> list[
             tokens = engine.continue_all(sessions, Sampling(max_new_tokens=4))
             engine.append({session: [9] for session in sessions})
             logits = engine.next_logits(sessions)
-            model = engine.model
-            assert isinstance(model, CachedGPT)
             for each in model._shares._gathers if from_peers and model._shares else ():
                 assert isinstance(each, PeerWeights) and len(each._copies) <= len(each._matrices) * 4, "prepared once"
             held = sum(p.numel() * p.element_size() for p in model._gpt.parameters())
