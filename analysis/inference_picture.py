@@ -32,7 +32,7 @@ def inference(out: Path) -> None:
         manager = CacheManager(RANKS, PAGES, PAGE)
         session = manager.open()
         *_, chunks = (manager.append({session: tokens}) for tokens in (*TURNS[:-1], new))
-        batch = Batch(RANKS, manager.slots_per_rank, chunks)
+        batch = Batch(RANKS, manager.slots[0], chunks)
         simulations = {mode: simulate(batch.plan(mode), cluster, WORKLOAD, timeline=True) for mode in CACHE_MODES}
         longest = max(simulation.seconds for simulation in simulations.values())
         for column, (mode, simulation) in enumerate(simulations.items()):

@@ -76,22 +76,14 @@ class CacheManager:
         return tuple(self._sessions)
 
     @property
-    def slots_per_rank(self) -> int:
-        return self.pages_per_rank * self.page_tokens
-
-    @property
     def slots(self) -> tuple[int, int]:
         """The slots per rank of layers without and with windows."""
-        return self.slots_per_rank, self.groups[-1].num_pages * self.page_tokens
+        return self.pages_per_rank * self.page_tokens, self.groups[-1].num_pages * self.page_tokens
 
     @property
     def pass_tokens(self) -> int:
         """The most new tokens of a rank in a pass."""
         return UNBOUNDED if self.windows is None else self.windows.pass_tokens
-
-    def free_pages(self, rank: int) -> int:
-        """Return the number of pages that no session holds."""
-        return self._pools[rank].available
 
     def used_pages(self) -> int:
         """Return the number of pages that sessions hold on all ranks, shared ones counted once."""

@@ -27,6 +27,7 @@ from ..core.comm import (
 )
 from ..core.errors import refuse
 from ..core.kernels import KernelRequest, choose_kernel
+from ..core.kernels.packed import to_device
 from ..core.plans import Kind, Recorder, Target, Workload
 from .batch import Batch, ScheduledChunk
 from .paged import FUSED_DTYPES, PackedPartials, Pages, attend_pages, attend_splits, has_fused_kernels, merge_ranks
@@ -113,6 +114,7 @@ class CachedAttention:
         on_layer: called before every layer, but not when a CUDA graph is replayed. It may raise to end the pass.
         on_wait: called when a step of decode has been launched, before the host waits for its tokens.
         states: of the model's recurrent layers; None without any.
+        tail: on GPUs, reached before the last sixteenth of the layers of a prompt by plans.
 
     Args:
         group: the context-parallel process group, or None for one rank.
@@ -158,6 +160,7 @@ class CachedAttention:
         self.on_layer: Callable[[], None] = lambda: None
         self.on_wait = self.on_layer
         self.states: RecurrentStates | None = None
+        self.tail: torch.cuda.Event | None = None
         self._merge: PeerMerge | None = None
         self._passes: dict[int | None, Pass] = {}  # keyed by the window of layers
         self._new_slots: Sequence[slice | Tensor] = ()  # of layers without and with windows
@@ -177,7 +180,6 @@ class CachedAttention:
                 f"a cache that fits into memory; this one takes {gib:.2f} GiB per rank ({error})",
                 "Lower it, or use more context-parallel ranks.",
             ) from error
-
         self.layers = [storage[:-1] for storage in self._storage]
 
     @property
@@ -237,7 +239,7 @@ class CachedAttention:
         runs = list(chain.from_iterable(parts))
         if all(before.stop == after.start for before, after in pairwise(runs)):
             return slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
-        return _numbers(runs).to(self.device)
+        return to_device(_numbers(runs), self.device)
 
     def allocate_merge(self, most: int) -> None:
         """Allocate peer memory for merging the results of up to `most` replicated tokens, if ranks have it. Collective.
@@ -314,6 +316,8 @@ class CachedAttention:
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._pages is not None:
             return self._attend_replicated(layer, self._pages[shape.window(layer)], q, scale, sink)
+        if layer == shape.num_layers - shape.num_layers // 16 and q.is_cuda:
+            self.tail = torch.cuda.current_stream(self.device).record_event()
         run = self._passes[shape.window(layer)].run({Kind.Q: (q,), Kind.KV: (self.layers[layer],)}, scale)
         out, lse = run.result(Kind.OUT)
         return out if sink is None else merge_sink(out, lse, sink, range(shape.num_heads))[0]

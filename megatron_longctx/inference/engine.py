@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ..config import InferenceConfig, check_inference
 from ..core.comm import all_reduce_sum
+from ..core.comm.device import synchronize
 from ..core.errors import refuse
+from ..core.kernels.packed import to_device
 from .batch import Batch, ScheduledChunk
 from .cache_manager import CacheManager
 from .cached_attention import CachedModel, local_rows
@@ -160,6 +162,14 @@ class LongContextEngine:
             check_ids(tokens, self.model.vocab_size)
             check_length("tokens of the session", len(session.tokens) + len(tokens), self.model.max_positions)
         self._compute(ids)
+
+    def wait(self) -> None:
+        """Make the host wait until GPUs have computed what `append` got, but for the last layers of a prompt by plans:
+        the host prepares the next one meanwhile."""
+        if self._attention.tail is None:
+            synchronize(self._attention.device)
+        else:
+            self._attention.tail.synchronize()
 
     def next_logits(self, sessions: Sequence[Session]) -> Tensor:
         """Return the logits of each session's next token on every rank, fp32 `[len(sessions), vocab_size]`.
@@ -358,26 +368,27 @@ class LongContextEngine:
 
         The decoder, whose results depend on which slots hold the tokens, computes it if it `may_replicate`.
         """
+        self._attention.tail = None
         self._states.move(chunks)
         if may_replicate and self._decoder.takes(chunks, self._chooser.mode != "auto"):
             decoded = self._decoder(chunks, texts)
             self.mode_counts["replicated"] += 1
             return {s: next_token for s, next_token, end in zip(sessions, decoded, ends, strict=True) if end}
-        rank, device = self._attention.rank, self._attention.device
-        exact, widest = self.settings.exact_reuse, self._attention.shape.widest_window
-        slots, windowed_slots = self._attention.unused_slots
-        batch = Batch(self._attention.world, slots, chunks, windowed_slots=windowed_slots)
-        mode = self._chooser.choose(batch.with_window(widest))
-        self._attention.begin(batch, mode, joined=exact)
+        attention, rank, device = self._attention, self._attention.rank, self._attention.device
+        slots, windowed_slots = attention.unused_slots
+        batch = Batch(attention.world, slots, chunks, windowed_slots=windowed_slots)
+        mode = self._chooser.choose(batch.with_window(attention.shape.widest_window))
+        attention.begin(batch, mode, joined=self.settings.exact_reuse)
         self.mode_counts[mode] += 1
         tokens, positions = local_rows(chunks, texts, rank)
         last = {s: batch.last_row(i) for i, (s, end) in enumerate(zip(sessions, ends, strict=True)) if end}
         mine = {session: row for session, (home, row) in last.items() if home == rank}
-        rows = torch.tensor(list(mine.values()), dtype=torch.int64, device=device)
+        rows = torch.tensor(list(mine.values()), dtype=torch.int64)
         wanted = [session.scores for session in sessions]
         scorer = PromptScorer(wanted, chunks, batch.row_starts[rank], positions, device) if any(wanted) else None
-        logits = self.model.logits(tokens.to(device), positions.to(device), rows, scorer)
+        tokens, positions, rows = (to_device(each, device) for each in (tokens, positions, rows))
+        logits = self.model.logits(tokens, positions, rows, scorer)
         if scorer is not None:
-            scorer.finish(self._attention.group)
+            scorer.finish(attention.group)
         found = dict(zip(mine, logits, strict=True))
         return {session: NextToken(found.get(session)) for session in last}

@@ -7,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..core.comm.device import synchronize
 from ..core.errors import refuse
 from .engine import LongContextEngine
 from .host_cache import HostCache
@@ -364,7 +363,7 @@ class Scheduler:
                 active.left -= size
         if chunk:
             self.engine.append(chunk)
-            synchronize(self.engine.model.attention.device)  # a round's time includes that of its prompts
+            self.engine.wait()  # a round's time includes that of its prompts
             self._stuck = False
         for active in self._active.values():
             if not active.left and active.generation is None:

@@ -83,11 +83,9 @@ class PeerWeights:
             copy(stream)
 
     def _add(self, name: str, ranks: range, parts: Sequence[Tensor]) -> None:
-        self._copies += [copier(self._matrices[name][ranks[i]], parts[i]) for i in self._from_own(ranks)]
-
-    def _from_own(self, ranks: range) -> Sequence[int]:
-        """Return the places of ranks in the order to copy from them: not all ranks begin with the same one."""
-        return sorted(range(len(ranks)), key=lambda i: (ranks[i] - self._rank) % len(ranks))
+        # Not all ranks begin with the same one.
+        order = sorted(range(len(ranks)), key=lambda i: (ranks[i] - self._rank) % len(ranks))
+        self._copies += [copier(self._matrices[name][ranks[i]], parts[i]) for i in order]
 
 
 class GroupWeights:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..core.attention import ContextParallelAttention
 from ..core.comm.collectives import all_gather_rows
 from ..core.errors import refuse
+from ..core.kernels.packed import to_device
 from ..core.layout import Layout
 from ..core.plans import Mask, mask
 from ..core.plans.mask import Window
@@ -91,7 +92,7 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
 
     def tokens(self, device: torch.device) -> Tensor:
         """Return the global positions of this rank's tokens, int64 `[s]`, in slot order."""
-        return self._once(lambda: _to_device(self._attention.tokens(self.mask()), device), "tokens", device)
+        return self._once(lambda: to_device(self._attention.tokens(self.mask()), device), "tokens", device)
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens, int64 `[s]`, in slot order.
@@ -102,7 +103,7 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         def positions() -> Tensor:
             tokens = self.tokens(torch.device("cpu"))
             starts, stops, first = torch.tensor(self.mask().documents, dtype=torch.int64).view(-1, 3).T.contiguous()
-            return _to_device(tokens + (first - starts)[torch.bucketize(tokens, stops, right=True)], device)
+            return to_device(tokens + (first - starts)[torch.bucketize(tokens, stops, right=True)], device)
 
         return self._once(positions, "positions", device)
 
@@ -123,13 +124,13 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
 
         def stops() -> tuple[Tensor, Tensor]:
             host = torch.tensor([0, *accumulate([*self.place.lengths] * batch)])
-            return _to_device(host, device), host
+            return to_device(host, device), host
 
         return self._once(stops, "stops", batch, device)
 
     def tail_rows(self, size: int, device: torch.device) -> Tensor:
         """Return `Place.tail_rows` on a device, int64 `[size]`."""
-        return self._once(lambda: _to_device(torch.tensor(self.place.tail_rows(size)), device), "tail", size, device)
+        return self._once(lambda: to_device(torch.tensor(self.place.tail_rows(size)), device), "tail", size, device)
 
     def _once(self, make: Callable[[], T], *key: Any) -> T:
         """Return what `make` returned for this key first. A pack may serve inference first and training later."""
@@ -142,11 +143,6 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
 def divided(whole: Mask, parts: Sequence[int], causal: bool, window: Window) -> Mask:
     """Return the mask of tokens that see those of their own part alone. The layout is that of the whole."""
     return replace(whole, slices=mask.documents([*filter(None, parts)], causal=causal, window=window).slices)
-
-
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device without waiting for work in flight there."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def version_of(x: Any) -> Any:

@@ -28,7 +28,7 @@ def batch_with_past(
     for number in range(max(map(len, pasts), default=0)):
         manager.append({s: past[number] for s, past in zip(sessions, pasts, strict=True) if number < len(past)})
     chunks = manager.append({s: count for s, count in zip(sessions, new, strict=True) if count})
-    return Batch(n, manager.slots_per_rank, chunks)
+    return Batch(n, manager.slots[0], chunks)
 
 
 def random_batch(seed: int) -> Batch:
@@ -84,4 +84,4 @@ def random_family(seed: int) -> Batch:
         family.append(texts.fork(parent, source.randint(0, manager.length(parent))))
         texts.append({session: source.choice((1, 1, 3, 20)) for session in source.sample(family, len(family) // 2)})
     going = source.sample(family, source.randint(2, min(4, len(family))))
-    return Batch(n, manager.slots_per_rank, texts.append({s: source.choice((1, 1, 5, 30)) for s in going}))
+    return Batch(n, manager.slots[0], texts.append({s: source.choice((1, 1, 5, 30)) for s in going}))

@@ -102,7 +102,7 @@ class Memory:
         for rank in range(manager.n):
             held = set().union(*(self.pages(session, rank) for session in self.tokens))
             assert manager.held_pages(self.tokens, rank) == len(held)
-            assert manager.free_pages(rank) == manager.pages_per_rank - len(held), "pages have leaked"
+            assert manager.groups[0].pools[rank].available == manager.pages_per_rank - len(held), "pages have leaked"
             windowed = set().union(*(manager._held(session).groups[-1][rank].pages for session in self.tokens))
             assert manager.groups[-1].pools[rank].available == manager.groups[-1].num_pages - len(windowed)
 
@@ -141,7 +141,7 @@ def test_random_operations_neither_leak_nor_corrupt(
     texts: list[list[int]] = [[]]  # also of closed sessions, whose pages may still be there
 
     def state() -> object:
-        return [manager.free_pages(r) for r in range(n)], {s: manager.length(s) for s in memory.tokens}
+        return [manager.groups[0].pools[r].available for r in range(n)], {s: manager.length(s) for s in memory.tokens}
 
     for step in range(80):
         sessions = list(memory.tokens)

@@ -82,7 +82,7 @@ def test_shared_keys_are_sent_once(n: int) -> None:
 
     def moved(*sessions: int) -> int:
         chunks = manager.append({session: 1 for session in sessions})
-        plan = Batch(n, manager.slots_per_rank, chunks).plan("pass_kv")
+        plan = Batch(n, manager.slots[0], chunks).plan("pass_kv")
         manager.undo(chunks)
         verify(plan)
         return keys_sent(plan)
@@ -101,7 +101,7 @@ def test_joined_calls_do_not_depend_on_where_tokens_are_stored(mode: str, monkey
         for _ in range(3):
             manager.append({session: 128 for session in (sessions if gaps else sessions[:1])})
         chunks = manager.append({sessions[0]: 3})
-        recorder = Recorder(Batch(2, manager.slots_per_rank, chunks).plan(mode), Target(HEADS, PACKED, None, joined))
+        recorder = Recorder(Batch(2, manager.slots[0], chunks).plan(mode), Target(HEADS, PACKED, None, joined))
         ops = [op for rank in range(2) for op in recorder.record(rank).ops]
         return [op.call for op in ops if isinstance(op, Compute)]
 

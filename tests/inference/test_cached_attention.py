@@ -69,11 +69,11 @@ def manager_for(n: int) -> CacheManager:
 def attention_of(case: Case, group: dist.ProcessGroup | None, transport: str) -> CachedAttention:
     n = 1 if group is None else dist.get_world_size(group)
     device = torch.device("cuda", torch.cuda.current_device()) if case.device == "cuda" else CPU
-    return CachedAttention(group, case.shape, manager_for(n).slots_per_rank, device, transport=transport)
+    return CachedAttention(group, case.shape, manager_for(n).slots[0], device, transport=transport)
 
 
 def in_threads(ranks: ThreadedRanks, rank: int, case: Case) -> CachedAttention:
-    attention = CachedAttention(None, case.shape, manager_for(ranks.n).slots_per_rank, CPU)
+    attention = CachedAttention(None, case.shape, manager_for(ranks.n).slots[0], CPU)
     attention.rank, attention.world = rank, ranks.n
     attention._runtime = replace(attention._runtime, transport=ranks.transport(rank))
     return attention
@@ -100,7 +100,7 @@ def chat(attention: CachedAttention, mode: str, case: Case) -> None:
     for counts in rounds:
         active = [i for i, count in enumerate(counts) if count]
         chunks = manager.append({sessions[i]: counts[i] for i in active})
-        batch = Batch(n, manager.slots_per_rank, chunks)
+        batch = Batch(n, manager.slots[0], chunks)
         verify(batch.plan(mode))
         attention.begin(batch, mode)
         places = [
@@ -147,13 +147,13 @@ def test_every_round_equals_dense_attention_on_gpus(n: int, transport: str) -> N
 
 def test_shapes_that_do_not_fit_the_plan_are_refused() -> None:
     manager = CacheManager(1, 4, 4)
-    attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), manager.slots_per_rank, CPU)
-    attention.begin(Batch(1, manager.slots_per_rank, manager.append({manager.open(): 3})), "pass_kv")
+    attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), manager.slots[0], CPU)
+    attention.begin(Batch(1, manager.slots[0], manager.append({manager.open(): 3})), "pass_kv")
     with pytest.raises(ValueError, match=r"q has shape \(2, 1, 2, 8\): expected \[3, 1, 2, 8\]"):
         attention(0, torch.zeros(2, 1, 2, 8), torch.zeros(2, 1, 1, 8), torch.zeros(2, 1, 1, 8))
     with pytest.raises(ValueError, match="batch=of 2 ranks: expected one of 1"):
         other = CacheManager(2, 4, 4)
-        attention.begin(Batch(2, other.slots_per_rank, other.append({other.open(): 3})), "pass_kv")
+        attention.begin(Batch(2, other.slots[0], other.append({other.open(): 3})), "pass_kv")
 
 
 def test_the_caches_size_is_what_its_shape_says() -> None:

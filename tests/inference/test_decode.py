@@ -139,7 +139,8 @@ def warm_up_runs_every_size(engine: LongContextEngine, learned: bool) -> None:
             assert steps.max_prompt == (max(sizes) if graphs else 1024), "all sizes that it takes have graphs"
         steps, other = recorded(engine, "replicated"), manager.open()
         steps.has_graphs = True
-        manager.append({other: (min(map(manager.free_pages, range(manager.n))) - 3) * manager.n * manager.page_tokens})
+        room = min(pool.available for pool in manager.groups[0].pools) - 3
+        manager.append({other: room * manager.n * manager.page_tokens})
         warm_up(engine, 12)
     assert max(steps.sizes) == 2, "3 pages are free on every rank"
     assert set(steps.prompt_steps.values()) == {1}, "no size twice, however many do not fit"

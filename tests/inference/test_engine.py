@@ -10,8 +10,8 @@ from megatron_longctx.config import Config
 from megatron_longctx.core.plans.cache_modes import CACHE_MODES as MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.tolerances import error
-from tests.inference.conversations import Model, Record, Truth, converse_in, parallel, truths
-from tests.shared.training import changed
+from tests.inference.conversations import Model, Record, Truth, converse_in, engine_of, parallel, truths
+from tests.shared.training import changed, tiny_config
 
 OTHER_SHAPES = (
     {"model.num_kv_heads": 1, "model.tie_embeddings": True},
@@ -72,3 +72,22 @@ def test_every_turn_equals_the_dense_model(trained: Config, truth: list[Truth], 
     for records in ranks:
         for (_, i), found in zip(cases, records, strict=True):
             check(found, truth[i])
+
+
+def still_computes(rank: int, config: Config) -> bool:
+    """Return whether a GPU computes a prompt when the host has waited for it."""
+    with engine_of(config) as engine, engine._chooser.forcing("pass_kv"):
+        engine.append({engine.open(): range(60)})  # compiles kernels, for which a host waits
+        layers, cycles = iter(range(1, 1 + config.model.num_layers)), {config.model.num_layers: 2 * 10**9}
+        engine.model.attention.on_layer = lambda: torch.cuda._sleep(cycles.get(next(layers), 0))  # type: ignore[no-untyped-call]
+        engine.append({engine.open(): range(60)})
+        engine.wait()
+        return not torch.cuda.current_stream().query()
+
+
+@pytest.mark.gpu
+def test_the_last_layers_are_not_waited_for(tmp_path: Path) -> None:
+    for layers in (15, 32):
+        settings = {"train.device": "cuda", "model.num_layers": layers, "data.seq_length": 128, "model.hidden_size": 64}
+        config = parallel(tiny_config(tmp_path, "x", settings), 1)
+        assert run_distributed(still_computes, 1, config, backend="nccl") == [layers == 32]

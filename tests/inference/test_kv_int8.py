@@ -60,12 +60,12 @@ def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
     shape = CacheShape(LAYERS, HEADS, KV_HEADS, DIM, torch.float32, int8=True)
     for mode in (*MODES, "replicated"):
         manager = CacheManager(n, 80 // n + 6, 4, max_contiguous=3)
-        attention = CachedAttention(dist.group.WORLD, shape, manager.slots_per_rank, CPU)
-        assert sum(layer.nbytes for layer in attention.layers) == manager.slots_per_rank * shape.token_bytes
+        attention = CachedAttention(dist.group.WORLD, shape, manager.slots[0], CPU)
+        assert sum(layer.nbytes for layer in attention.layers) == manager.slots[0] * shape.token_bytes
         session = manager.open()
         for count in counts:
             (chunk,) = manager.append({session: count})
-            batch, planned = Batch(n, manager.slots_per_rank, (chunk,)), mode if mode in MODES else "pass_kv"
+            batch, planned = Batch(n, manager.slots[0], (chunk,)), mode if mode in MODES else "pass_kv"
             with watched() as sent:
                 if mode == "replicated" and count == 1:
                     shard = manager.shards(session)[rank]

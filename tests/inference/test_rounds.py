@@ -48,7 +48,7 @@ def rounds_of_two_requests(rank: int, config: Config) -> list[str]:
     ended: list[Event] = []
     ours, theirs = socket.socketpair()
     inbox = Inbox(ours, Inbox.new_shared())
-    waits = mock.patch("megatron_longctx.inference.scheduler.synchronize", side_effect=lambda _: done.append("y"))
+    waits = mock.patch("megatron_longctx.inference.engine.synchronize", side_effect=lambda _: done.append("y"))
     with engine_of(config) as engine, ours, theirs, waits:
         pace = mock.Mock(wraps=Pace(2048), room=2048, owes_decode=False)  # no time changes what it does
         scheduler = Scheduler(engine, pace=pace)

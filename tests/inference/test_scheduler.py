@@ -151,7 +151,7 @@ def bad_requests_harm_no_other(engine: LongContextEngine) -> None:
 
 def requests_wait_for_room(engine: LongContextEngine) -> None:
     """Together they need three times the cache; kept caches give way."""
-    room = engine.cache_manager.slots_per_rank * engine.cache_manager.n
+    room = engine.cache_manager.slots[0] * engine.cache_manager.n
     with scheduling(engine, prefill_chunk=10**6) as scheduler:
         for i in range(6):
             scheduler.submit(Request(i, (i + 1,) * (room // 2 - 20), Sampling(max_new_tokens=2)))
@@ -162,7 +162,7 @@ def requests_wait_for_room(engine: LongContextEngine) -> None:
 
 def short_requests_overtake_one_that_waits_for_room(engine: LongContextEngine) -> None:
     """They may as long as their tokens together are fewer than its own."""
-    size = engine.cache_manager.slots_per_rank * engine.cache_manager.n // 2
+    size = engine.cache_manager.slots[0] * engine.cache_manager.n // 2
     with scheduling(engine, max_active=3) as scheduler:
         scheduler.submit(Request(0, (1,) * size, Sampling(max_new_tokens=60)))
         scheduler.submit(Request(1, (2,) * size, Sampling(max_new_tokens=2)))  # waits for the first to end
@@ -181,7 +181,7 @@ def short_requests_overtake_one_that_waits_for_room(engine: LongContextEngine) -
 
 def a_request_that_waits_for_room_is_tried_after_every_end(engine: LongContextEngine) -> None:
     """Also when another has computed a prefix of it, but not in every round: finding a long prefix takes long."""
-    size, opened = engine.cache_manager.slots_per_rank * engine.cache_manager.n // 2, list[int]()
+    size, opened = engine.cache_manager.slots[0] * engine.cache_manager.n // 2, list[int]()
 
     def counted(tokens: tuple[int, ...], salt: int) -> object:
         opened.append(len(tokens))
@@ -226,7 +226,7 @@ def other_clients_caches_are_not_found(engine: LongContextEngine) -> None:
 
 def promised_pages_are_kept(engine: LongContextEngine) -> None:
     """Two sequences wait behind a long prompt; all that they have was shared with one that ended before others."""
-    assert engine.cache_manager.slots_per_rank * engine.cache_manager.n == 600
+    assert engine.cache_manager.slots[0] * engine.cache_manager.n == 600
     source = random.Random(2)
     document, other, long = (tuple(source.randrange(97, 105) for _ in range(size)) for size in (200, 150, 280))
     prompts = (document, other, long, (*document[:190], 1), (*document[:190], 2))
@@ -273,7 +273,7 @@ def questions_about_one_document_share_it(engine: LongContextEngine) -> list[lis
 
 def shared_pages_are_promised_once(engine: LongContextEngine) -> None:
     """Requests that would not fit together do if most of their pages are shared."""
-    room = engine.cache_manager.n * engine.cache_manager.slots_per_rank
+    room = engine.cache_manager.n * engine.cache_manager.slots[0]
     document = tuple(random.Random(5).randrange(256) for _ in range(room // 2))
     with scheduling(engine, prefill_chunk=10**6) as scheduler:
         for i in range(4):

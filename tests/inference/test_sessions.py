@@ -149,7 +149,7 @@ def forks_continue_independently(engine: LongContextEngine) -> None:
 def requests_that_cannot_fit_change_nothing(engine: LongContextEngine) -> None:
     """However they arise, and in however many passes."""
     own, manager = engine.settings, engine.cache_manager
-    room = manager.n * manager.slots_per_rank
+    room = manager.n * manager.slots[0]
     idle = [opened(engine, prompt) for prompt in PROMPTS]
     idle.append(idle[2].fork(9))  # shares pages
     logits, pages = engine.next_logits(idle), manager.used_pages()
@@ -182,7 +182,7 @@ def a_batch_that_does_not_fit_is_undone(engine: LongContextEngine) -> None:
     idle, short, long = opened(engine, [1, 2, 3]), engine.open(), engine.open()
     pages = manager.used_pages()
     with pytest.raises(CacheFull, match="new tokens need"):
-        engine.append({short: [1, 2, 3, 4], long: [5] * (manager.n * manager.slots_per_rank + 50)})
+        engine.append({short: [1, 2, 3, 4], long: [5] * (manager.n * manager.slots[0] + 50)})
     assert (short.cached_tokens, long.cached_tokens, manager.used_pages()) == (0, 0, pages)
     assert idle.tokens == [1, 2, 3] and idle.cached_tokens == 3
     short.append([1, 2, 3, 4])
@@ -215,7 +215,7 @@ def warm_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
     manager = engine.cache_manager
     for pages in (1, 24, 2):
         session = engine.open()
-        room = min(map(manager.free_pages, range(manager.n))) - pages
+        room = min(pool.available for pool in manager.groups[0].pools) - pages
         session.append([97] * room * manager.n * manager.page_tokens)
         before = manager.used_pages()
         warm_up(engine)

@@ -85,7 +85,7 @@ class Soak:
         sessions = [(s.number, list(s.tokens), s.cached_tokens if s.next_token else None) for s in self._sessions]
         # The last page of a fork may have been dropped, to be computed again.
         certain = all(s.next_token for s in self._sessions)
-        return sessions, [manager.free_pages(rank) for rank in range(manager.n)] if certain else None
+        return sessions, [manager.groups[0].pools[rank].available for rank in range(manager.n)] if certain else None
 
     def _some(self) -> list[Session]:
         """Choose up to 4 sessions that are not too long."""

@@ -76,8 +76,8 @@ def prompts(cases: int) -> None:
         for _ in range(source.randint(0, 3)):
             manager.append({session: source.randint(1, 300) for session in sessions})
         chunks = manager.append({session: source.choice((1, 2, source.randint(3, 300))) for session in sessions})
-        batch = Batch(n, manager.slots_per_rank, chunks)
-        cache = torch.empty(manager.slots_per_rank, 2, 1, KV_HEADS, D, dtype=BF16)
+        batch = Batch(n, manager.slots[0], chunks)
+        cache = torch.empty(manager.slots[0], 2, 1, KV_HEADS, D, dtype=BF16)
         recorder = Recorder(batch.plan(list(CACHE_MODES)[case % 3]), Target(shape.workload, NoAttention.takes))
         ranks = ThreadedRanks(n)
 

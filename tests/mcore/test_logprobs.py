@@ -53,11 +53,11 @@ def _compute(rank: int, root: Path, world: int) -> tuple[Any, ...]:
     both = label_logprobs(gpt, sequence, whole, entropy=True)
     assert torch.equal(both[0], label_logprobs(gpt, sequence, whole)), "entropies change nothing"
     manager, shape = CacheManager(world, 16, 8), CacheShape(2, 4, 2, 8, torch.float32, windows=(8, None))
-    attention = CachedAttention(collection.cp, shape, manager.slots_per_rank, torch.device("cpu"))
+    attention = CachedAttention(collection.cp, shape, manager.slots[0], torch.device("cpu"))
     cached, engines = CachedGPT(gpt, attention, VOCABULARY, None), []
     for tokens in SEQUENCES:
         turns = manager.append({manager.open(): len(tokens)})
-        attention.begin(Batch(world, manager.slots_per_rank, turns), "pass_kv")
+        attention.begin(Batch(world, manager.slots[0], turns), "pass_kv")
         mine = torch.tensor([position for span in turns[0].new_spans[rank] for position in span])
         logits: Tensor = cached.logits(torch.tensor(tokens)[mine], mine, torch.arange(len(mine)))
         engines.append({int(at): row for at, row in zip(mine, logits.log_softmax(-1).tolist(), strict=True)})

@@ -122,10 +122,10 @@ def _ours(rank: int, path: Path) -> None:
 
 def _check_cache(gpt: GPTModel, rank: int, world: int, collection: Any, expected: Tensor) -> None:
     manager, shape = CacheManager(world, 8, 4), CacheShape(3, 4, 2, 8, torch.float32)
-    attention = CachedAttention(collection.cp, shape, manager.slots_per_rank, CPU)
+    attention = CachedAttention(collection.cp, shape, manager.slots[0], CPU)
     cached = CachedGPT(gpt, attention, VOCABULARY, None)
     turns = manager.append({manager.open(): LENGTH})
-    attention.begin(Batch(world, manager.slots_per_rank, turns), "pass_kv")
+    attention.begin(Batch(world, manager.slots[0], turns), "pass_kv")
     mine = torch.tensor([position for span in turns[0].new_spans[rank] for position in span])
     logits = cached.logits(_batch()["tokens"][0, mine], mine, torch.arange(len(mine)))
     torch.testing.assert_close(logits, expected[mine], rtol=2e-5, atol=2e-5)

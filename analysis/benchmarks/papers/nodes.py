@@ -58,7 +58,7 @@ def batch(n: int, new: int, cached: int, sequences: int = 1) -> Batch:
     sessions = [manager.open() for _ in range(sequences)]
     if cached:
         manager.append(dict.fromkeys(sessions, cached))
-    return Batch(n, manager.slots_per_rank, manager.append(dict.fromkeys(sessions, new)))
+    return Batch(n, manager.slots[0], manager.append(dict.fromkeys(sessions, new)))
 
 
 @cache

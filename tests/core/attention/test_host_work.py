@@ -226,7 +226,7 @@ def test_a_layer_of_a_prefill_is_few_operations(case: tuple[str, int], monkeypat
     manager = CacheManager(n, 512, 16)
     session = manager.open()
     manager.append({session: 1024})
-    layer = Layer(Batch(n, manager.slots_per_rank, manager.append({session: 256})).plan(name), 1)
+    layer = Layer(Batch(n, manager.slots[0], manager.append({session: 256})).plan(name), 1)
     found = counted(lambda: layer.forward().result(Kind.OUT), monkeypatch)
     merges, launches, views = PREFILLS[case]
     assert found.merges <= merges and found.launches <= launches and found.views <= views, found
@@ -364,7 +364,7 @@ def test_a_batch_opens_one_channel_over_peer_memory() -> None:
     manager = CacheManager(4, 512, 16)
     session, runtime, channels = manager.open(), None, 0
     for number in range(1, 4):
-        plan = Batch(4, manager.slots_per_rank, manager.append({session: 100 * number})).plan("pass_q")
+        plan = Batch(4, manager.slots[0], manager.append({session: 100 * number})).plan("pass_q")
         layer = Layer(plan, 1, True, runtime)
         for _ in range(3):
             layer.forward()
