@@ -17,7 +17,7 @@ class Rounds:
     """Rounds of the scheduler until rank 0, which has the inbox, is stopped.
 
     The ranks exchange the next round's news while GPUs compute a token of every answer, which a round does after its
-    prompts. If no answer runs, they do so when the round has ended.
+    prompts. If no answer runs, they do so while GPUs compute the last layers of the round's prompts.
 
     Args:
         inbox: of rank 0; None on the others.
