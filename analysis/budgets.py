@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_longctx"
 GOALS = {"core": 8_000, "the package": 29_000, "tests": 30_000}
-LIMITS = {"the package": 45_294, "tests": 42_341}
+LIMITS = {"the package": 45_294, "tests": 42_378}
 WING, FILE, FUNCTION = 9_000, 400, 60
 
 

@@ -349,14 +349,14 @@ class Trainer:
         Ranks agree on both, and on whether the next step is saved because a rank received the save signal or
         `train.save_minutes` have passed: a rank that goes on alone would wait for the others forever.
         """
-        asked = self.saver.due
-        if self.stop.save:
-            self.stop.save, asked = False, True
+        asked = self.stop.save or self.saver.due
         own = [float(self.stop.received or 0), float(not self.saver.written), float(asked)]
         flags = torch.tensor(own, device=local_device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         stop, writing, save_now = flags.tolist()
         self._save_now = bool(save_now)
+        if save_now:
+            self.stop.save = False  # also if its signal came to this rank while all agreed
         if not writing:
             self._finish_save()
         self.stopped_by = signal.Signals(int(stop)) if stop else None

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import pytest
@@ -259,6 +260,15 @@ def passes(engine: LongContextEngine, texts: list[list[int]]) -> tuple[list[int]
     return computed, logits
 
 
+def the_host_waits_for_what_was_appended_last(engine: LongContextEngine) -> None:
+    attention = engine.model.attention
+    attention.tail = tail = mock.Mock()
+    engine.wait()
+    tail.synchronize.assert_called_once_with()
+    close(opened(engine, [1]))
+    assert attention.tail is None, "it is of an earlier prompt"
+
+
 def learned_positions_end(engine: LongContextEngine) -> None:
     warm_up(engine)  # within the positions
     session = engine.open()
@@ -278,6 +288,7 @@ def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
         errors_change_nothing(engine)
         bad_logits_are_reported_on_all_ranks(engine)
         forks_continue_independently(engine)
+        the_host_waits_for_what_was_appended_last(engine)
         requests_that_cannot_fit_change_nothing(engine)
         a_batch_that_does_not_fit_is_undone(engine)
         logits = engine.next_logits([opened(engine, PROMPTS[2])])

@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -238,3 +239,28 @@ def test_a_step_lasts_until_the_next(tmp_path: Path) -> None:
     steps = _metrics(tmp_path / "slow")
     assert len(steps) == 3
     assert all(step[names.STEP_S] >= BETWEEN_STEPS_S for step in steps[1:])
+
+
+class _SignalledTrainer(RecordingTrainer):
+    """One signal to save: the first rank has it when the ranks agree, and it reaches the others while they do."""
+
+    def _stopped(self) -> bool:
+        def agree(*args: Any, **words: Any) -> None:
+            all_reduce(*args, **words)
+            self.stop.save |= self.step == 1
+
+        all_reduce, self.stop.save = dist.all_reduce, self.stop.save or (self.step == 1 and dist.get_rank() == 0)
+        with mock.patch.object(dist, "all_reduce", agree):
+            return super()._stopped()
+
+
+def _train_signalled(rank: int, root: Path) -> None:
+    settings = {"train.steps": 4, "train.save": True, "parallelism.context_parallel_size": 2}
+    _SignalledTrainer(Job(tiny_config(root, "signalled", settings))).run()
+
+
+def test_a_signal_saves_once_on_all_ranks(tmp_path: Path) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    run_distributed(_train_signalled, 2, tmp_path)
+    saved = sorted(path.name for path in (tmp_path / "signalled/checkpoints").glob("iter_*"))
+    assert saved == ["iter_0000002", "iter_0000004"]
