@@ -114,7 +114,7 @@ class CachedAttention:
         on_layer: called before every layer, but not when a CUDA graph is replayed. It may raise to end the pass.
         on_wait: called when a step of decode has been launched, before the host waits for its tokens.
         states: of the model's recurrent layers; None without any.
-        tail: on GPUs, reached before the last sixteenth of the layers of a prompt by plans.
+        tail: on GPUs, reached before the last sixteenth of the layers of a prompt by plans; None after other batches.
 
     Args:
         group: the context-parallel process group, or None for one rank.

@@ -164,8 +164,7 @@ class LongContextEngine:
         self._compute(ids)
 
     def wait(self) -> None:
-        """Make the host wait until GPUs have computed what `append` got, but for the last layers of a prompt by plans:
-        the host prepares the next one meanwhile."""
+        """Make the host wait for GPUs, but not for the last layers of a prompt: it prepares the next one meanwhile."""
         if self._attention.tail is None:
             synchronize(self._attention.device)
         else:

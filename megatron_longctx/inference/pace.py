@@ -17,7 +17,7 @@ DECODE_SHARE = 0.25
 """The share of the time that running answers get while prompts are computed."""
 _AIM = 0.375
 """The part of the stated time that a round takes. A short prompt may arrive when a round has just begun, wait for
-`DECODE_SHARE`, and is computed in the next round: 2 1/3 rounds, or 7/8 of the stated time."""
+`DECODE_SHARE`, and is computed in the next round: 2 1/3 rounds, 7/8 of the stated time, and a round's last layers."""
 _FIRST = 512
 _LEAST = 64
 """The tokens per rank of the first chunk, whose time is not known, and of any: fewer hardly take less time."""

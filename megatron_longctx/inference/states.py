@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..core.comm import all_gather_rows
 from ..core.errors import refuse
+from ..core.kernels.packed import to_device
 from ..models import delta_rule
 from .batch import Batch, ScheduledChunk
 from .cache_manager import CacheFull, CacheManager
@@ -215,7 +216,7 @@ class RecurrentStates:
         self._moves = self._numbers(reads), self._numbers(writes)
 
     def _numbers(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self._device)
 
     def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """Return causal convolutions of this rank's tokens `x` `[s, 1, c]`. layer: among the recurrent ones.

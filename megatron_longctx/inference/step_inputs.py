@@ -6,6 +6,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..core.kernels.packed import to_device
+
 
 def _tensor(rows: Sequence[Sequence[int]]) -> Tensor:
     """Return numbers as int64, in a fraction of the time that `torch.tensor` takes for lists."""
@@ -64,8 +66,7 @@ class StepInputs:
         self.fields(fields.shape[1]).copy_(staged.copy_(fields), non_blocking=True)
         for table, (places, numbers) in zip(self.pages, self._changes, strict=True):
             if places:  # of all tiles in one copy
-                both = _tensor([places, numbers])
-                both = (both.pin_memory() if table.is_cuda else both).to(table.device, non_blocking=True)
+                both = to_device(_tensor([places, numbers]), table.device)
                 table.view(-1)[both[0]] = both[1].int()
                 places.clear()
                 numbers.clear()

@@ -349,8 +349,7 @@ class Trainer:
         Ranks agree on both, and on whether the next step is saved because a rank received the save signal or
         `train.save_minutes` have passed: a rank that goes on alone would wait for the others forever.
         """
-        asked = self.stop.save or self.saver.due
-        own = [float(self.stop.received or 0), float(not self.saver.written), float(asked)]
+        own = [float(self.stop.received or 0), float(not self.saver.written), float(self.stop.save or self.saver.due)]
         flags = torch.tensor(own, device=local_device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         stop, writing, save_now = flags.tolist()
